@@ -1,0 +1,3 @@
+from offload_trainer.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,209 @@
+"""What the user wishes: frozen, typed, complete. `settings` reads it from a file and the command line.
+
+`auto` anywhere means that the plan decides; the plan says what it decided and why.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Auto = Literal["auto"]
+Home = Literal["auto", "gpu", "cpu", "nvme"]
+Scalar = bool | int | float | str
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(_Section):
+    """Which model, and how its forward and backward run."""
+
+    name: str = Field(
+        "gpt2-mini",
+        description="a preset (gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; random weights), "
+        "a directory with a transformers causal language model, or a hub id such as openai-community/gpt2",
+    )
+    scratch: bool = Field(False, description="take only the shape, with random weights")
+    overrides: dict[str, Scalar] = Field(
+        {}, description="keys of the model's own configuration to change (needs random weights), e.g. n_layer: 24"
+    )
+    dtype: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description="of weights, activations and gradients; master weights and moments are fp32 always"
+    )
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation")
+    checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto", description="gradient checkpointing, one segment a block; auto: on from 100 M parameters"
+    )
+    checkpointing_reentrant: bool = Field(False, description="torch's reentrant variant of checkpointing")
+    offload_activations: bool = Field(
+        False, description="keep checkpointed activations in host memory instead of on the GPU"
+    )
+    loss_chunk: PositiveInt = Field(
+        1024, description="tokens whose logits exist at a time in the loss; more of them are recomputed in chunks"
+    )
+    freeze: tuple[str, ...] = Field((), description="regular expressions; parameters whose name matches stay fixed")
+    trust_remote_code: bool = Field(False, description="let a model directory's or hub id's own Python code run")
+
+
+class DataSection(_Section):
+    """Which text, and how it becomes rows of tokens."""
+
+    path: tuple[str, ...] = Field(
+        ("builtin",),
+        description="text files, jsonl files, directories of them, or .bin token files; builtin: the text shipped here",
+    )
+    text_field: str = Field("text", description="field of a jsonl line that holds the text")
+    tokenizer: str = Field(
+        "auto",
+        description="builtin, a directory or a hub id; auto: the model directory's own, builtin for presets",
+    )
+    seq_len: PositiveInt | Auto = Field("auto", description="tokens in a row; auto: the model's context, at most 1024")
+    validation: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.05, description="share of the tokens, at their end, that is kept for validation"
+    )
+    shuffle: bool = Field(True, description="visit the rows in an order drawn from the seed, another each epoch")
+    cache: str = Field("auto", description="directory of token files; auto: ~/.cache/offload-trainer")
+
+
+class OptimSection(_Section):
+    """The update, and the learning rate over the steps."""
+
+    name: Literal["adamw", "adamw8bit"] = Field(
+        "adamw", description="adamw8bit: bitsandbytes' 8-bit moments, where the optimizer is on the GPU"
+    )
+    lr: PositiveFloat = Field(3e-4, description="peak learning rate")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and the second moment")
+    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="decoupled; on matrices and embeddings, not on biases and norms"
+    )
+    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="shape of the rate after the warm-up; wsd: constant, then linear over decay_steps"
+    )
+    warmup_steps: Count | Auto = Field("auto", description="steps of linear warm-up; auto: 2 % of the steps")
+    decay_steps: Count | Auto = Field("auto", description="wsd only: steps of the final decay; auto: 20 % of the steps")
+    final_lr_ratio: Fraction = Field(0.1, description="rate at the end, as a share of the peak")
+    accumulate_dtype: Literal["fp32", "model"] = Field(
+        "fp32", description="dtype that gradients are summed in over the micro-batches of a step"
+    )
+    initial_loss_scale: PositiveFloat = Field(65536.0, description="fp16 only: where dynamic loss scaling starts")
+    loss_scale_window: PositiveInt = Field(1000, description="fp16 only: good steps after which the scale doubles")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step"
+    )
+
+
+class TrainSection(_Section):
+    """How much, how often, and with which seed."""
+
+    steps: PositiveInt = Field(300, description="optimizer steps of the whole run")
+    micro_batch: PositiveInt = Field(4, description="rows in one forward and backward, on each rank")
+    accumulate: PositiveInt = Field(1, description="micro-batches a step, on each rank")
+    seed: Count = Field(0, description="of the initial weights, the order of the rows and the dropout")
+    eval_every: Count = Field(100, description="steps between validations; 0: only at the end")
+    eval_rows: PositiveInt = Field(32, description="validation rows each time")
+    sample_every: Count = Field(0, description="steps between samples of text; 0: never")
+    sample_prompt: str = Field("The ", description="what samples continue")
+    sample_tokens: PositiveInt = Field(48, description="length of a sample")
+
+
+class PlacementSection(_Section):
+    """Where weights and optimizer state live, and which engine carries that out."""
+
+    engine: Literal["auto", "deepspeed", "plain"] = Field(
+        "auto", description="deepspeed: ZeRO; plain: torch alone, everything on one device; auto: deepspeed"
+    )
+    params: Home = Field("auto", description="home of the 16-bit weights")
+    optimizer: Home = Field("auto", description="home of master weights and moments")
+    nvme: tuple[str, ...] = Field((), description="directories on drives that state may live on")
+    ram_fraction: Fraction | Auto = Field("auto", description="share of the optimizer state kept in RAM")
+    gpus: PositiveInt = Field(1, description="processes to start, one a GPU (on a machine without: gloo on the CPU)")
+    threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
+    force: bool = Field(False, description="run even where the plan says that it does not fit")
+
+
+class SaveSection(_Section):
+    """Checkpoints, resuming, and where a run's files go."""
+
+    output: str = Field("runs/default", description="the run directory")
+    every: Count | Auto = Field("auto", description="steps between checkpoints; 0: none; auto: a tenth of the steps")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    resume: str = Field("auto", description="auto: the run directory's newest checkpoint, if any; never; or a directory")
+    tensorboard: bool = Field(False, description="also write TensorBoard files (extra: tensorboard)")
+
+
+class DeepSpeedSection(_Section):
+    """Sizes inside DeepSpeed. auto: worked out from the model, so that every placement runs."""
+
+    sub_group_size: PositiveInt | Auto = Field("auto", description="parameters updated at a time in ZeRO-3")
+    reduce_bucket_size: PositiveInt | Auto = Field("auto", description="gradient elements reduced at a time")
+    prefetch_bucket_size: Count | Auto = Field("auto", description="weight elements fetched ahead in ZeRO-3")
+    max_live_parameters: PositiveInt | Auto = Field("auto", description="weight elements gathered at a time in ZeRO-3")
+    param_buffer_count: PositiveInt | Auto = Field("auto", description="NVMe weights: buffers of the largest weight")
+    optimizer_buffer_count: Annotated[int, Field(ge=4)] | Auto = Field(
+        "auto", description="NVMe optimizer: buffers of the largest sub-group"
+    )
+    pipeline_read: bool = Field(True, description="NVMe optimizer: read the next sub-group during the update")
+    pipeline_write: bool = Field(True, description="NVMe optimizer: write the last sub-group during the update")
+    aio_block_size: PositiveInt = Field(1 << 20, description="bytes of one request to the drive")
+    aio_queue_depth: PositiveInt = Field(32, description="requests in flight in each thread")
+    aio_threads: PositiveInt = Field(2, description="threads that one transfer is divided over")
+
+
+class TrainConfig(_Section):
+    """The whole wish. Sections are named as on the command line: ``optim.lr=1e-3``."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    placement: PlacementSection = PlacementSection()
+    save: SaveSection = SaveSection()
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
+
+
+def combination_mistakes(config: TrainConfig) -> list[str]:
+    """Mistakes that no single key shows: one sentence each, with what to change."""
+    mistakes = []
+    place = config.placement
+    for flag, home in (("--params", place.params), ("--optimizer", place.optimizer)):
+        if home == "nvme" and not place.nvme:
+            mistakes.append(f"{flag} nvme needs a drive: add --nvme DIR")
+    if place.ram_fraction != "auto":
+        mistakes.append(
+            f"--ram-fraction {place.ram_fraction}: DeepSpeed keeps the optimizer state wholly in RAM "
+            "(--optimizer cpu) or wholly on the drive (--optimizer nvme); it cannot divide it"
+        )
+    if len(place.nvme) > 1:
+        mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
+    if place.engine == "plain":
+        for flag, home in (("--params", place.params), ("--optimizer", place.optimizer)):
+            if home in ("cpu", "nvme"):
+                mistakes.append(f"{flag} {home} with --engine plain: plain torch keeps everything on one device")
+        if place.gpus > 1:
+            mistakes.append(f"--gpus {place.gpus} with --engine plain: plain torch trains on one device")
+    if config.optim.name == "adamw8bit" and place.optimizer in ("cpu", "nvme"):
+        mistakes.append(
+            f"optim.name=adamw8bit with --optimizer {place.optimizer}: bitsandbytes' 8-bit AdamW runs on the GPU; "
+            "use --optimizer gpu, or optim.name=adamw"
+        )
+    if config.model.checkpointing == "off" and config.model.offload_activations:
+        mistakes.append(
+            "model.offload_activations=true needs checkpointed activations: use model.checkpointing=on"
+        )
+    if config.optim.schedule != "wsd" and config.optim.decay_steps != "auto":
+        mistakes.append(f"optim.decay_steps belongs to optim.schedule=wsd, not to {config.optim.schedule}")
+    warmup = config.optim.warmup_steps
+    if warmup != "auto" and warmup > config.train.steps:
+        mistakes.append(f"optim.warmup_steps={warmup} is more than train.steps={config.train.steps}")
+    if max(config.optim.betas) >= 1:
+        mistakes.append(f"optim.betas={list(config.optim.betas)}: both must be below 1")
+    return mistakes

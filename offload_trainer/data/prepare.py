@@ -1,0 +1,178 @@
+"""What the user named -> one token file: a ``.bin`` as it is, text tokenised once and kept in the cache.
+
+    find_sources -> read_documents -> batches of pieces -> tokenizer -> TokenWriter -> cache/NAME-KEY.bin
+
+The key hashes everything that the ids depend on, so a changed text, field or tokenizer is another file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_trainer.config import DataSection
+from offload_trainer.data.documents import Piece, find_sources, read_documents
+from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete
+from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.units import format_bytes, format_count, format_seconds
+
+# Raise it when the same text and tokenizer give other ids than before.
+FORMAT = 1
+BATCH_BYTES = 1 << 22
+BATCH_PIECES = 4096
+SECONDS_BETWEEN_REPORTS = 5.0
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/offload-trainer``, or ``~/.cache/offload-trainer``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "offload-trainer"
+
+
+def prepare_tokens(
+    section: DataSection,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    cache: Path,
+    say: Callable[[str], None],
+) -> TokenFile:
+    """The token file of `section.path`, all of whose ids are below `vocabulary`, the model's number of ids.
+
+    Text becomes ``cache/NAME-KEY.bin``, or is found there and not tokenised again. Each document, the last
+    one too, is followed by end-of-text, if the tokenizer has one. Special tokens that are spelled out in the
+    text become their ids, as transformers does it. Processes that prepare the same text at once each do the
+    work, and all get a whole file.
+
+    Raises UserError: what `find_sources` and `read_documents` raise, no text, a tokenizer or a token file
+    that does not fit the model or each other. TrainerError: the drive is full, or the text changed meanwhile.
+    """
+    sources = find_sources(section.path)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    if sources[0].suffix == ".bin":
+        return _given_tokens(sources[0], fingerprint=fingerprint, vocabulary=vocabulary, say=say)
+
+    size = vocabulary_size(tokenizer)
+    if size > vocabulary:
+        raise UserError(
+            f"the tokenizer has {size} ids and the model only {vocabulary}: set data.tokenizer to the "
+            f"model's own, or, with random weights, model.overrides.vocab_size={size}"
+        )
+    separator = end_of_text(tokenizer)
+    key_of = (section.text_field, fingerprint, separator)
+    key = _key(sources, *key_of)
+    target = cache / f"{_stem(section.path[0])}-{key}.bin"
+    if is_complete(target):
+        say(f"tokens: {target}, already there")
+        return TokenFile.open(target)
+
+    total = sum(source.stat().st_size for source in sources)
+    say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
+    with TokenWriter(target, tokenizer=fingerprint, vocabulary=size, end_of_text=separator) as writer:
+        pieces = _all_pieces(sources, text_field=section.text_field)
+        writer.text_bytes = _tokenise(
+            pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
+        )
+        if not writer.tokens:
+            raise UserError(f"{', '.join(section.path)}: there is no text in it; correct --data")
+        if _key(sources, *key_of) != key:
+            raise TrainerError(
+                "the text changed while it was being tokenised: start again once it is complete"
+            )
+    return TokenFile.open(target)
+
+
+def _given_tokens(path: Path, *, fingerprint: str, vocabulary: int, say: Callable[[str], None]) -> TokenFile:
+    """Open a ``.bin`` that the user named, and make sure that tokenizer and model understand its ids."""
+    tokens = TokenFile.open(path)
+    if tokens.tokenizer is not None and tokens.tokenizer != fingerprint:
+        raise UserError(
+            f"{path} was made with the tokenizer {tokens.tokenizer} and this run's is {fingerprint}: "
+            "set data.tokenizer to the one it was made with, or give the text instead"
+        )
+    if tokens.assumed:
+        say(f"{path}: {tokens.assumed}")
+    # A matching sidecar says how many ids there are; without one, only the ids themselves do.
+    if tokens.tokenizer is None or tokens.vocabulary is None:
+        needed = tokens.largest_id() + 1
+    else:
+        needed = tokens.vocabulary
+    if needed > vocabulary:
+        raise UserError(
+            f"{path} holds ids up to {needed - 1} and the model only knows those below {vocabulary}: "
+            "choose the model that it was tokenised for, or give the text instead"
+        )
+    return tokens
+
+
+def _key(sources: Sequence[Path], *details: str | int | None) -> str:
+    """16 hex digits of what the ids depend on; of a file, its path, size and time of change."""
+    files = [(str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    return hashlib.blake2b(json.dumps([FORMAT, files, details]).encode(), digest_size=8).hexdigest()
+
+
+def _stem(path: str) -> str:
+    """What a person recognises a cached file by."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).resolve().stem)[:40].strip("-") or "text"
+
+
+def _all_pieces(sources: Sequence[Path], *, text_field: str) -> Iterator[Piece]:
+    for source in sources:
+        yield from read_documents(source, text_field=text_field)
+
+
+def _tokenise(
+    pieces: Iterator[Piece],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    separator: int | None,
+    writer: TokenWriter,
+    total: int,
+    say: Callable[[str], None],
+) -> int:
+    """Write the pieces' ids. Returns the UTF-8 bytes of text in them."""
+    done = 0
+    begin = reported = time.monotonic()
+    for batch in _batches(pieces):
+        texts = [piece.text for piece in batch]
+        rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
+        ids: list[int] = []
+        for piece, row in zip(batch, rows, strict=True):
+            ids += row
+            if piece.ends_document and separator is not None:
+                ids.append(separator)
+        writer.write(ids)
+        done += sum(len(text.encode()) for text in texts)
+        now = time.monotonic()
+        if now - reported >= SECONDS_BETWEEN_REPORTS:
+            reported = now
+            say(
+                f"tokenised {format_bytes(done)} of {format_bytes(total)}: {format_count(writer.tokens)} "
+                f"tokens, {format_bytes(done / (now - begin))}/s"
+            )
+    say(f"{format_count(writer.tokens)} tokens in {format_seconds(time.monotonic() - begin)}")
+    return done
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Enough pieces at a time for a tokenizer with many threads, few enough for little memory."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,74 @@
+"""A name -> a transformers tokenizer, and what a token file must know of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from offload_trainer.errors import UserError
+
+BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load ``builtin`` (no network), a directory's, or a hub id's tokenizer.
+
+    Raises UserError where there is none, or it cannot be had.
+    """
+    directory = BUILTIN_TOKENIZER if name == "builtin" else Path(name).expanduser()
+    is_directory = directory.is_dir()
+    if not is_directory and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):
+        raise UserError(f"no such directory: {name}; set data.tokenizer to builtin, a directory or a hub id")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory) if is_directory else name, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # tokenizer files fail in many ways, and all of them are the user's to mend
+        raise UserError(_why_not(name, is_directory=is_directory, error=error)) from error
+    # From a directory with only a model's config.json, transformers makes a tokenizer that knows no words.
+    if vocabulary_size(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(_why_not(name, is_directory=is_directory, error=None))
+    return tokenizer
+
+
+def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:
+    reason = f" ({str(error).strip().splitlines()[0]})" if error and str(error).strip() else ""
+    if "trust_remote_code" in str(error):
+        return (
+            f"the tokenizer of {name} needs Python code of its own: model.trust_remote_code=true lets it run"
+        )
+    if is_directory:
+        return (
+            f"{name} holds no tokenizer that can be loaded{reason}; put its tokenizer.json there, "
+            "or set data.tokenizer=builtin or another directory"
+        )
+    return (
+        f"the tokenizer {name} is neither a directory here nor to be had from the hub{reason}; "
+        "check the name and the network, or set data.tokenizer=builtin or a directory"
+    )
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits that differ wherever two tokenizers could give different ids for the same text.
+
+    Truncation and padding are left out: they are a call's settings, which transformers stores in the backend.
+    """
+    if tokenizer.is_fast:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        content["truncation"] = content["padding"] = None
+    else:
+        content = [type(tokenizer).__name__, tokenizer.get_vocab()]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id and one; more than `len` where a vocabulary has holes."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id that ends a document, if the tokenizer has one."""
+    return tokenizer.eos_token_id

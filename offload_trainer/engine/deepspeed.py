@@ -1,0 +1,294 @@
+"""Stock DeepSpeed behind the `Engine` protocol: ZeRO-Offload (stage 2) and ZeRO-Infinity (stage 3).
+
+    build under zero.Init  ->  write weights one by one  ->  deepspeed.initialize  ->  train_step ...
+
+What is ours here is what DeepSpeed gets wrong or leaves out: initial weights, rotary buffers (the bf16 engine
+rounds them), Adam's bias correction after a resume, and a state on disk that knows neither ranks nor flat buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_trainer.config import OptimSection, TrainConfig
+from offload_trainer.data.rows import Batch
+from offload_trainer.engine.gather import full_shape, gathered, write_weight
+from offload_trainer.engine.protocol import StepResult
+from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, write_state
+from offload_trainer.errors import TrainerError
+from offload_trainer.model.pretrained import as_parameter
+from offload_trainer.model.source import DTYPES, ModelSource
+from offload_trainer.plan.zero import Placement, decay_groups
+from offload_trainer.telemetry.meters import PhaseClock
+
+def start_processes() -> tuple[int, int]:
+    """Join the process group (one process: a group of its own); returns (rank, world)."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    if not deepspeed.comm.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+
+
+class DeepSpeedEngine:
+    """Trains `source` in the homes of `placement`, as `words` (DeepSpeed's configuration) say."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        config: TrainConfig,
+        *,
+        placement: Placement,
+        words: dict[str, Any],
+        load_weights: bool = True,
+    ) -> None:
+        import deepspeed
+
+        self.rank, self.world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        self._placement = placement
+        self._dtype = DTYPES[config.model.dtype]
+        _load_kernels(placement)
+        module = source.build(dtype=self._dtype, context=_zero_init(words, placement))
+        if placement.stage == 2:
+            module.to(_device())
+        self._parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
+        self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
+        self._fixed = [weight.name for weight in source.shape.weights if not weight.trainable]
+        if load_weights:
+            for name, value in source.weights():
+                write_weight(name, self._parameters[name], as_parameter(value, self._dtype))
+        decayed, plain = decay_groups(source.shape.weights)
+        groups = [
+            {"params": [self._parameters[weight.name] for weight in weights], "weight_decay": decay}
+            for weights, decay in ((decayed, config.optim.weight_decay), (plain, 0.0))
+            if weights
+        ]
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=module,
+            model_parameters=groups,
+            optimizer=None if "optimizer" in words else _device_optimizer(groups, config.optim),
+            config=words,
+        )
+        _restore_buffers(module.model, source.buffers())
+        self._module = module
+        self._betas = config.optim.betas
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
+        self._engine.train()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        scale = float(self._optimizer.loss_scale)
+        skipped_before = self._engine.skipped_steps
+        losses = []
+        for batch in batches:
+            with clock.phase("forward"):
+                loss = self._engine(batch.inputs.to(_device()), batch.targets.to(_device()))
+                losses.append(loss.detach().float())
+            with clock.phase("backward"):
+                self._engine.backward(loss)
+            with clock.phase("update"):
+                self._engine.step()  # does something after the last micro-batch only
+        skipped = self._engine.skipped_steps > skipped_before
+        norm = None if skipped else float(self._engine.get_global_grad_norm())
+        return StepResult(loss=self._mean(torch.stack(losses).mean()), grad_norm=norm, loss_scale=scale, skipped=skipped)
+
+    @torch.no_grad()
+    def eval_loss(self, batch: Batch) -> float:
+        self._engine.eval()
+        return float(self._engine(batch.inputs.to(_device()), batch.targets.to(_device())))
+
+    @torch.no_grad()
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._engine.eval()
+        return self._module.next_logits(tokens.to(_device())).float().cpu()
+
+    def _mean(self, value: torch.Tensor) -> float:
+        import deepspeed
+
+        if self.world > 1:
+            deepspeed.comm.all_reduce(value)
+            value = value / self.world
+        return float(value)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._trained:
+            yield name, self._read(name, "master")
+        for name in self._fixed:
+            yield name, self._read_fixed(name).float()
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        scaler = self._optimizer.loss_scaler
+        state = EngineState(
+            optimizer_steps=self._optimizer_steps(),
+            loss_scale=float(self._optimizer.loss_scale),
+            good_steps=getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1,
+        )
+        return write_state(
+            directory,
+            state,
+            shapes={name: full_shape(self._parameters[name]) for name in self._trained},
+            read=self._read,
+            fixed={name: (full_shape(self._parameters[name]), self._dtype) for name in self._fixed},
+            read_fixed=self._read_fixed,
+            writes=self.rank == 0,
+        )
+
+    def load(self, directory: Path) -> None:
+        state = read_engine_state(directory)
+        shapes = {name: full_shape(self._parameters[name]) for name in self._trained}
+        self._make_moments(state.optimizer_steps)
+        for kind in KINDS if state.optimizer_steps else KINDS[:1]:
+            for name, tensor in read_tensors(directory, kind, shapes=shapes):
+                self._write(name, kind, tensor)
+        fixed = {name: full_shape(self._parameters[name]) for name in self._fixed}
+        if fixed:
+            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
+                write_weight(name, self._parameters[name], tensor)
+        self._restore_scaler(state)
+
+    def _read(self, name: str, kind: str) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        parameter = self._parameters[name]
+        if kind == "master":
+            tensor = safe_get_full_fp32_param(parameter)
+        elif self._optimizer_steps() == 0:
+            return torch.zeros(full_shape(parameter))
+        else:
+            tensor = safe_get_full_optimizer_state(parameter, kind)
+        return tensor.detach().float().cpu().reshape(full_shape(parameter))
+
+    def _read_fixed(self, name: str) -> torch.Tensor:
+        with gathered(self._parameters[name]) as whole:
+            return whole.detach().to("cpu", copy=True)
+
+    def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        parameter = self._parameters[name]
+        value = tensor.to(_device())
+        if kind == "master":
+            safe_set_full_fp32_param(parameter, value)
+            write_weight(name, parameter, tensor.to(self._dtype))
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+    def _base_states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return self._optimizer.optimizer.state
+
+    def _optimizer_steps(self) -> int:
+        return max((int(state["step"]) for state in self._base_states().values() if "step" in state), default=0)
+
+    def _make_moments(self, steps: int) -> None:
+        """Zero moments at `steps`, which DeepSpeed would only make in its first update, and Adam's powers of beta."""
+        if steps == 0:
+            return
+        zero = self._optimizer
+        flats = zero.single_partition_of_fp32_groups if self._placement.stage == 2 else zero.fp32_partitioned_groups_flat
+        on_cpu = "ds_opt_adam" in vars(zero.optimizer)
+        for flat in flats:
+            count: Any = steps if on_cpu else torch.tensor(float(steps))
+            zero.optimizer.state[flat] = {
+                "step": count,
+                "exp_avg": torch.zeros_like(flat.data),
+                "exp_avg_sq": torch.zeros_like(flat.data),
+            }
+        if self._placement.stage == 2:
+            zero._lazy_init_hp_params_optimizer_state()
+        if on_cpu:
+            _replay_bias_correction(zero.optimizer, steps=steps, betas=self._betas)
+
+    def _restore_scaler(self, state: EngineState) -> None:
+        scaler = self._optimizer.loss_scaler
+        if getattr(scaler, "dynamic", False):
+            scaler.cur_scale = state.loss_scale
+            scaler.cur_iter = state.good_steps
+            scaler.last_overflow_iter = -1
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+def _device() -> torch.device:
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
+def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextManager[Any]:
+    """Partition each module as it is made, where ZeRO-3 will want it partitioned."""
+    if placement.stage < 3:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.Init(config_dict_or_path=words)
+
+
+def _load_kernels(placement: Placement) -> None:
+    """Build or load what the placement needs; on the CPU's builders, which do not look for a CUDA toolkit."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    builders: list[OpBuilder] = []
+    if placement.optimizer != "gpu":
+        builders.append(CPUAdamBuilder())
+    if "nvme" in (placement.params, placement.optimizer):
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        builders.append(AsyncIOBuilder())
+    for builder in builders:
+        try:
+            builder.load(verbose=False)
+        except Exception as error:
+            raise TrainerError(
+                f"DeepSpeed's kernel {builder.name} could not be built: {' '.join(str(error).split())[:500]}\n"
+                "It needs g++ and ninja, and async_io needs Debian's libaio-dev."
+            ) from error
+
+
+def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torch.optim.Optimizer:
+    """The update where the optimizer lives on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit one."""
+    settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if optim.name == "adamw8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(groups, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    """Give buffers their values back: the 16-bit engine has rounded them with the weights, and zero.Init may have."""
+    for name, value in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        holder = model.get_submodule(owner)
+        assert leaf in holder._buffers, name
+        holder._buffers[leaf] = value.to(_device())
+
+
+def _replay_bias_correction(adam: Any, *, steps: int, betas: tuple[float, float]) -> None:
+    """Bring DeepSpeedCPUAdam's powers of beta to where an uninterrupted run has them.
+
+    It multiplies them up step by step in fp32, and after a jump takes pow() instead, which differs in the last bits:
+    a resumed run would drift. So the steps are counted again, on one element.
+    """
+    scratch = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *scratch)

@@ -1,0 +1,136 @@
+"""The one place that speaks DeepSpeed's configuration language: a pure function, held by golden files.
+
+Every key is written out, since DeepSpeed's defaults differ between versions and unknown keys pass without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.plan.zero import Placement, ZeroSizes
+
+
+def deepspeed_config(
+    config: TrainConfig,
+    placement: Placement,
+    sizes: ZeroSizes,
+    *,
+    world: int,
+    accelerator: str,
+    swap_directory: str | None,
+) -> dict[str, Any]:
+    """DeepSpeed 0.19's configuration for one run.
+
+    `accelerator` is `cuda` or `cpu`; `swap_directory` is the run's private directory on the drive, needed where
+    anything lives on NVMe. Optimizers that run on the accelerator are handed to DeepSpeed ready-made, so that
+    there is an `optimizer` section only for DeepSpeedCPUAdam.
+    """
+    train, optim = config.train, config.optim
+    words: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": train.accumulate,
+        "train_batch_size": train.micro_batch * train.accumulate * world,
+        "gradient_clipping": optim.clip,
+        "steps_per_print": 1_000_000_000,  # our own loop reports
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW
+        "zero_force_ds_cpu_optimizer": False,  # plain torch AdamW where the optimizer is on the accelerator
+        **_precision(config),
+        "zero_optimization": _zero(config, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
+    }
+    if train.accumulate > 1 and optim.accumulate_dtype == "fp32":
+        words["data_types"] = {"grad_accum_dtype": "fp32"}
+    if placement.optimizer != "gpu":
+        words["optimizer"] = {
+            "type": "AdamW",  # with the optimizer offloaded: DeepSpeedCPUAdam
+            "params": {
+                "lr": optim.lr,
+                "betas": list(optim.betas),
+                "eps": optim.eps,
+                "weight_decay": optim.weight_decay,
+                "torch_adam": False,
+                "adam_w_mode": True,
+            },
+        }
+    if swap_directory is not None:
+        section = config.deepspeed
+        words["aio"] = {
+            "block_size": section.aio_block_size,
+            "queue_depth": section.aio_queue_depth,
+            "intra_op_parallelism": section.aio_threads,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return words
+
+
+def _precision(config: TrainConfig) -> dict[str, Any]:
+    if config.model.dtype == "bf16":
+        return {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    if config.model.dtype == "fp16":
+        optim = config.optim
+        scale_power = max(0, round(optim.initial_loss_scale).bit_length() - 1)
+        return {
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 0,  # dynamic
+                "initial_scale_power": scale_power,
+                "loss_scale_window": optim.loss_scale_window,
+                "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
+                "min_loss_scale": 1,
+            }
+        }
+    return {}
+
+
+def _zero(
+    config: TrainConfig,
+    placement: Placement,
+    sizes: ZeroSizes,
+    *,
+    accelerator: str,
+    swap_directory: str | None,
+) -> dict[str, Any]:
+    on_gpu = accelerator == "cuda"
+    zero: dict[str, Any] = {
+        "stage": placement.stage,
+        "contiguous_gradients": True,
+        "overlap_comm": on_gpu,
+        "reduce_scatter": True,
+        "reduce_bucket_size": sizes.reduce_bucket,
+        "allgather_bucket_size": sizes.reduce_bucket,
+    }
+    if placement.optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    elif placement.optimizer == "nvme":
+        zero["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": swap_directory,
+            "pin_memory": on_gpu,
+            "buffer_count": sizes.optimizer_buffers,
+            "pipeline_read": config.deepspeed.pipeline_read,
+            "pipeline_write": config.deepspeed.pipeline_write,
+            "fast_init": False,
+        }
+    if placement.stage == 3:
+        zero |= {
+            "sub_group_size": sizes.sub_group,
+            "stage3_prefetch_bucket_size": sizes.prefetch_bucket,
+            "stage3_param_persistence_threshold": sizes.persistent,
+            "stage3_max_live_parameters": sizes.max_live,
+            "stage3_max_reuse_distance": sizes.max_live,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        }
+    if placement.params == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
+    elif placement.params == "nvme":
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": swap_directory,
+            "pin_memory": on_gpu,
+            "buffer_count": sizes.weight_buffers,
+            "buffer_size": sizes.weight_buffer_elements,
+            "max_in_cpu": 0,
+        }
+    return zero

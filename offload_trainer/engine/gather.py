@@ -1,0 +1,49 @@
+"""Reading and writing weights that ZeRO-3 may have partitioned away. The only place that knows GatheredParameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from offload_trainer.errors import TrainerError
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The whole weight's shape, gathered or not."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextmanager
+def gathered(parameter: nn.Parameter, *, modify: bool = False) -> Iterator[torch.Tensor]:
+    """The whole weight, on every rank. With `modify`, what rank 0 writes inside is kept by all."""
+    if not is_partitioned(parameter):
+        yield parameter.data
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if modify else None):
+        yield parameter.data
+
+
+def write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Set a weight on all ranks, and check that the change stuck.
+
+    `value` has the whole shape and the weight's dtype; every rank gives the same one. Raises TrainerError with the
+    number of elements that differ if the weight reads back differently.
+    """
+    assert tuple(value.shape) == full_shape(parameter), f"{name}: {tuple(value.shape)} for {full_shape(parameter)}"
+    with gathered(parameter, modify=True) as whole:
+        whole.copy_(value)
+    with gathered(parameter) as whole:
+        if not torch.equal(whole.to(value.device), value):
+            wrong = int((whole.to(value.device) != value).sum())
+            raise TrainerError(
+                f"{name}: {wrong} of {value.numel()} elements read back differently after they were written"
+            )

@@ -1,0 +1,180 @@
+"""Plain torch behind the `Engine` protocol: one device, one process, nothing clever. The reference for parity.
+
+Weights in the run's dtype, fp32 masters, torch's AdamW on the masters, gradients summed in fp32, and for fp16 the
+loss scaling of torch's GradScaler: halve at an overflow, double after a window of good steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.data.rows import Batch
+from offload_trainer.engine.protocol import StepResult
+from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, write_state
+from offload_trainer.model.pretrained import as_parameter
+from offload_trainer.model.source import DTYPES, ModelSource
+from offload_trainer.plan.zero import decay_groups
+from offload_trainer.telemetry.meters import PhaseClock
+
+
+class PlainEngine:
+    """Trains `source` on one device with torch alone."""
+
+    rank, world = 0, 1
+
+    def __init__(self, source: ModelSource, config: TrainConfig, *, load_weights: bool = True) -> None:
+        self._dtype = DTYPES[config.model.dtype]
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._module = source.build(dtype=self._dtype)
+        self._weights = dict(self._module.model.named_parameters())
+        if load_weights:
+            with torch.no_grad():
+                for name, value in source.weights():
+                    self._weights[name].copy_(as_parameter(value, self._dtype))
+        self._module.to(self._device)
+        self._masters = {
+            weight.name: self._weights[weight.name].detach().float().clone().requires_grad_()
+            for weight in source.shape.weights
+            if weight.trainable
+        }
+        optim = config.optim
+        decayed, plain = decay_groups(source.shape.weights)
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": [self._masters[weight.name] for weight in weights], "weight_decay": decay}
+                for weights, decay in ((decayed, optim.weight_decay), (plain, 0.0))
+                if weights
+            ],
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            fused=True,
+        )
+        self._clip = optim.clip
+        self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
+        self._scaled = config.model.dtype == "fp16"
+        self._scale = optim.initial_loss_scale if self._scaled else 1.0
+        self._window = optim.loss_scale_window
+        self._good_steps = 0
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
+        self._module.train()
+        scale = self._scale
+        losses = []
+        for batch in batches:
+            with clock.phase("forward"):
+                loss = self._module(batch.inputs.to(self._device), batch.targets.to(self._device))
+                losses.append(loss.detach())
+            with clock.phase("backward"):
+                (loss * (scale / len(batches))).backward()
+                self._collect()
+        with clock.phase("update"):
+            norm = self._update(lr=lr)
+        mean = float(torch.stack(losses).mean())
+        return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
+
+    def _collect(self) -> None:
+        """Add this micro-batch's gradients to the sums on the masters."""
+        for name, master in self._masters.items():
+            grad = self._weights[name].grad
+            self._weights[name].grad = None
+            if grad is None:
+                continue
+            if master.grad is None:
+                master.grad = grad.to(self._sum_dtype).to(torch.float32)
+            else:
+                master.grad = (master.grad.to(self._sum_dtype) + grad.to(self._sum_dtype)).to(torch.float32)
+
+    @torch.no_grad()
+    def _update(self, *, lr: float) -> float | None:
+        """AdamW on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])) / self._scale
+        finite = bool(norm.isfinite())
+        if finite:
+            clip = 1.0 if not self._clip else min(1.0, self._clip / (float(norm) + 1e-6))
+            for grad in grads:
+                grad.mul_(clip / self._scale)
+            for group in self._adam.param_groups:
+                group["lr"] = lr
+            self._adam.step()
+            for name, master in self._masters.items():
+                self._weights[name].copy_(master)
+        self._adam.zero_grad()
+        self._rescale(finite=finite)
+        return float(norm) if finite else None
+
+    def _rescale(self, *, finite: bool) -> None:
+        if not self._scaled:
+            return
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self._scale = max(1.0, self._scale / 2)
+        elif self._good_steps == self._window:
+            self._scale, self._good_steps = self._scale * 2, 0
+
+    @torch.no_grad()
+    def eval_loss(self, batch: Batch) -> float:
+        self._module.eval()
+        return float(self._module(batch.inputs.to(self._device), batch.targets.to(self._device)))
+
+    @torch.no_grad()
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._module.eval()
+        return self._module.next_logits(tokens.to(self._device)).float().cpu()
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._weights.items():
+            yield name, self._masters.get(name, weight).detach().float().cpu()
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        states = self._adam.state
+        steps = max((int(state["step"]) for state in states.values()), default=0)
+        fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
+        return write_state(
+            directory,
+            EngineState(optimizer_steps=steps, loss_scale=self._scale, good_steps=self._good_steps),
+            shapes={name: tuple(master.shape) for name, master in self._masters.items()},
+            read=self._read,
+            fixed=fixed,
+            read_fixed=lambda name: self._weights[name].detach(),
+            writes=True,
+        )
+
+    def _read(self, name: str, kind: str) -> torch.Tensor:
+        master = self._masters[name]
+        if kind == "master":
+            return master.detach()
+        state = self._adam.state.get(master)
+        return state[kind] if state else torch.zeros_like(master, requires_grad=False)
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        state = read_engine_state(directory)
+        self._scale, self._good_steps = state.loss_scale, state.good_steps
+        shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
+        for kind in KINDS:
+            for name, tensor in read_tensors(directory, kind, shapes=shapes):
+                master = self._masters[name]
+                if kind == "master":
+                    master.copy_(tensor)
+                    self._weights[name].copy_(master)
+                elif state.optimizer_steps:
+                    moments = self._adam.state.setdefault(master, {"step": torch.tensor(float(state.optimizer_steps))})
+                    moments[kind] = tensor.to(self._device)
+        fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
+        if fixed:
+            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
+                self._weights[name].copy_(tensor)
+
+    def close(self) -> None:
+        pass

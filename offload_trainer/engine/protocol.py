@@ -1,0 +1,53 @@
+"""What the loop asks of an engine. Engines do not inherit; they have these methods.
+
+A step is `accumulate` micro-batches: forward and backward each, then one update with the rate that the schedule
+gives. Loss and gradient norm are of the whole step, over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offload_trainer.data.rows import Batch
+from offload_trainer.telemetry.meters import PhaseClock
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `grad_norm` is before clipping; None where the step was skipped."""
+
+    loss: float
+    grad_norm: float | None
+    loss_scale: float
+    skipped: bool
+
+
+class Engine(Protocol):
+    rank: int
+    world: int
+
+    def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
+        """Train on one step's micro-batches. A NaN or infinity in the gradient changes nothing: `skipped`."""
+
+    def eval_loss(self, batch: Batch) -> float:
+        """Mean loss over the batch's tokens on this rank, without dropout or gradients."""
+
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [rows, length] -> fp32 [rows, vocabulary] on the CPU: logits of the token that follows."""
+
+    def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole fp32 master on the CPU), one at a time, tied ones once; all ranks iterate together."""
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write the state into `directory`; returns what the manifest holds about the files. All ranks call it."""
+
+    def load(self, directory: Path) -> None:
+        """Continue from a directory that `save` wrote, of this or another engine."""
+
+    def close(self) -> None:
+        """Give back memory, files and processes."""

@@ -1,0 +1,91 @@
+"""What is here, and how much of it is free. Reads only; torch is asked only where it sees a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+
+from offload_trainer.errors import UserError
+from offload_trainer.machine.profile import DriveFacts, MachineProfile
+
+
+def probe_machine(drives: tuple[str, ...] = ()) -> MachineProfile:
+    """Free bytes of the GPU, RAM (within the cgroup's limit) and each drive. UserError for an unusable directory."""
+    name, gpu_bytes = _gpu()
+    return MachineProfile(
+        gpu=name,
+        gpu_bytes=gpu_bytes,
+        ram_bytes=available_ram_bytes(),
+        cores=len(os.sched_getaffinity(0)),
+        drives=tuple(_drive(directory) for directory in drives),
+    )
+
+
+def _gpu() -> tuple[str | None, int]:
+    # Without a driver's device file there is no need to wait for torch.
+    if not Path("/dev/nvidiactl").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return None, 0
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, 0
+    free, _ = torch.cuda.mem_get_info()
+    return torch.cuda.get_device_name(), free
+
+
+def available_ram_bytes() -> int:
+    """What can still be taken: the kernel's estimate, or what the cgroup leaves, whichever is less."""
+    return min([psutil.virtual_memory().available, *_cgroup_room()])
+
+
+def _cgroup_room() -> list[int]:
+    """Bytes left under each memory limit that applies to this process, cgroup v1 and v2."""
+    rooms = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # In a container the path is the host's and does not exist inside: then the root is the container's own group.
+        for folder in [group, *group.parents] if group.exists() else [root]:
+            try:
+                text, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+                cache = _reclaimable(folder)
+            except (OSError, ValueError):
+                continue
+            if text != "max":
+                rooms.append(max(0, int(text) - used + cache))
+    return rooms
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache counts against the limit but gives way."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        key, value = line.split()
+        if key in ("total_inactive_file", "inactive_file"):
+            return int(value)
+    return 0
+
+
+def _drive(directory: str) -> DriveFacts:
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+        raise UserError(f"--nvme {directory}: no such directory; create it on the drive first")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"--nvme {directory}: not writable for this user")
+    return DriveFacts(
+        directory=str(path.resolve()), free_bytes=shutil.disk_usage(path).free, filesystem=_filesystem(path.resolve())
+    )
+
+
+def _filesystem(path: Path) -> str:
+    mounts = [(Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True)]
+    here = [(len(str(point)), kind) for point, kind in mounts if path.is_relative_to(point)]
+    return max(here, default=(0, "unknown"))[1]

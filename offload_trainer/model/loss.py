@@ -1,0 +1,83 @@
+"""The training loss without the logits: hidden states go through the head a chunk at a time.
+
+Logits of 50,000 tokens in fp32 take 200 kB a position, more than all else in a small batch. The body runs once;
+then, chunk by chunk, the model's own forward runs with the body replaced by one that returns the chunk's hidden
+states, so whatever an architecture does behind its head (soft-capping, scaling) happens as transformers wrote it.
+With more than one chunk each is recomputed in the backward, so one chunk's logits are all that ever exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from offload_trainer.errors import UserError
+
+
+class _Given(nn.Module):
+    """Stands in for a model's body: returns hidden states that were computed before."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.output
+
+
+class CausalLoss(nn.Module):
+    """A causal language model whose forward is its mean loss: (inputs, targets) -> fp32 scalar.
+
+    inputs, targets: int64 [rows, seq_len], targets the next tokens. Equals the mean cross-entropy of
+    ``model(inputs).logits.float()`` against targets.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
+        super().__init__()
+        body = model.base_model_prefix
+        if body not in model._modules or model.get_output_embeddings() is None:
+            raise UserError(f"{type(model).__name__} has no body and head to take apart; it cannot be trained here")
+        if getattr(model.config, "output_router_logits", False):
+            raise UserError(
+                "output_router_logits=true adds a router loss that is not trained here: "
+                "use model.overrides.output_router_logits=false"
+            )
+        self.model = model
+        self.chunk = chunk
+        self._body = body
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        output = self.model._modules[self._body](input_ids=inputs, use_cache=False)  # type: ignore[misc]
+        hidden = output.last_hidden_state.flatten(0, 1)
+        flat = targets.flatten()
+        pieces = list(zip(hidden.split(self.chunk), flat.split(self.chunk), strict=True))
+        kind = type(output)
+        if len(pieces) == 1:
+            return self._summed(kind, hidden, flat) / flat.numel()
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for part, wanted in pieces:
+            total = total + checkpoint(self._summed, kind, part, wanted, use_reentrant=False)
+        return total / flat.numel()
+
+    def _summed(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Summed loss of one chunk: hidden [tokens, hidden], targets [tokens]."""
+        return functional.cross_entropy(self._logits(kind, hidden).float(), targets, reduction="sum")
+
+    def _logits(self, kind: type, hidden: torch.Tensor) -> torch.Tensor:
+        body = self.model._modules[self._body]
+        self.model._modules[self._body] = _Given(kind(last_hidden_state=hidden[None]))
+        try:
+            # `forward`, not a call: hooks on the model as a whole belong to the pass through the body.
+            return self.model.forward(input_ids=None, use_cache=False).logits[0]
+        finally:
+            self.model._modules[self._body] = body
+
+    def next_logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits of the token after the last: int64 [rows, length] -> [rows, vocabulary]."""
+        output = self.model._modules[self._body](input_ids=inputs, use_cache=False)  # type: ignore[misc]
+        return self._logits(type(output), output.last_hidden_state[:, -1])

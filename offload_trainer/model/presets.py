@@ -1,0 +1,71 @@
+"""Shapes that a name stands for: GPT-2's family, counted in closed form without torch.
+
+A preset is a shape with random weights. OpenAI's weights are a hub id (``openai-community/gpt2``).
+Dropout is off: nothing here sees a token often enough to need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload_trainer.plan.shape import ModelShape, Weight
+
+
+def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:
+    """Keys of transformers' GPT2Config. 50304 is GPT-2's 50257 tokens rounded up to a multiple of 128."""
+    return {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
+        "vocab_size": vocabulary,
+        "n_positions": context,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2-mini": _gpt2(6, 256, 8, vocabulary=2048, context=256),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "gpt2-10b": _gpt2(50, 4096, 32),
+}
+
+
+def gpt2_shape(config: dict[str, Any]) -> ModelShape:
+    """Parameters of transformers' GPT2LMHeadModel with tied embeddings, in its own order."""
+    hidden, layers = config["n_embd"], config["n_layer"]
+    block: dict[str, tuple[int, ...]] = {
+        "ln_1.weight": (hidden,),
+        "ln_1.bias": (hidden,),
+        "attn.c_attn.weight": (hidden, 3 * hidden),
+        "attn.c_attn.bias": (3 * hidden,),
+        "attn.c_proj.weight": (hidden, hidden),
+        "attn.c_proj.bias": (hidden,),
+        "ln_2.weight": (hidden,),
+        "ln_2.bias": (hidden,),
+        "mlp.c_fc.weight": (hidden, 4 * hidden),
+        "mlp.c_fc.bias": (4 * hidden,),
+        "mlp.c_proj.weight": (4 * hidden, hidden),
+        "mlp.c_proj.bias": (hidden,),
+    }
+    weights = [
+        Weight("transformer.wte.weight", (config["vocab_size"], hidden)),
+        Weight("transformer.wpe.weight", (config["n_positions"], hidden)),
+    ]
+    for layer in range(layers):
+        weights += [Weight(f"transformer.h.{layer}.{name}", shape) for name, shape in block.items()]
+    weights += [Weight("transformer.ln_f.weight", (hidden,)), Weight("transformer.ln_f.bias", (hidden,))]
+    return ModelShape(
+        weights=tuple(weights),
+        layers=layers,
+        hidden=hidden,
+        vocabulary=config["vocab_size"],
+        context=config["n_positions"],
+    )

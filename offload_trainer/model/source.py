@@ -1,0 +1,223 @@
+"""From the name a user gives to a model: its configuration, its shape, its weights, and the module itself.
+
+    resolve_model(section, seed)  ->  ModelSource  ->  .build(dtype, context)   a module, its weights not yet set
+                                                   ->  .weights()               (name, tensor), one at a time
+
+Nothing here knows an architecture; transformers does.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
+from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.presets import PRESETS
+from offload_trainer.model.pretrained import checkpoint_files, pretrained_weights
+from offload_trainer.plan.shape import ModelShape, Weight
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built: where its shape and its weights come from."""
+
+    config: Any  # transformers.PreTrainedConfig
+    shape: ModelShape
+    section: ModelSection
+    seed: int
+    directory: Path | None  # holds the tokenizer, and the weights unless they are random
+    random: bool
+    tied: frozenset[str]
+
+    @property
+    def checkpointing(self) -> bool:
+        wish = self.section.checkpointing
+        return wish == "on" or (wish == "auto" and self.shape.parameters >= CHECKPOINTING_FROM)
+
+    def build(self, *, dtype: torch.dtype, context: AbstractContextManager[Any] | None = None) -> CausalLoss:
+        """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
+
+        `context` surrounds the construction (DeepSpeed's zero.Init). Parameters that stay fixed and checkpointing
+        are set; ties are in place.
+        """
+        with context or nullcontext(), no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(self.config),
+                dtype=dtype,
+                trust_remote_code=self.section.trust_remote_code,
+            )
+        model.tie_weights()
+        trainable = {weight.name: weight.trainable for weight in self.shape.weights}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable[name])
+        if self.checkpointing:
+            model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs={"use_reentrant": self.section.checkpointing_reentrant},
+                offload=self.section.offload_activations,
+            )
+        return CausalLoss(model, chunk=self.section.loss_chunk)
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """(name, tensor on the CPU) of every parameter, tied ones once; random ones are fp32."""
+        if self.random:
+            return initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)
+        assert self.directory is not None
+        return pretrained_weights(self.directory, self._meta())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...)."""
+        small = copy.deepcopy(self.config)
+        with no_init_weights(), _only_buffers():
+            model = AutoModelForCausalLM.from_config(small, trust_remote_code=self.section.trust_remote_code)
+        return dict(model.named_buffers())
+
+    def _meta(self) -> PreTrainedModel:
+        return meta_model(self.config, trust_remote_code=self.section.trust_remote_code)
+
+
+class _only_buffers:
+    """Parameters made inside go to the meta device, everything else where it belongs."""
+
+    def __enter__(self) -> None:
+        self._register = torch.nn.Module.register_parameter
+
+        def without_memory(module: torch.nn.Module, name: str, parameter: Any) -> None:
+            if parameter is not None:
+                parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            self._register(module, name, parameter)
+
+        torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+
+
+def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
+    """Find the model that `section.name` means. Raises UserError when there is none, or keys do not exist."""
+    directory = None if section.name in PRESETS else _directory(section)
+    config = _config(section, directory)
+    random = directory is None or section.scratch
+    if section.overrides and not random:
+        raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
+    _override(config, section.overrides)
+    if not random:
+        assert directory is not None
+        checkpoint_files(directory)
+    try:
+        config._attn_implementation = section.attention
+        model = meta_model(config, trust_remote_code=section.trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"--model {section.name}: {' '.join(str(error).split())[:300]} (model.attention=eager?)") from error
+    return ModelSource(
+        config=config,
+        shape=_shape(model, freeze=section.freeze),
+        section=section,
+        seed=seed,
+        directory=directory,
+        random=random,
+        tied=tied_names(model),
+    )
+
+
+def _directory(section: ModelSection) -> Path:
+    path = Path(section.name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise UserError(f"{path}: not a model directory: it has no config.json")
+        return path
+    if "/" not in section.name or section.name.startswith((".", "/", "~")):
+        near = difflib.get_close_matches(section.name, PRESETS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"--model {section.name}: neither a preset ({', '.join(PRESETS)}), nor a directory, "
+            f"nor a hub id such as openai-community/gpt2{hint}"
+        )
+    return _download(section.name, weights=not section.scratch)
+
+
+def _download(name: str, *, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"--model {name}: could not be downloaded{offline}: {reason}") from error
+
+
+def _config(section: ModelSection, directory: Path | None) -> Any:
+    if directory is None:
+        preset = dict(PRESETS[section.name])
+        return AutoConfig.for_model(preset.pop("model_type"), **preset)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{directory}: {' '.join(str(error).split())[:400]}") from error
+
+
+def _override(config: Any, overrides: dict[str, Any]) -> None:
+    known = set(config.to_dict())
+    unknown = [key for key in overrides if key not in known]
+    if unknown:
+        hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
+        told = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
+        raise UserError(f"model.overrides: {type(config).__name__} has no {told}")
+    for key, value in overrides.items():
+        setattr(config, key, value)
+
+
+def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
+    patterns = []
+    for text in freeze:
+        try:
+            patterns.append(re.compile(text))
+        except re.error as error:
+            raise UserError(f"model.freeze: {text!r} is not a regular expression: {error}") from error
+    names = [name for name, _ in model.named_parameters()]
+    idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
+    if idle:
+        raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
+    weights = tuple(
+        Weight(name, tuple(parameter.shape), trainable=not any(pattern.search(name) for pattern in patterns))
+        for name, parameter in model.named_parameters()
+    )
+    if not any(weight.trainable for weight in weights):
+        raise UserError("model.freeze leaves nothing to train")
+    text = model.config.get_text_config()
+    return ModelShape(
+        weights=weights,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        context=getattr(text, "max_position_embeddings", None) or 2048,
+    )
+
+
+def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
+    """Write config.json and generation_config.json that `from_pretrained` reads beside exported weights."""
+    config = copy.deepcopy(source.config)
+    config.architectures = [type(source._meta()).__name__]
+    config.dtype = dtype
+    if source.random and end_of_text is not None:
+        config.bos_token_id = config.eos_token_id = end_of_text
+    config.save_pretrained(directory)
+    GenerationConfig.from_model_config(config).save_pretrained(directory)

@@ -1,0 +1,128 @@
+"""Sizes inside DeepSpeed's ZeRO, worked out from the model so that every placement runs.
+
+DeepSpeed's own defaults fail for NVMe (buffers run out) or take tens of gigabytes (a buffer of a billion elements).
+Pure arithmetic; `engine/ds_config.py` turns it into DeepSpeed's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from offload_trainer.config import DeepSpeedSection
+from offload_trainer.plan.shape import ModelShape, Weight
+
+Tier = Literal["gpu", "cpu", "nvme"]
+
+_SUB_GROUP = 20_000_000
+_BUCKET = 50_000_000
+_SWAPPABLE_BYTES = 1 << 20  # DeepSpeed leaves smaller weights in memory
+_PERSISTENT = 100_000  # weights below this many elements are never partitioned away
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes of the 16-bit weights and of the optimizer state (fp32 masters and moments)."""
+
+    params: Tier
+    optimizer: Tier
+
+    @property
+    def stage(self) -> int:
+        """ZeRO-2 where whole weights stay on the device and the optimizer is in memory, else ZeRO-3."""
+        return 2 if self.params == "gpu" and self.optimizer != "nvme" else 3
+
+    def __str__(self) -> str:
+        return f"params {self.params}, optimizer {self.optimizer}"
+
+
+@dataclass(frozen=True)
+class ZeroSizes:
+    """Element and buffer counts that the run uses, each worked out below or given by the user."""
+
+    sub_group: int  # parameters updated at a time (ZeRO-3)
+    largest_sub_group: int  # what that comes to, since a sub-group ends with a whole weight
+    optimizer_buffers: int  # NVMe optimizer: fp32 buffers of the largest sub-group
+    reduce_bucket: int  # gradient elements
+    prefetch_bucket: int  # weight elements (ZeRO-3)
+    max_live: int  # weight elements (ZeRO-3)
+    persistent: int  # weights of fewer elements stay gathered (ZeRO-3)
+    weight_buffers: int  # NVMe weights: buffers of the largest weight
+    weight_buffer_elements: int
+
+
+def zero_sizes(shape: ModelShape, section: DeepSpeedSection, *, world: int, item_bytes: int) -> ZeroSizes:
+    """All sizes for `world` ranks and weights of `item_bytes` bytes."""
+    largest = shape.largest
+    sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
+    bucket = _given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1)))
+    block = max(largest, _block(shape))
+    prefetch = _given(section.prefetch_bucket_size, min(_BUCKET, _block(shape)))
+    live = _given(section.max_live_parameters, 2 * block)
+    return ZeroSizes(
+        sub_group=sub_group,
+        largest_sub_group=_largest_sub_group(shape, -(-sub_group // world), world=world),
+        optimizer_buffers=_given(section.optimizer_buffer_count, _optimizer_buffers(section)),
+        reduce_bucket=bucket,
+        prefetch_bucket=prefetch,
+        max_live=live,
+        persistent=_PERSISTENT,
+        weight_buffers=_given(
+            section.param_buffer_count,
+            _weight_buffers(shape, window=live + 2 * (prefetch + largest), world=world, item_bytes=item_bytes),
+        ),
+        weight_buffer_elements=-(-largest // world),
+    )
+
+
+def _given(wish: int | Literal["auto"], computed: int) -> int:
+    return computed if wish == "auto" else wish
+
+
+def _block(shape: ModelShape) -> int:
+    """About one block: the weights outside the largest one, divided by the layers."""
+    return max(1, (shape.parameters - shape.largest) // shape.layers)
+
+
+def _optimizer_buffers(section: DeepSpeedSection) -> int:
+    """A sub-group needs 4 (master, two moments, gradient); each direction of pipelining holds one more sub-group."""
+    return 4 * (1 + section.pipeline_read + section.pipeline_write)
+
+
+def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
+    """Elements of the largest sub-group on one rank: weights are added until `size` is reached."""
+    largest = 0
+    for group in decay_groups(shape.weights):
+        held = 0
+        for weight in group:
+            held += -(-weight.numel // world)
+            largest = max(largest, held)
+            if held >= size:
+                held = 0
+    return largest
+
+
+def decay_groups(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
+    """Trainable weights with and without weight decay, in the model's order."""
+    trainable = [weight for weight in weights if weight.trainable]
+    return [w for w in trainable if w.decays], [w for w in trainable if not w.decays]
+
+
+def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:
+    """Most weights that are on their way from the drive, or in use, at one time.
+
+    DeepSpeed prefetches from NVMe until what it considered exceeds twice what is in flight (a bucket and the module
+    that is waited for), takes a buffer for each, and fails where none is left for the module it needs next. So:
+    the largest number of swappable weights in any stretch of `window` elements, whichever way it is walked, and a
+    margin for the head, which tied embeddings fetch at both ends.
+    """
+    sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
+    most = first = held = 0
+    for last, numel in enumerate(sizes):
+        held += numel
+        while held > window and first < last:
+            held -= sizes[first]
+            first += 1
+        most = max(most, last - first + 1)
+    return min(most, len(sizes)) + 4

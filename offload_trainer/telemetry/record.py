@@ -1,0 +1,104 @@
+"""One line of metrics.jsonl, one line of evaluations.jsonl, and the arithmetic of their numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. Its fields are the keys of a line of metrics.jsonl: a contract with its readers."""
+
+    step: int  # steps done, this one included
+    tokens: int  # trained on so far in the run, by all ranks
+    loss: float | None  # mean over the step's tokens, in nats
+    grad_norm: float | None  # global, before clipping; None when the step overflowed
+    lr: float
+    loss_scale: float  # 1.0 when unused
+    seconds: float  # the whole optimizer step
+    tokens_per_second: float
+    mfu: float | None  # None where the device's peak is not known
+    phases: dict[str, float]  # seconds
+    nvme_read_bytes: int | None  # of this step, counted by the kernel; None where it does not count
+    nvme_written_bytes: int | None
+    host_rss_bytes: int  # peak so far
+    device_peak_bytes: int  # peak so far
+    skipped: bool  # no update was made
+
+    def to_json(self) -> str:
+        """One line without its end. JSON has no NaN and no infinity: they become null."""
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """The record that `to_json` wrote. Raises ValueError on anything else, such as a torn line."""
+        return cls(**_checked(line, {field.name for field in fields(cls)}))
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One validation. Its fields are the keys of a line of evaluations.jsonl."""
+
+    step: int  # steps done before it
+    validation_loss: float | None  # mean over the validation tokens, in nats
+    perplexity: float | None
+    bits_per_byte: float | None  # None where the bytes behind the tokens are not known
+
+    def to_json(self) -> str:
+        """One line without its end; NaN and infinity become null."""
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """The record that `to_json` wrote. Raises ValueError on anything else."""
+        return cls(**_checked(line, {field.name for field in fields(cls)}))
+
+
+def perplexity(loss: float) -> float:
+    """``e ** loss`` for a mean loss in nats a token; infinite where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def bits_per_byte(loss: float, *, tokens: int, text_bytes: int) -> float | None:
+    """Bits to code one byte of the text: comparable between tokenizers, which perplexity is not.
+
+    `loss` is the mean in nats over `tokens` predicted tokens that stand for `text_bytes` bytes of UTF-8.
+    None where the bytes are not known (0).
+    """
+    return loss * tokens / math.log(2) / text_bytes if text_bytes else None
+
+
+def tokens_per_second(tokens: int, *, seconds: float) -> float:
+    """Of one step: `tokens` of all ranks in `seconds` of wall clock."""
+    return tokens / seconds
+
+
+def mfu(flops: float, *, seconds: float, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B): `flops` done over what was possible.
+
+    `flops` counts forward and backward without recomputation; `peak_flops` is a second's, of all devices.
+    None where the peak is not known.
+    """
+    return flops / seconds / peak_flops if peak_flops else None
+
+
+def _to_json(record: StepRecord | EvalRecord) -> str:
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(asdict(record)), allow_nan=False)
+
+
+def _checked(line: str, names: set[str]) -> dict[str, Any]:
+    found = json.loads(line)
+    if not isinstance(found, dict) or found.keys() != names:
+        raise ValueError(f"not a record with the keys {', '.join(sorted(names))}: {line[:80]!r}")
+    return found

@@ -1,0 +1,38 @@
+"""Bytes, seconds and counts as text. Inside the program they are plain numbers; only the edge uses these.
+
+Sizes are decimal throughout (1 GB = 10**9 bytes), as drives and bandwidths are sold.
+"""
+
+_STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+def _scaled(number: float, suffix: str) -> str:
+    number = float(f"{number:.3g}")  # rounded before the letter is chosen: 999,999 is 1 M, not 1e+03 k
+    for step, letter in _STEPS:
+        if abs(number) >= step:
+            return f"{number / step:.3g} {letter}{suffix}".rstrip()
+    return f"{number:.3g} {suffix}".rstrip()
+
+
+def format_bytes(number: float) -> str:
+    """``format_bytes(12_345_678) == '12.3 MB'``."""
+    return _scaled(number, "B")
+
+
+def format_count(number: float) -> str:
+    """``format_count(10_280_000_000) == '10.3 G'``."""
+    return _scaled(number, "")
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.25 s``, ``12 s``, ``3 min 20 s``, ``5 h 07 min``, ``2 d 03 h``."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"

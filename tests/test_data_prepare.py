@@ -1,0 +1,316 @@
+"""Token files: what is written is what the tokenizer says, and a torn or foreign one is never taken."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload_trainer.config import DataSection
+from offload_trainer.data import documents, prepare, tokenfile
+from offload_trainer.data.prepare import default_cache_dir, prepare_tokens
+from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
+from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from offload_trainer.errors import TrainerError, UserError
+
+TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSECOND WITCH.\n" * 30
+
+
+class CountingTokenizer:
+    """The builtin tokenizer, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.tokenizer = load_tokenizer("builtin")
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        self.calls += 1
+        return self.tokenizer(*arguments, **settings)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> CountingTokenizer:
+    return CountingTokenizer()
+
+
+@pytest.fixture
+def tokenizer(loaded: CountingTokenizer) -> CountingTokenizer:
+    loaded.calls = 0
+    return loaded
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "my text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def prepared(*paths: Path, tokenizer: Any, cache: Path, vocabulary: int = 2048, **section: Any) -> TokenFile:
+    names = tuple(str(path) for path in paths)
+    wish = DataSection(path=names, **section)
+    return prepare_tokens(wish, tokenizer=tokenizer, vocabulary=vocabulary, cache=cache, say=lambda _: None)
+
+
+def leftovers(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_documents_become_their_tokens_with_end_of_text_behind_each(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
+) -> None:
+    lines = tmp_path / "b.jsonl"
+    lines.write_text("".join(json.dumps({"body": body}) + "\n" for body in ("one é", "", "two")))
+    tokens = prepared(source, lines, tokenizer=tokenizer, cache=tmp_path / "cache", text_field="body")
+    expected = [*tokenizer.ids(TEXT), 0, *tokenizer.ids("one é"), 0, *tokenizer.ids("two"), 0]
+    assert np.fromfile(tokens.path, dtype="<u2").tolist() == expected == tokens.ids.tolist()
+    assert json.loads(sidecar_path(tokens.path).read_text()) == {
+        "dtype": "uint16",
+        "tokens": len(expected),
+        "text_bytes": len(TEXT) + len("one étwo".encode()),
+        "tokenizer": tokenizer_fingerprint(tokenizer.tokenizer),
+        "vocabulary": 2048,
+        "end_of_text": 0,
+    }
+    assert tokens.path.name.startswith("my-text-")
+    assert len(leftovers(tmp_path / "cache")) == 2
+
+
+def test_pieces_and_batches_of_a_long_document_leave_no_trace(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 250)
+    tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
+    assert tokenizer.calls > 5
+    assert tokens.ids.tolist() == [*tokenizer.ids(TEXT), 0]
+
+
+def test_the_cache_is_reused_until_something_changes(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
+) -> None:
+    cache = tmp_path / "cache"
+    first = prepared(source, tokenizer=tokenizer, cache=cache)
+    assert tokenizer.calls == 1
+    again = prepared(source, tokenizer=tokenizer, cache=cache)
+    assert tokenizer.calls == 1
+    assert again.path == first.path
+    assert again.ids.tolist() == first.ids.tolist()
+    assert again.text_bytes == len(TEXT)
+    os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
+    assert prepared(source, tokenizer=tokenizer, cache=cache).path != first.path
+    assert tokenizer.calls == 2
+
+
+def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
+) -> None:
+    first = prepared(source, tokenizer=tokenizer, cache=tmp_path)
+    sidecar_path(first.path).unlink()
+    first.path.write_bytes(b"\1\0")
+    assert not is_complete(first.path)
+    again = prepared(source, tokenizer=tokenizer, cache=tmp_path)
+    assert tokenizer.calls == 2
+    assert again.ids.tolist() == [*tokenizer.ids(TEXT), 0]
+
+
+def test_the_sidecar_comes_last_and_a_stale_one_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every rename, what stands in the directory is absent or whole."""
+    path = tmp_path / "t.bin"
+    seen: list[tuple[str, bool]] = []
+    replace = os.replace
+
+    def watched(old: str, new: Path) -> None:
+        seen.append((new.name, sidecar_path(path).exists()))
+        replace(old, new)
+
+    monkeypatch.setattr(tokenfile.os, "replace", watched)
+    for count in (3, 4):
+        with TokenWriter(path, tokenizer=None, vocabulary=9) as writer:
+            writer.write([1] * count)
+        assert len(TokenFile.open(path)) == count
+    assert seen == [("t.bin", False), ("t.bin.json", False)] * 2
+
+
+def test_a_second_writer_of_the_same_text_does_not_take_the_pair_away(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    with TokenWriter(path, tokenizer="f", vocabulary=9) as slow:
+        slow.write([1, 2])
+        with TokenWriter(path, tokenizer="f", vocabulary=9) as fast:
+            fast.write([1, 2])
+        mapped = TokenFile.open(path)
+    assert mapped.ids.tolist() == TokenFile.open(path).ids.tolist() == [1, 2]
+    assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(65536, "uint16"), (65537, "uint32")])
+def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path: Path, vocabulary: int, dtype: str) -> None:
+    path = tmp_path / "t.bin"
+    with TokenWriter(path, tokenizer=None, vocabulary=vocabulary) as writer:
+        writer.write([0, vocabulary - 1])
+        writer.write(np.array([5]))
+    tokens = TokenFile.open(path)
+    assert tokens.ids.dtype == dtype
+    assert np.fromfile(path, dtype="<" + {"uint16": "u2", "uint32": "u4"}[dtype]).tolist() == [
+        0,
+        vocabulary - 1,
+        5,
+    ]
+    assert tokens.ids.tolist() == [0, vocabulary - 1, 5]
+    assert tokens.largest_id() == vocabulary - 1
+
+
+def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    with TokenWriter(path, tokenizer=None, vocabulary=9) as writer:
+        writer.write([1, 2, 3])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2])
+    with pytest.raises(UserError, match=r"says 3 uint16 ids.*holds 2"):
+        TokenFile.open(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"5 bytes are not"):
+        TokenFile.open(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"0 bytes are not"):
+        TokenFile.open(path)
+    sidecar_path(path).write_text('{"dtype": "float32", "tokens": 1}')
+    with pytest.raises(UserError, match="uint16 or uint32"):
+        TokenFile.open(path)
+
+
+def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
+    tmp_path: Path, tokenizer: CountingTokenizer
+) -> None:
+    path = tmp_path / "train.bin"
+    np.array([5, 50256, 7], dtype=np.uint16).tofile(path)
+    said: list[str] = []
+    tokens = prepare_tokens(
+        DataSection(path=(str(path),)), tokenizer=tokenizer, vocabulary=50257, cache=tmp_path, say=said.append
+    )
+    assert tokens.ids.tolist() == [5, 50256, 7]
+    assert tokens.assumed is not None
+    assert "uint16" in tokens.assumed
+    assert any(tokens.assumed in line for line in said)
+    assert tokenizer.calls == 0
+    with pytest.raises(UserError, match=r"up to 50256.*below 50256"):
+        prepared(path, tokenizer=tokenizer, cache=tmp_path, vocabulary=50256)
+
+
+def test_the_largest_id_is_found_across_scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenfile, "_SCAN_TOKENS", 4)
+    ids = np.random.default_rng(0).permutation(23).astype(np.uint16)
+    ids.tofile(tmp_path / "t.bin")
+    assert TokenFile.open(tmp_path / "t.bin").largest_id() == 22
+
+
+def test_tokens_of_another_tokenizer_are_refused(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
+) -> None:
+    made = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
+    assert prepared(made.path, tokenizer=tokenizer, cache=tmp_path).ids.tolist() == made.ids.tolist()
+    fields = json.loads(sidecar_path(made.path).read_text())
+    sidecar_path(made.path).write_text(json.dumps(fields | {"tokenizer": "0123456789abcdef"}))
+    with pytest.raises(UserError, match=r"0123456789abcdef.*data\.tokenizer"):
+        prepared(made.path, tokenizer=tokenizer, cache=tmp_path)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
+) -> None:
+    with pytest.raises(UserError, match="2048 ids and the model only 2047"):
+        prepared(source, tokenizer=tokenizer, cache=tmp_path, vocabulary=2047)
+    assert tokenizer.calls == 0
+
+
+def test_empty_text_is_refused_and_leaves_nothing(tmp_path: Path, tokenizer: CountingTokenizer) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n\n')
+    with pytest.raises(UserError, match="no text in it"):
+        prepared(tmp_path / "a.txt", tmp_path / "b.jsonl", tokenizer=tokenizer, cache=tmp_path / "cache")
+    assert leftovers(tmp_path / "cache") == []
+
+
+def test_a_text_that_grows_meanwhile_is_refused(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def growing(path: Path, *, text_field: str) -> Any:
+        yield from documents.read_documents(path, text_field=text_field)
+        path.write_text(TEXT + "more")
+
+    monkeypatch.setattr(prepare, "read_documents", growing)
+    with pytest.raises(TrainerError, match="changed while"):
+        prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
+    assert leftovers(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+def test_a_full_drive_is_reported_and_left_clean(
+    failing: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if failing == "fsync":
+        monkeypatch.setattr(tokenfile.os, "fsync", full)
+    else:
+        open_temporary = tokenfile._open_temporary
+
+        class FullFile:
+            def __init__(self, path: Path) -> None:
+                self.file = open_temporary(path)
+                self.name = self.file.name
+                self.write = full
+
+            def close(self) -> None:
+                self.file.close()
+
+        monkeypatch.setattr(tokenfile, "_open_temporary", FullFile)
+    cache = tmp_path / "cache"
+    with pytest.raises(TrainerError, match=r"drive is full.*took .*B of tokens.*has .*B free") as caught:
+        prepared(source, tokenizer=tokenizer, cache=cache)
+    assert caught.value.exit_code == 1
+    assert leftovers(cache) == []
+
+
+def test_progress_is_said_now_and_then(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(prepare, "BATCH_PIECES", 1)
+    clock = itertools.count(step=2)
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    said: list[str] = []
+    prepare_tokens(
+        DataSection(path=(str(source),)),
+        tokenizer=tokenizer,
+        vocabulary=2048,
+        cache=tmp_path,
+        say=said.append,
+    )
+    progress = [line for line in said if line.startswith("tokenised")]
+    assert len(progress) == tokenizer.calls // 3  # 2 s a batch, at most one line in 5 s
+    assert "of 2.43 kB" in progress[0]
+
+
+def test_the_cache_honours_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_cache_dir() == Path("/somewhere/offload-trainer")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "offload-trainer"

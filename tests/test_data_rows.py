@@ -1,0 +1,163 @@
+"""Rows: the order is a permutation, every batch is where it should be, and resuming changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offload_trainer.data.rows import Batch, DataState, RowReader, order, split_rows
+from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.errors import UserError
+
+SEQ_LEN = 5
+ROWS = 13  # divided by none of the micro-batches below
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> TokenFile:
+    """Token i is i + 7, so that a token names its own place in the file."""
+    with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=1000) as writer:
+        writer.write(np.arange(ROWS * SEQ_LEN + 1 + 3) + 7)
+    return TokenFile.open(tmp_path / "t.bin")
+
+
+def reader(tokens: TokenFile, rows: range = range(ROWS), *, seed: int = 1, shuffle: bool = True) -> RowReader:
+    return RowReader(tokens, seq_len=SEQ_LEN, rows=rows, seed=seed, shuffle=shuffle)
+
+
+def row_numbers(batch: Batch) -> list[int]:
+    return [(int(first) - 7) // SEQ_LEN for first in batch.inputs[:, 0]]
+
+
+def take(batches: Iterator[Batch], count: int) -> list[Batch]:
+    return list(islice(batches, count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64, 65, 255, 1000])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_order_is_a_permutation(count: int, epoch: int) -> None:
+    places = [order(i, count, seed=3, epoch=epoch, shuffle=True) for i in range(count)]
+    assert sorted(places) == list(range(count))
+
+
+def test_order_differs_by_epoch_and_seed_and_mixes() -> None:
+    def places(*, seed: int, epoch: int) -> np.ndarray:
+        return np.array([order(i, 1000, seed=seed, epoch=epoch, shuffle=True) for i in range(1000)])
+
+    first = places(seed=0, epoch=0)
+    for other in (places(seed=0, epoch=1), places(seed=1, epoch=0), np.arange(1000)):
+        assert (first == other).sum() < 10  # a random permutation agrees with another in one place on average
+        assert abs(np.corrcoef(first, other)[0, 1]) < 0.15  # more than 4 standard deviations of chance
+    assert 400 < np.sum(np.diff(first) > 0) < 600
+
+
+def test_order_of_two_rows_is_not_always_the_same() -> None:
+    assert {order(0, 2, seed=0, epoch=epoch, shuffle=True) for epoch in range(20)} == {0, 1}
+
+
+def test_order_is_pinned() -> None:
+    """A run resumes on another machine or version in the same order: these numbers must never change."""
+    assert [order(i, 10, seed=0, epoch=0, shuffle=True) for i in range(10)] == [0, 6, 2, 9, 1, 7, 4, 5, 8, 3]
+    assert order(10**15, 10**16, seed=0, epoch=0, shuffle=True) == 7365325784422396
+
+
+def test_order_without_shuffle_is_the_files() -> None:
+    assert [order(i, 9, seed=0, epoch=4, shuffle=False) for i in range(9)] == list(range(9))
+
+
+def test_each_epoch_visits_every_row_once(tokens: TokenFile) -> None:
+    batches = take(reader(tokens).train_batches(DataState(), micro_batch=1), 3 * ROWS)
+    seen = [row_numbers(batch)[0] for batch in batches]
+    epochs = [seen[i : i + ROWS] for i in range(0, len(seen), ROWS)]
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_row_is_its_slice_of_the_file_and_targets_are_shifted(tokens: TokenFile) -> None:
+    (batch,) = take(reader(tokens).train_batches(DataState(4), micro_batch=3), 1)
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.inputs.shape == batch.targets.shape == (3, SEQ_LEN)
+    assert batch.inputs.is_contiguous()
+    assert batch.targets.is_contiguous()
+    raw = np.fromfile(tokens.path, dtype="<u2")
+    for row, inputs, targets in zip(row_numbers(batch), batch.inputs, batch.targets, strict=True):
+        assert inputs.tolist() == raw[row * SEQ_LEN : row * SEQ_LEN + SEQ_LEN].tolist()
+        assert targets.tolist() == raw[row * SEQ_LEN + 1 : row * SEQ_LEN + SEQ_LEN + 1].tolist()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_resuming_anywhere_gives_what_would_have_followed(
+    tokens: TokenFile, shuffle: bool, world: int
+) -> None:
+    def batches(state: DataState, count: int) -> list[Batch]:
+        rows = reader(tokens, shuffle=shuffle)
+        return take(rows.train_batches(state, micro_batch=3, rank=world - 1, world=world), count)
+
+    whole = batches(DataState(), 12)
+    for done in range(1, 12):
+        state = DataState.from_json(whole[done - 1].state.to_json())
+        for resumed, expected in zip(batches(state, 12 - done), whole[done:], strict=True):
+            assert torch.equal(resumed.inputs, expected.inputs)
+            assert torch.equal(resumed.targets, expected.targets)
+            assert resumed.state == expected.state
+
+
+def test_ranks_divide_the_rows_and_steps_do_not_depend_on_them(tokens: TokenFile) -> None:
+    def step_rows(*, world: int, accumulate: int, steps: int) -> list[list[int]]:
+        ranks = [
+            take(
+                reader(tokens).train_batches(DataState(), micro_batch=2, rank=rank, world=world),
+                accumulate * steps,
+            )
+            for rank in range(world)
+        ]
+        assert len({tuple(batch.state.position for batch in rank) for rank in ranks}) == 1
+        return [
+            [
+                row
+                for micro in range(step * accumulate, (step + 1) * accumulate)
+                for rank in ranks
+                for row in row_numbers(rank[micro])
+            ]
+            for step in range(steps)
+        ]
+
+    expected = [order(i % ROWS, ROWS, seed=1, epoch=i // ROWS, shuffle=True) for i in range(40)]
+    two_ranks = step_rows(world=2, accumulate=1, steps=10)
+    assert two_ranks == [expected[i : i + 4] for i in range(0, 40, 4)]
+    assert two_ranks == step_rows(world=1, accumulate=2, steps=10)
+    assert step_rows(world=4, accumulate=1, steps=5) == step_rows(world=2, accumulate=2, steps=5)
+
+
+def test_split_has_no_overlap_and_leaves_no_row_out() -> None:
+    for token_count in (SEQ_LEN * 2 + 1, 64, 101, 1000):
+        for validation in (0.0, 0.01, 0.3, 0.5):
+            split = split_rows(token_count, seq_len=SEQ_LEN, validation=validation)
+            rows = [*split.train, *split.validation]
+            assert rows == list(range(len(rows)))
+            assert rows[-1] * SEQ_LEN + SEQ_LEN + 1 <= token_count < (rows[-1] + 1) * SEQ_LEN + SEQ_LEN + 1
+            assert len(split.validation) == (max(1, int(len(rows) * validation)) if validation else 0)
+
+
+def test_split_refuses_a_text_that_is_too_short() -> None:
+    assert split_rows(6, seq_len=5, validation=0.0).train == range(1)
+    with pytest.raises(UserError, match=r"5 tokens.*row of 5 needs 6"):
+        split_rows(5, seq_len=5, validation=0.0)
+    with pytest.raises(UserError, match=r"10 tokens.*needs 11.*validation=0"):
+        split_rows(10, seq_len=5, validation=0.1)
+
+
+def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> None:
+    rows = reader(tokens, range(6, ROWS))
+    batches = list(rows.validation_batches(micro_batch=2, limit=5))
+    assert [row_numbers(batch) for batch in batches] == [[6, 7], [8, 9], [10]]
+    again = list(rows.validation_batches(micro_batch=2, limit=5))
+    assert all(torch.equal(a.targets, b.targets) for a, b in zip(batches, again, strict=True))
+    everything = list(rows.validation_batches(micro_batch=4, limit=1000))
+    assert [row_numbers(batch) for batch in everything] == [[6, 7, 8, 9], [10, 11, 12]]

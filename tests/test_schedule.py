@@ -1,0 +1,105 @@
+"""The learning rate, against numbers worked out by hand and against torch's own schedulers."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from offload_trainer.config import OptimSection
+from offload_trainer.schedule import learning_rate
+
+SHAPES = ["cosine", "linear", "constant", "wsd"]
+
+
+def rates(steps: int, **settings) -> list[float]:
+    section = OptimSection(**{"lr": 1.0, "final_lr_ratio": 0.1, **settings})
+    return [learning_rate(step, section, steps=steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Warm-up 4: a quarter each. Then six steps down to 0.1.
+        (
+            {"schedule": "linear", "warmup_steps": 4},
+            [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
+        ),
+        # cos of 30, 60, 90, 120, 150 degrees: 0.8660, 0.5, 0, -0.5, -0.8660; 0.1 + 0.45 * (1 + cos).
+        (
+            {"schedule": "cosine", "warmup_steps": 4},
+            [0.25, 0.5, 0.75, 1.0, 0.939711, 0.775, 0.55, 0.325, 0.160289, 0.1],
+        ),
+        ({"schedule": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+        (
+            {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 3},
+            [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.7, 0.4, 0.1],
+        ),
+        # Decay longer than what the warm-up leaves: all that is left, still from the peak.
+        (
+            {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 9},
+            [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
+        ),
+        ({"schedule": "wsd", "warmup_steps": 0, "decay_steps": 0}, [1] * 10),
+        ({"schedule": "linear", "warmup_steps": 0}, [1 - 0.1 * step for step in range(10)]),
+        ({"schedule": "linear", "warmup_steps": 10}, [(step + 1) / 10 for step in range(10)]),
+    ],
+)
+def test_values_of_ten_steps(settings, expected):
+    assert rates(10, **settings) == pytest.approx(expected, abs=1e-6)
+
+
+def test_auto_warmup_is_two_percent_and_auto_decay_twenty():
+    warm = rates(200, schedule="wsd")
+    assert warm[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert warm[159] == 1 > warm[160] == pytest.approx(1 - 0.9 / 40)
+    assert rates(24, schedule="linear")[0] == 1  # 0.48 rounds to no warm-up
+    assert rates(26, schedule="linear")[:2] == pytest.approx([1, 1 - 0.9 / 25])  # 0.52: one step, at the peak
+    assert rates(2, schedule="wsd") == [
+        1,
+        pytest.approx(0.1),
+    ]  # a fifth of 2 is less than a step: one all the same
+
+
+@pytest.mark.parametrize("schedule", SHAPES)
+@pytest.mark.parametrize("warmup", [0, 1, 7, "auto"])
+@pytest.mark.parametrize("steps", [8, 9, 100, 1001])
+def test_rises_to_the_peak_falls_to_the_end_without_a_jump(schedule, warmup, steps):
+    found = rates(steps, lr=3e-4, schedule=schedule, warmup_steps=warmup)
+    peak = found.index(max(found))
+    assert max(found) == 3e-4
+    assert all(a < b for a, b in pairwise(found[: peak + 1]))
+    assert all(a >= b for a, b in pairwise(found[peak:]))
+    assert found[-1] == (3e-4 if schedule == "constant" else 3e-4 * 0.1)  # exactly
+    # The largest fall of a step: a cosine is pi/2 as steep as the line over the same span.
+    span = max(1, round(0.2 * steps)) if schedule == "wsd" else steps - 1 - peak
+    span = min(span, steps - 1 - peak)
+    assert max((a - b for a, b in pairwise(found[peak:])), default=0) <= 2.7e-4 * math.pi / 2 / span * (
+        1 + 1e-9
+    )
+
+
+@pytest.mark.parametrize("schedule", SHAPES)
+def test_beyond_the_end_the_rate_stays(schedule):
+    section = OptimSection(schedule=schedule)
+    end = learning_rate(49, section, steps=50)
+    assert [learning_rate(step, section, steps=50) for step in (50, 51, 10_000)] == [end] * 3
+
+
+@pytest.mark.parametrize("schedule", SHAPES)
+def test_a_run_of_one_step_is_at_its_end(schedule):
+    assert rates(1, schedule=schedule) == [1.0 if schedule == "constant" else 0.1]
+
+
+def test_one_step_of_warmup_alone_is_the_peak():
+    assert rates(1, schedule="cosine", warmup_steps=1) == [1.0]
+
+
+def test_cosine_is_torch_s():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-3)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=36, eta_min=2e-4)
+    ours = rates(37, lr=2e-3, schedule="cosine", warmup_steps=0)
+    for rate in ours:
+        assert rate == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        theirs.step()

@@ -1,0 +1,549 @@
+"""Meters against kernel and clock, records against the contract, sinks against kills, the report's page."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.telemetry import meters, sinks
+from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
+from offload_trainer.telemetry.record import (
+    EvalRecord,
+    StepRecord,
+    bits_per_byte,
+    mfu,
+    perplexity,
+    tokens_per_second,
+)
+from offload_trainer.telemetry.report import (
+    median_phases,
+    read_evaluations,
+    read_metrics,
+    thinned,
+    ticks,
+    write_report,
+)
+from offload_trainer.telemetry.sinks import JsonLines, ProgressBar, Telemetry, remaining_seconds
+
+CONTRACT = [
+    "step",
+    "tokens",
+    "loss",
+    "grad_norm",
+    "lr",
+    "loss_scale",
+    "seconds",
+    "tokens_per_second",
+    "mfu",
+    "phases",
+    "nvme_read_bytes",
+    "nvme_written_bytes",
+    "host_rss_bytes",
+    "device_peak_bytes",
+    "skipped",
+]
+MIB = 1 << 20
+
+
+def a_step(step: int = 1, **changes) -> StepRecord:
+    record = StepRecord(
+        step=step,
+        tokens=512 * step,
+        loss=4.0 - 0.01 * step,
+        grad_norm=1.5,
+        lr=3e-4,
+        loss_scale=1.0,
+        seconds=0.5,
+        tokens_per_second=1024.0,
+        mfu=None,
+        phases={"data": 0.1, "forward": 0.1, "backward": 0.2, "update": 0.1},
+        nvme_read_bytes=4096,
+        nvme_written_bytes=0,
+        host_rss_bytes=10**9,
+        device_peak_bytes=0,
+        skipped=False,
+    )
+    return replace(record, **changes)
+
+
+# --- meters ---
+
+
+def test_phases_add_up_over_micro_batches_and_start_again(monkeypatch):
+    now = iter([0.0, 1.0, 10.0, 12.5, 20.0, 20.25])
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: next(now))
+    clock = PhaseClock()
+    for _ in range(2):
+        with clock.phase("forward"):
+            pass
+    with clock.phase("update"):
+        pass
+    assert clock.take() == {"data": 0.0, "forward": 3.5, "backward": 0.0, "update": 0.25}
+    assert clock.take() == {"data": 0.0, "forward": 0.0, "backward": 0.0, "update": 0.0}
+
+
+def test_a_phase_waits_for_the_device_at_both_edges(monkeypatch):
+    # The device has 3 s of somebody else's work when the phase opens, and 6 s of its own when it closes.
+    now, waits = [100.0], [6.0, 3.0]
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: now[0])
+
+    def synchronize() -> None:
+        now[0] += waits.pop()
+
+    clock = PhaseClock(synchronize=synchronize)
+    with clock.phase("backward"):
+        now[0] += 1.0  # launching
+    assert clock.take()["backward"] == 7.0
+    assert waits == []
+
+
+def test_a_phase_that_fails_is_closed_and_does_not_nest():
+    clock = PhaseClock()
+    with pytest.raises(MemoryError), clock.phase("forward"):
+        raise MemoryError
+    with (
+        pytest.raises(AssertionError, match="update inside data"),
+        clock.phase("data"),
+        clock.phase("update"),
+    ):
+        pass
+    with clock.phase("data"):
+        pass
+
+
+def test_io_is_what_the_kernel_counted(tmp_path, monkeypatch):
+    fake = tmp_path / "io"
+    fake.write_text(
+        "rchar: 9\nwchar: 8\nsyscr: 7\nsyscw: 6\nread_bytes: 5\nwrite_bytes: 4\ncancelled_write_bytes: 0\n"
+    )
+    monkeypatch.setattr(meters, "_IO", fake)
+    assert read_io() == IoCount(5, 4)
+    assert read_io() - IoCount(2, 3) == IoCount(3, 1)
+    fake.unlink()
+    assert read_io() == IoCount(None, None)
+    assert IoCount(1, 1) - read_io() == IoCount(None, None)
+
+
+def test_direct_writes_are_counted(tmp_path):
+    import mmap
+
+    before = read_io()
+    page = mmap.mmap(-1, MIB)  # O_DIRECT wants an aligned buffer
+    page.write(b"x" * MIB)
+    try:
+        fd = os.open(tmp_path / "direct", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        os.write(fd, page)
+        os.close(fd)
+    except (OSError, AttributeError):
+        pytest.skip("no O_DIRECT here")
+    written = (read_io() - before).written_bytes
+    if not written:
+        pytest.skip("this file system has no block layer beneath it")
+    assert MIB <= written < 2 * MIB
+
+
+def test_memory_is_in_bytes_and_the_peak_outlives_the_buffer():
+    code = (
+        "from offload_trainer.telemetry.meters import current_rss_bytes, peak_rss_bytes\n"
+        "before = current_rss_bytes(); block = b'x' * (64 << 20); held = current_rss_bytes(); del block\n"
+        "print(before, held, current_rss_bytes(), peak_rss_bytes())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, held, after, peak = map(int, out.stdout.split())
+    assert 63 * MIB < held - before < 80 * MIB
+    assert after < before + 16 * MIB
+    assert before + 63 * MIB < peak < before + 96 * MIB
+
+
+def test_memory_without_proc(monkeypatch, tmp_path):
+    here = meters.current_rss_bytes(), meters.peak_rss_bytes()
+    monkeypatch.setattr(meters, "_STATUS", tmp_path / "none")
+    assert meters.current_rss_bytes() == pytest.approx(here[0], rel=0.2)
+    assert meters.peak_rss_bytes() >= 0.8 * here[0]
+
+
+def test_asking_for_device_memory_imports_no_torch():
+    code = (
+        "import sys; from offload_trainer.telemetry.meters import device_peak_bytes; "
+        "assert device_peak_bytes() == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("initialized", "expected"), [(False, 0), (True, 12345)])
+def test_device_memory_is_torch_s_peak_once_cuda_runs(monkeypatch, initialized, expected):
+    cuda = SimpleNamespace(is_initialized=lambda: initialized, max_memory_allocated=lambda: 12345)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert meters.device_peak_bytes() == expected
+
+
+# --- record ---
+
+
+def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
+    record = a_step(7, mfu=0.31)
+    line = record.to_json()
+    assert list(json.loads(line)) == CONTRACT
+    assert "\n" not in line
+    assert StepRecord.from_json(line) == record
+    evaluation = EvalRecord(step=3, validation_loss=1.0, perplexity=2.5, bits_per_byte=None)
+    assert EvalRecord.from_json(evaluation.to_json()) == evaluation
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_json_has_no_word_for_is_null(bad):
+    phases = {"data": 0.0, "forward": bad, "backward": 0.0, "update": 0.0}
+    line = a_step(loss=bad, grad_norm=bad, phases=phases).to_json()
+    found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
+    assert (found["loss"], found["grad_norm"], found["phases"]["forward"]) == (None, None, None)
+    assert StepRecord.from_json(line).loss is None
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, -1])
+def test_a_torn_or_foreign_line_is_no_record(cut):
+    with pytest.raises(ValueError):  # noqa: PT011 - also json's own
+        StepRecord.from_json(a_step().to_json()[:cut])
+    with pytest.raises(ValueError, match="not a record with the keys"):
+        StepRecord.from_json('{"step": 1}')
+    with pytest.raises(ValueError, match="not a record with the keys"):
+        EvalRecord.from_json("[1]")
+
+
+def test_arithmetic_by_hand():
+    assert perplexity(0.0) == 1.0
+    assert perplexity(3.0) == pytest.approx(20.0855369)
+    assert perplexity(1000.0) == math.inf
+    # ln 256 nats a token of one byte: the 8 bits of a byte. Two bytes a token: half of it.
+    assert bits_per_byte(math.log(256), tokens=100, text_bytes=100) == pytest.approx(8.0)
+    assert bits_per_byte(math.log(256), tokens=100, text_bytes=200) == pytest.approx(4.0)
+    assert bits_per_byte(2.0794415, tokens=3, text_bytes=9) == pytest.approx(1.0)
+    assert bits_per_byte(1.0, tokens=3, text_bytes=0) is None
+    assert tokens_per_second(4096, seconds=0.5) == 8192
+    assert mfu(50e12, seconds=2.0, peak_flops=100e12) == pytest.approx(0.25)
+    assert mfu(50e12, seconds=2.0, peak_flops=None) is None
+    assert remaining_seconds(30.0, done=10, left=5) == 15.0
+
+
+# --- sinks ---
+
+
+def test_one_system_call_a_line(tmp_path, monkeypatch):
+    calls = []
+    real = os.write
+    lines = JsonLines(tmp_path / "m.jsonl")
+    monkeypatch.setattr(sinks.os, "write", lambda fd, data: calls.append(data) or real(fd, data))
+    lines.write('{"step": 1}')
+    assert (tmp_path / "m.jsonl").read_bytes() == b'{"step": 1}\n'  # before any close
+    lines.write('{"step": 2}')
+    assert calls == [b'{"step": 1}\n', b'{"step": 2}\n']
+    lines.close()
+
+
+def test_a_full_drive_is_said(tmp_path, monkeypatch):
+    lines = JsonLines(tmp_path / "m.jsonl")
+    monkeypatch.setattr(sinks.os, "write", lambda fd, data: 3)
+    with pytest.raises(TrainerError, match="3 of 12 bytes"):
+        lines.write('{"step": 1}')
+    monkeypatch.undo()
+    lines.close()
+    if os.path.exists("/dev/full"):
+        full = JsonLines(sinks.Path("/dev/full"))
+        with pytest.raises(TrainerError, match="No space left"):
+            full.write("{}")
+        full.close()
+
+
+def test_resuming_drops_what_is_redone_and_what_a_kill_tore(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = [a_step(step).to_json() for step in range(1, 8)]
+    path.write_text("\n".join(whole) + "\n" + whole[0][:55])
+    lines = JsonLines(path)
+    lines.truncate_after(4)
+    assert path.read_text().splitlines() == whole[:4]
+    lines.write(whole[4])  # into the new file, not the one it replaced
+    assert path.read_text() == "\n".join(whole[:5]) + "\n"
+    assert [record.step for record in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    lines.close()
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept"),
+    [
+        (b'{"step": 2', [1]),  # torn
+        (b'{"step": 2}', [1, 2]),  # whole but for its end: nothing is glued to it
+        (b"\0\0\0\0", [1]),  # a power cut
+        (b'"step"\n[1]\n{"other": 1}\n{"step": null}\n', [1]),
+    ],
+)
+def test_tails(tmp_path, tail, kept):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + tail)
+    lines = JsonLines(path)
+    lines.truncate_after(5)
+    lines.write('{"step": 6}')
+    lines.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 6]
+
+
+def test_a_kill_within_the_truncation_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    lines = JsonLines(path)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sinks.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        lines.truncate_after(1)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    lines.close()
+
+
+def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
+    said = []
+    now = iter([100.0, 102.0, 104.0, 105.0])
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
+    bar = ProgressBar(45, initial=40, say=said.append, enabled=False)
+    for step in range(41, 46):  # a line each two steps
+        bar.step(a_step(step, skipped=step == 45, loss=None if step == 45 else 1.0))
+    bar.close()
+    assert said == [
+        "step 42/45  loss 1.0000  1.02 k tokens/s  3 s left",
+        "step 44/45  loss 1.0000  1.02 k tokens/s  1 s left",
+        "step 45/45  loss -  1.02 k tokens/s  skipped  0 s left",
+    ]
+
+
+def test_short_runs_say_every_step():
+    said = []
+    bar = ProgressBar(3, initial=0, say=said.append, enabled=False)
+    for step in (1, 2, 3):
+        bar.step(a_step(step))
+    assert len(said) == 3
+
+
+def test_the_bar_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
+    said = []
+    bar = ProgressBar(10, initial=5, say=said.append, enabled=True)
+    bar.step(a_step(6))
+    bar.step(a_step(7))
+    bar.say("between")
+    bar.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "5/10" in captured.err
+    assert "7/10" in captured.err
+    assert "1.02 k tokens/s" in captured.err
+    assert said == ["between"]
+
+
+def test_telemetry_writes_both_files_and_resumes(tmp_path):
+    said = []
+    first = Telemetry(tmp_path, steps=4, done=0, say=said.append, progress=False)
+    for step in (1, 2, 3):
+        first.step(a_step(step))
+    first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=perplexity(2.0), bits_per_byte=None))
+    first.close()
+    assert said[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
+
+    again = Telemetry(tmp_path, steps=4, done=2, say=said.append, progress=False)
+    for step in (3, 4):
+        again.step(a_step(step, loss=1.0))
+    again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=perplexity(1.0), bits_per_byte=0.5))
+    again.close()
+    assert said[-1] == "validation after step 4: loss 1.0000  perplexity 2.7183  0.5000 bits/byte"
+    assert [(r.step, r.loss) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (1, 3.99),
+        (2, 3.98),
+        (3, 1),
+        (4, 1),
+    ]
+    assert [e.step for e in read_evaluations(tmp_path / "evaluations.jsonl")] == [4]
+
+
+def test_tensorboard_has_the_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    telemetry = Telemetry(tmp_path, steps=2, done=0, say=print, tensorboard=True, progress=False)
+    telemetry.step(a_step(1))
+    telemetry.step(a_step(2, grad_norm=None))
+    telemetry.evaluation(EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None))
+    telemetry.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [
+        (1, pytest.approx(3.99)),
+        (2, pytest.approx(3.98)),
+    ]
+    assert [e.step for e in found.Scalars("train/grad_norm")] == [1]
+    assert found.Scalars("phases/backward")[0].value == pytest.approx(0.2)
+    assert found.Scalars("validation/loss")[0].value == 2.5
+
+
+def test_tensorboard_that_is_missing_is_the_user_s_to_install_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"pip install 'offload-trainer\[tensorboard\]'"):
+        Telemetry(tmp_path, steps=1, done=0, say=print, tensorboard=True)
+    assert os.listdir(tmp_path) == []
+
+
+# --- report ---
+
+
+def phased(step: int, forward: float, **more) -> StepRecord:
+    return a_step(step, phases={"data": 0.0, "forward": forward, "backward": 0.0, "update": 0.0, **more})
+
+
+def test_medians_leave_out_the_first_two_steps_of_more_than_four():
+    assert median_phases([]) == {}
+    assert median_phases([phased(1, 9.0), phased(2, 8.0), phased(3, 1.0), phased(4, 2.0)])["forward"] == 5.0
+    five = [phased(1, 9.0), phased(2, 8.0), phased(3, 1.0), phased(4, 4.0), phased(5, 2.0)]
+    assert median_phases(five) == {"data": 0.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
+    assert median_phases([phased(1, 1.0), phased(2, 1.0, save=4.0)])["save"] == 2.0
+
+
+def test_thinning_keeps_means_and_ends_short():
+    points = [(float(x), float(x * x)) for x in range(10)]
+    assert thinned(points, most=10) == points
+    assert thinned([], most=10) == []
+    assert thinned(points, most=4) == [(1.0, 5 / 3), (4.0, 50 / 3), (7.0, 149 / 3), (9.0, 81.0)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 10.0, [0, 2, 4, 6, 8, 10]),
+        (3.13, 4.02, [3.2, 3.4, 3.6, 3.8, 4.0]),
+        (-0.1, 0.1, [-0.1, -0.05, 0, 0.05, 0.1]),
+        (1.0, 1.0, [1.0]),
+    ],
+)
+def test_ticks_are_round(low, high, expected):
+    assert ticks(low, high, about=5) == pytest.approx(expected)
+
+
+def test_metrics_that_are_absent_or_torn(tmp_path):
+    assert read_metrics(tmp_path / "none.jsonl") == []
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(a_step(1).to_json().encode() + b"\n\xff\xfe\n\n" + a_step(2).to_json()[:-4].encode())
+    assert read_metrics(path) == [a_step(1)]
+
+
+class Page(HTMLParser):
+    """Tags, cells and unbalanced ends of a page."""
+
+    VOID = ("meta",)
+    OPTIONAL = ("html",)
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.open, self.rows, self.attributes = [], [], [], []
+        self.feed(text)
+        assert self.open == [], self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+
+PLAN = {
+    "tiers": {
+        "gpu": {"need": 2 * 10**9, "have": 8 * 10**9},
+        "/mnt/<ssd>": {"need": 10**12, "have": 2 * 10**12},
+    },
+    "seconds": {"forward": 1.0, "backward": 2.0, "update": None},
+}
+MEASURED = {
+    "tiers": {"gpu": 3 * 10**9, "/mnt/<ssd>": None},
+    "seconds": {"forward": 1.5, "backward": 2.0, "update": 5.0},
+}
+
+
+def report(path, **changes) -> str:
+    content = {
+        "title": "a run",
+        "rows": [],
+        "evaluations": [],
+        "plan": PLAN,
+        "measured": MEASURED,
+        "notes": [],
+    }
+    write_report(path / "report.html", **{**content, **changes})
+    assert os.listdir(path) == ["report.html"]
+    return (path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_compares_predicted_with_measured(tmp_path):
+    page = Page(report(tmp_path))
+    assert ["gpu", "8 GB", "2 GB", "3 GB", "1.50"] in page.rows
+    assert ["/mnt/<ssd>", "2 TB", "1 TB", "-", "-"] in page.rows
+    assert ["forward", "-", "1 s", "1.5 s", "1.50"] in page.rows
+    assert ["update", "-", "-", "5 s", "-"] in page.rows
+    assert not [row for row in page.rows if row and row[0] == "all phases"]  # the update has no prediction
+    page = Page(report(tmp_path, plan={**PLAN, "seconds": {"forward": 1.0, "backward": 2.0, "update": 1.25}}))
+    assert ["all phases", "-", "4.2 s", "8.5 s", "2.00"] in page.rows
+
+
+def test_the_page_stands_alone_and_escapes(tmp_path):
+    rows = [a_step(step) for step in range(1, 3001)]
+    rows[5] = replace(rows[5], loss=None, skipped=True)
+    evaluations = [
+        EvalRecord(step=s, validation_loss=3.0, perplexity=20.1, bits_per_byte=1.1) for s in (10, 3000)
+    ]
+    text = report(
+        tmp_path, title="<b>$x & co", rows=rows, evaluations=evaluations, notes=["<script>alert(1)</script>"]
+    )
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "b"} & set(page.tags)
+    assert not [value for name, value in page.attributes if name in ("src", "href")]
+    assert "http" not in text.lower()
+    assert "prefers-color-scheme: dark" in text
+    assert "&lt;b&gt;$x &amp; co" in text
+    assert "nan" not in [value for _, value in page.attributes]
+    assert len(text) < 60_000
+    lines = [value for name, value in page.attributes if name == "points"]
+    assert 700 <= len(lines[0].split()) <= 800
+    assert len(lines[1].split()) == 2
+    # The first point is left of and above the last: the loss falls. SVG's y grows downwards.
+    first, last = ([float(n) for n in lines[0].split()[i].split(",")] for i in (0, -1))
+    assert first[0] < last[0]
+    assert first[1] < last[1]
+
+
+def test_the_bars_share_a_scale(tmp_path):
+    page = Page(report(tmp_path))
+    tags = iter(page.attributes)
+    wide = [float(value) for name, value in tags if name == "width" and value.replace(".", "").isdigit()]
+    forward, backward, *measured = wide
+    assert backward == pytest.approx(2 * forward, abs=0.2)
+    assert measured == pytest.approx([1.5 * forward, 2 * forward, 5 * forward], abs=0.3)
+
+
+@pytest.mark.parametrize("rows", [[], [a_step(1)], [a_step(1, loss=None, grad_norm=None)]])
+def test_a_run_that_hardly_began_has_a_page_too(tmp_path, rows):
+    nothing = {"tiers": {}, "seconds": {}}
+    Page(report(tmp_path, rows=rows, plan=nothing, measured=nothing))

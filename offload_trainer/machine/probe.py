@@ -12,8 +12,11 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
 
 
-def probe_machine(drives: tuple[str, ...] = ()) -> MachineProfile:
-    """Free bytes of the GPU, RAM (within the cgroup's limit) and each drive. UserError for an unusable directory."""
+def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> MachineProfile:
+    """Free bytes of the GPU, RAM (within the cgroup's limit), each drive and where `output` will be.
+
+    Raises UserError for a drive's directory that is not there or not writable. `output` need not exist.
+    """
     name, gpu_bytes = _gpu()
     return MachineProfile(
         gpu=name,
@@ -21,6 +24,7 @@ def probe_machine(drives: tuple[str, ...] = ()) -> MachineProfile:
         ram_bytes=available_ram_bytes(),
         cores=len(os.sched_getaffinity(0)),
         drives=tuple(_drive(directory) for directory in drives),
+        output=_output(output),
     )
 
 
@@ -80,8 +84,20 @@ def _drive(directory: str) -> DriveFacts:
         raise UserError(f"--nvme {directory}: no such directory; create it on the drive first")
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"--nvme {directory}: not writable for this user")
+    return _facts(path.resolve(), path.resolve())
+
+
+def _output(directory: str) -> DriveFacts:
+    path = Path(directory).expanduser().absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--output {directory}: {there} is not a directory that this user may write to")
+    return _facts(path, there)
+
+
+def _facts(path: Path, existing: Path) -> DriveFacts:
     return DriveFacts(
-        directory=str(path.resolve()), free_bytes=shutil.disk_usage(path).free, filesystem=_filesystem(path.resolve())
+        directory=str(path), free_bytes=shutil.disk_usage(existing).free, filesystem=_filesystem(existing)
     )
 
 

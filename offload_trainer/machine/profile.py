@@ -26,6 +26,7 @@ class MachineProfile:
     ram_bytes: int  # available, within the cgroup's limit
     cores: int
     drives: tuple[DriveFacts, ...]
+    output: DriveFacts  # where the run directory will be
     origin: Origin = "measured"
 
     def to_json(self) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from offload_trainer.model.initial import NamedTensor, initial_weights, meta_mod
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import checkpoint_files, pretrained_weights
+from offload_trainer.plan.plan import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class ModelSource:
     directory: Path | None  # holds the tokenizer, and the weights unless they are random
     random: bool
     tied: frozenset[str]
-
-    @property
-    def checkpointing(self) -> bool:
-        wish = self.section.checkpointing
-        return wish == "on" or (wish == "auto" and self.shape.parameters >= CHECKPOINTING_FROM)
 
     def build(self, *, dtype: torch.dtype, context: AbstractContextManager[Any] | None = None) -> CausalLoss:
         """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
@@ -67,7 +62,7 @@ class ModelSource:
         trainable = {weight.name: weight.trainable for weight in self.shape.weights}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable[name])
-        if self.checkpointing:
+        if wants_checkpointing(self.section, self.shape):
             model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs={"use_reentrant": self.section.checkpointing_reentrant},
                 offload=self.section.offload_activations,

@@ -1,0 +1,134 @@
+"""Bytes that a placement needs, item by item, with the reason for each. Pure arithmetic.
+
+Derivations: P parameters, T trainable ones, e bytes a weight, W ranks on this machine. DeepSpeed's items are what its
+source allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/); docs/benchmarks/memory.md holds them against
+measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.zero import Placement, ZeroSizes
+
+PROCESS = 650_000_000  # interpreter, torch, DeepSpeed and their libraries, resident once loaded
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes on one tier, and what they are."""
+
+    tier: str  # "gpu", "ram" or a directory
+    name: str
+    bytes: int
+    why: str
+
+
+def item_bytes(dtype: str) -> int:
+    return 4 if dtype == "fp32" else 2
+
+
+def deepspeed_items(
+    config: TrainConfig,
+    shape: ModelShape,
+    placement: Placement,
+    sizes: ZeroSizes,
+    *,
+    device: str,
+    drive: str | None,
+    world: int,
+    checkpointing: bool,
+    seq_len: int,
+) -> list[Item]:
+    """What stock DeepSpeed holds at its peak. `device` is the tier that computes: "gpu", or "ram" on a CPU."""
+    e = item_bytes(config.model.dtype)
+    total, trained = shape.parameters, shape.trainable
+    homes = {"gpu": device, "cpu": "ram", "nvme": drive or "nvme"}
+    items = [Item("ram", "process", PROCESS * world, "interpreter, torch and DeepSpeed, in each process")]
+
+    def add(tier: str, name: str, size: int, why: str) -> None:
+        items.append(Item(tier, name, size, why))
+
+    # Weights
+    if placement.stage == 2:
+        add(device, "weights", e * total * world, f"{e} B a parameter, whole on each rank")
+        add(device, "weights, flattened", e * trained * world, "ZeRO-2 copies them into one buffer at the start")
+    else:
+        add(homes[placement.params], "weights", e * total, f"{e} B a parameter, divided over the ranks")
+        live = min(total, sizes.max_live + sizes.prefetch_bucket)
+        add(device, "weights in use", e * live * world, "gathered at a time: max_live_parameters and a prefetch bucket")
+    if placement.params == "nvme":
+        buffers = e * sizes.weight_buffers * sizes.weight_buffer_elements
+        add("ram", "weight swap buffers", buffers * world, f"{sizes.weight_buffers} of the largest weight")
+        add("ram", "weight write buffer", e * sizes.largest_sub_group * world, "one sub-group")
+
+    # Gradients
+    add(device, "gradients", e * trained, f"{e} B a parameter before they are handed over")
+    add(device, "gradient buckets", 2 * e * sizes.reduce_bucket * world, "2 reduce buckets")
+
+    # Optimizer state
+    state_home = homes[placement.optimizer]
+    add(state_home, "masters and moments", 12 * trained, "fp32 master, first and second moment")
+    if placement.optimizer == "nvme":
+        add(state_home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them with the state")
+        buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group
+        add("ram", "optimizer swap buffers", buffers * world, f"{sizes.optimizer_buffers} of the largest sub-group")
+    else:
+        add(state_home, "gradients, fp32", 4 * trained, "the update reads them in fp32")
+
+    items += activation_items(
+        config, shape, device=device, world=world, checkpointing=checkpointing, seq_len=seq_len
+    )
+    return items
+
+
+def plain_items(
+    config: TrainConfig, shape: ModelShape, *, device: str, checkpointing: bool, seq_len: int
+) -> list[Item]:
+    """What the plain engine holds at its peak: all on one device."""
+    e = item_bytes(config.model.dtype)
+    return [
+        Item("ram", "process", PROCESS, "interpreter and torch"),
+        Item(device, "weights", e * shape.parameters, f"{e} B a parameter"),
+        Item(device, "gradients", (e + 4) * shape.trainable, f"{e} B a parameter, and their fp32 sums"),
+        Item(device, "masters and moments", 12 * shape.trainable, "fp32 master, first and second moment"),
+        *activation_items(config, shape, device=device, world=1, checkpointing=checkpointing, seq_len=seq_len),
+    ]
+
+
+def activation_items(
+    config: TrainConfig, shape: ModelShape, *, device: str, world: int, checkpointing: bool, seq_len: int
+) -> list[Item]:
+    """Activations of one micro-batch, and the logits of one chunk.
+
+    A block keeps about 34 bytes a token and hidden unit in 16 bit (Korthikanti et al. 2022, section 4.1, without
+    the attention matrix, which SDPA does not keep); with checkpointing only its input, and one block is recomputed
+    at a time.
+    """
+    e = item_bytes(config.model.dtype)
+    tokens = config.train.micro_batch * seq_len
+    block = 17 * e * tokens * shape.hidden
+    if checkpointing:
+        inputs = shape.layers * e * tokens * shape.hidden
+        home = "ram" if config.model.offload_activations else device
+        items = [
+            Item(home, "block inputs", inputs * world, "kept by gradient checkpointing"),
+            Item(device, "activations", block * world, "one block, recomputed in the backward"),
+        ]
+    else:
+        items = [Item(device, "activations", shape.layers * block * world, "every block's, until its backward")]
+    chunk = min(tokens, config.model.loss_chunk)
+    logits = chunk * shape.vocabulary * (8 + e)
+    items.append(Item(device, "logits", logits * world, f"{chunk} tokens at a time, with their gradient"))
+    return items
+
+
+def saved_items(config: TrainConfig, shape: ModelShape, *, output: str) -> list[Item]:
+    """Checkpoints on the output's drive: one more than are kept, since the old goes after the new is whole."""
+    if config.save.every == 0:
+        return []
+    size = 12 * shape.trainable + item_bytes(config.model.dtype) * (shape.parameters - shape.trainable)
+    count = config.save.keep + 1
+    return [Item(output, "checkpoints", count * size, f"{count} of {size} bytes: masters and moments")]

@@ -1,0 +1,246 @@
+"""Facts and wishes in, a plan out: which engine, what lives where, how many bytes, and why not otherwise.
+
+    MachineProfile + ModelShape + TrainConfig  ->  make_plan  ->  Plan
+
+Candidates are tried from the fastest to the roomiest; the first that fits is taken. Same inputs, same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.zero import Placement, ZeroSizes, zero_sizes
+from offload_trainer.units import format_bytes, format_count
+
+CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
+LONGEST_ROW = 1024
+
+# From the fastest to the roomiest.
+_CANDIDATES = (
+    Placement("gpu", "gpu"),
+    Placement("gpu", "cpu"),
+    Placement("cpu", "cpu"),
+    Placement("gpu", "nvme"),
+    Placement("cpu", "nvme"),
+    Placement("nvme", "nvme"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be where. `tiers` maps "gpu", "ram" and each directory to needed and available bytes."""
+
+    engine: str
+    placement: Placement
+    sizes: ZeroSizes
+    checkpointing: bool
+    seq_len: int
+    tokens_per_step: int
+    world: int
+    items: tuple[Item, ...]
+    tiers: dict[str, dict[str, int]]
+    rejected: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfalls()
+
+    def shortfalls(self) -> list[str]:
+        return _shortfalls(self.tiers)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract of `plan --json`. Seconds are null: nothing has been timed on this machine."""
+        return {
+            "fits": self.fits,
+            "chosen": {
+                "engine": self.engine,
+                "params": self.placement.params,
+                "optimizer": self.placement.optimizer,
+                "zero_stage": self.placement.stage if self.engine == "deepspeed" else None,
+                "checkpointing": self.checkpointing,
+                "seq_len": self.seq_len,
+                "tokens_per_step": self.tokens_per_step,
+                "ranks": self.world,
+                "sizes": asdict(self.sizes) if self.engine == "deepspeed" else None,
+            },
+            "tiers": self.tiers,
+            "items": [asdict(item) for item in self.items],
+            "seconds": dict.fromkeys(("data", "forward", "backward", "update")),
+            "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
+            "notes": list(self.notes),
+        }
+
+    def describe(self) -> str:
+        """The plan as a person reads it."""
+        engine = f"DeepSpeed ZeRO-{self.placement.stage}" if self.engine == "deepspeed" else "plain torch"
+        lines = [
+            f"plan: {engine}; {self.placement}; {format_count(self.tokens_per_step)} tokens a step; "
+            f"gradient checkpointing {'on' if self.checkpointing else 'off'}"
+        ]
+        for tier, room in self.tiers.items():
+            verdict = "" if room["need"] <= room["have"] else "   DOES NOT FIT"
+            lines.append(f"  {tier}: {format_bytes(room['need'])} of {format_bytes(room['have'])}{verdict}")
+            for item in self.items:
+                if item.tier == tier and item.bytes:
+                    lines.append(f"    {item.name:<24}{format_bytes(item.bytes):>10}   {item.why}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
+    return section.checkpointing == "on" or (
+        section.checkpointing == "auto" and shape.parameters >= CHECKPOINTING_FROM
+    )
+
+
+def row_length(config: TrainConfig, shape: ModelShape) -> int:
+    """Tokens in a row. UserError if the wish is longer than the model's context."""
+    wish = config.data.seq_len
+    if wish == "auto":
+        return min(shape.context, LONGEST_ROW)
+    if wish > shape.context:
+        raise UserError(f"--seq-len {wish}: this model's context is {shape.context} tokens")
+    return wish
+
+
+def make_plan(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1) -> Plan:
+    """The first candidate that fits, or, if none does, the one that comes nearest, with `fits` False.
+
+    Raises UserError for wishes that cannot be combined on this machine.
+    """
+    refuse_impossible(config, machine)
+    engine = "plain" if config.placement.engine == "plain" else "deepspeed"
+    plans = [
+        _laid_out(config, shape, machine, engine=engine, placement=placement, world=world)
+        for placement in _wanted(config, machine, engine=engine)
+    ]
+    chosen = next((plan for plan in plans if plan.fits), None) or min(plans, key=_excess)
+    rejected = []
+    for plan in plans:
+        if plan is chosen:
+            break
+        rejected.append((str(plan.placement), "; ".join(plan.shortfalls())))
+    return Plan(**{**vars(chosen), "rejected": tuple(rejected)})
+
+
+def refuse_impossible(config: TrainConfig, machine: MachineProfile) -> None:
+    """Combinations that only this machine makes impossible."""
+    if machine.gpu is None and config.model.dtype == "fp16" and config.placement.engine != "plain":
+        raise UserError(
+            "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine plain"
+        )
+
+
+def _wanted(config: TrainConfig, machine: MachineProfile, *, engine: str) -> list[Placement]:
+    if engine == "plain":
+        return [Placement("gpu", "gpu")]
+    params, optimizer = config.placement.params, config.placement.optimizer
+    if config.optim.name == "adamw8bit":
+        optimizer = "gpu"
+    if params != "auto" and optimizer != "auto":
+        return [Placement(params, optimizer)]
+    found = [
+        candidate
+        for candidate in _CANDIDATES
+        if params in ("auto", candidate.params)
+        and optimizer in ("auto", candidate.optimizer)
+        and (config.placement.nvme or "nvme" not in (candidate.params, candidate.optimizer))
+        # Without a GPU "gpu" is host memory: an optimizer there would be DeepSpeed's slower path to the same place.
+        and (machine.gpu is not None or candidate.optimizer != "gpu" or optimizer == "gpu")
+    ]
+    # A wish for one home that no candidate has (weights off the GPU, optimizer on it): take it at its word.
+    fallback = Placement("gpu" if params == "auto" else params, "cpu" if optimizer == "auto" else optimizer)
+    return found or [fallback]
+
+
+def _laid_out(
+    config: TrainConfig,
+    shape: ModelShape,
+    machine: MachineProfile,
+    *,
+    engine: str,
+    placement: Placement,
+    world: int,
+) -> Plan:
+    device = "ram" if machine.gpu is None else "gpu"
+    drive = machine.drives[0].directory if machine.drives else None
+    seq_len = row_length(config, shape)
+    checkpointing = wants_checkpointing(config.model, shape)
+    sizes = zero_sizes(shape, config.deepspeed, world=world, item_bytes=item_bytes(config.model.dtype))
+    if engine == "plain":
+        items = plain_items(config, shape, device=device, checkpointing=checkpointing, seq_len=seq_len)
+    else:
+        items = deepspeed_items(
+            config,
+            shape,
+            placement,
+            sizes,
+            device=device,
+            drive=drive,
+            world=world,
+            checkpointing=checkpointing,
+            seq_len=seq_len,
+        )
+    items += saved_items(config, shape, output=machine.output.directory)
+    return Plan(
+        engine=engine,
+        placement=placement,
+        sizes=sizes,
+        checkpointing=checkpointing,
+        seq_len=seq_len,
+        tokens_per_step=config.train.micro_batch * config.train.accumulate * world * seq_len,
+        world=world,
+        items=tuple(items),
+        tiers=_tiers(items, machine, world=world),
+        rejected=(),
+        notes=_notes(config, placement, engine=engine, machine=machine),
+    )
+
+
+def _tiers(items: list[Item], machine: MachineProfile, *, world: int) -> dict[str, dict[str, int]]:
+    have = {"gpu": machine.gpu_bytes * world, "ram": machine.ram_bytes}
+    have |= {drive.directory: drive.free_bytes for drive in (*machine.drives, machine.output)}
+    return {
+        tier: {"need": sum(item.bytes for item in items if item.tier == tier), "have": room}
+        for tier, room in have.items()
+    }
+
+
+def _shortfalls(tiers: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
+        for tier, room in tiers.items()
+        if room["need"] > room["have"]
+    ]
+
+
+def _excess(plan: Plan) -> int:
+    return sum(max(0, room["need"] - room["have"]) for room in plan.tiers.values())
+
+
+def saves_state(config: TrainConfig, placement: Placement) -> str | None:
+    """None if checkpoints can be made and resumed from exactly, else the reason why not."""
+    if config.placement.engine == "plain":
+        return None
+    if placement.optimizer == "nvme":
+        return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
+    if config.optim.name == "adamw8bit":
+        return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"
+    return None
+
+
+def _notes(config: TrainConfig, placement: Placement, *, engine: str, machine: MachineProfile) -> tuple[str, ...]:
+    notes = []
+    if machine.gpu is None:
+        notes.append("no GPU here: the CPU computes, and its memory is RAM")
+    if config.save.every == 0 and engine == "deepspeed":
+        notes.append("no checkpoints (--save-every 0): an interrupted run starts again; weights are exported at the end")
+    return tuple(notes)

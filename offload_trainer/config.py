@@ -41,7 +41,9 @@ class ModelSection(_Section):
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto", description="gradient checkpointing, one segment a block; auto: on from 100 M parameters"
     )
-    checkpointing_reentrant: bool = Field(False, description="torch's reentrant variant of checkpointing")
+    checkpointing_variant: Literal["auto", "reentrant", "non-reentrant"] = Field(
+        "auto", description="torch's variant of checkpointing; auto: reentrant for weights on NVMe, else non-reentrant"
+    )
     offload_activations: bool = Field(
         False, description="keep checkpointed activations in host memory instead of on the GPU"
     )
@@ -190,6 +192,18 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
                 mistakes.append(f"{flag} {home} with --engine plain: plain torch keeps everything on one device")
         if place.gpus > 1:
             mistakes.append(f"--gpus {place.gpus} with --engine plain: plain torch trains on one device")
+    if place.params == "nvme":
+        # Both were seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
+        if config.model.checkpointing_variant == "non-reentrant":
+            mistakes.append(
+                "model.checkpointing_variant=non-reentrant with --params nvme: DeepSpeed gives wrong gradients there "
+                "(it reuses a weight's buffer that the recomputation still needs); use reentrant"
+            )
+        if config.deepspeed.prefetch_bucket_size not in ("auto", 0):
+            mistakes.append(
+                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
+            )
     if config.optim.name == "adamw8bit" and place.optimizer in ("cpu", "nvme"):
         mistakes.append(
             f"optim.name=adamw8bit with --optimizer {place.optimizer}: bitsandbytes' 8-bit AdamW runs on the GPU; "

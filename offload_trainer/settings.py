@@ -57,7 +57,7 @@ FLAGS: dict[str, Flag] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with two surprises removed: 1e-4 is a number, and a key given twice is a mistake."""
+    """YAML without its surprises: 1e-4 is a number, `off` is a word, and a key given twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -67,9 +67,14 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    letter: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool")
+    ]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -120,6 +125,14 @@ def all_keys() -> Iterator[str]:
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
         yield from (f"{section}.{name}" for name in model.model_fields)
+
+
+def describe_key(key: str) -> str:
+    """What a key means, from the configuration's types."""
+    section, _, name = key.partition(".")
+    model = TrainConfig.model_fields[section].annotation
+    assert isinstance(model, type)
+    return str(model.model_fields[name].description)
 
 
 def _annotation(section: str, name: str) -> Any:

@@ -26,6 +26,7 @@ from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, 
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
+from offload_trainer.plan.plan import reentrant
 from offload_trainer.plan.zero import Placement, decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -62,7 +63,9 @@ class DeepSpeedEngine:
         self._placement = placement
         self._dtype = DTYPES[config.model.dtype]
         _load_kernels(placement)
-        module = source.build(dtype=self._dtype, context=_zero_init(words, placement))
+        module = source.build(
+            dtype=self._dtype, context=_zero_init(words, placement), reentrant=reentrant(config.model, placement)
+        )
         if placement.stage == 2:
             module.to(_device())
         self._parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
@@ -141,6 +144,7 @@ class DeepSpeedEngine:
             loss_scale=float(self._optimizer.loss_scale),
             good_steps=getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1,
         )
+        self._link_moments()
         return write_state(
             directory,
             state,
@@ -211,10 +215,19 @@ class DeepSpeedEngine:
                 "exp_avg": torch.zeros_like(flat.data),
                 "exp_avg_sq": torch.zeros_like(flat.data),
             }
-        if self._placement.stage == 2:
-            zero._lazy_init_hp_params_optimizer_state()
+        self._link_moments()
         if on_cpu:
             _replay_bias_correction(zero.optimizer, steps=steps, betas=self._betas)
+
+    def _link_moments(self) -> None:
+        """Let DeepSpeed find each weight's moments in its flat buffers.
+
+        ZeRO-2 does so after the first update of the first parameter group and then never again, so that those of
+        the other groups cannot be read (seen in 0.19.8).
+        """
+        if self._placement.stage == 2 and self._base_states():
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _restore_scaler(self, state: EngineState) -> None:
         scaler = self._optimizer.loss_scaler

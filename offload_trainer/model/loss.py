@@ -37,7 +37,7 @@ class CausalLoss(nn.Module):
     ``model(inputs).logits.float()`` against targets.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk: int, reentrant: bool = False) -> None:
         super().__init__()
         body = model.base_model_prefix
         if body not in model._modules or model.get_output_embeddings() is None:
@@ -49,6 +49,7 @@ class CausalLoss(nn.Module):
             )
         self.model = model
         self.chunk = chunk
+        self.reentrant = reentrant
         self._body = body
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ class CausalLoss(nn.Module):
             return self._summed(kind, hidden, flat) / flat.numel()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part, wanted in pieces:
-            total = total + checkpoint(self._summed, kind, part, wanted, use_reentrant=False)
+            total = total + checkpoint(self._summed, kind, part, wanted, use_reentrant=self.reentrant)
         return total / flat.numel()
 
     def _summed(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

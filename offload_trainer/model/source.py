@@ -46,10 +46,17 @@ class ModelSource:
     random: bool
     tied: frozenset[str]
 
-    def build(self, *, dtype: torch.dtype, context: AbstractContextManager[Any] | None = None) -> CausalLoss:
+    def build(
+        self,
+        *,
+        dtype: torch.dtype,
+        context: AbstractContextManager[Any] | None = None,
+        reentrant: bool = False,
+    ) -> CausalLoss:
         """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
 
-        `context` surrounds the construction (DeepSpeed's zero.Init). Parameters that stay fixed and checkpointing
+        `context` surrounds the construction (DeepSpeed's zero.Init); `reentrant` is torch's variant of checkpointing,
+        for blocks and for the loss. Parameters that stay fixed and checkpointing
         are set; ties are in place.
         """
         with context or nullcontext(), no_init_weights():
@@ -64,10 +71,10 @@ class ModelSource:
             parameter.requires_grad_(trainable[name])
         if wants_checkpointing(self.section, self.shape):
             model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs={"use_reentrant": self.section.checkpointing_reentrant},
+                activation_checkpointing_kwargs={"use_reentrant": reentrant},
                 offload=self.section.offload_activations,
             )
-        return CausalLoss(model, chunk=self.section.loss_chunk)
+        return CausalLoss(model, chunk=self.section.loss_chunk, reentrant=reentrant)
 
     def weights(self) -> Iterator[NamedTensor]:
         """(name, tensor on the CPU) of every parameter, tied ones once; random ones are fp32."""

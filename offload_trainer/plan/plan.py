@@ -101,6 +101,13 @@ def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
     )
 
 
+def reentrant(section: ModelSection, placement: Placement) -> bool:
+    """Which of torch's variants of checkpointing; the non-reentrant one is wrong with weights on NVMe (config)."""
+    if section.checkpointing_variant == "auto":
+        return placement.params == "nvme"
+    return section.checkpointing_variant == "reentrant"
+
+
 def row_length(config: TrainConfig, shape: ModelShape) -> int:
     """Tokens in a row. UserError if the wish is longer than the model's context."""
     wish = config.data.seq_len
@@ -174,7 +181,7 @@ def _laid_out(
     drive = machine.drives[0].directory if machine.drives else None
     seq_len = row_length(config, shape)
     checkpointing = wants_checkpointing(config.model, shape)
-    sizes = zero_sizes(shape, config.deepspeed, world=world, item_bytes=item_bytes(config.model.dtype))
+    sizes = zero_sizes(shape, config.deepspeed, placement, world=world, item_bytes=item_bytes(config.model.dtype))
     if engine == "plain":
         items = plain_items(config, shape, device=device, checkpointing=checkpointing, seq_len=seq_len)
     else:

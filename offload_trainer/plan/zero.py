@@ -52,13 +52,20 @@ class ZeroSizes:
     weight_buffer_elements: int
 
 
-def zero_sizes(shape: ModelShape, section: DeepSpeedSection, *, world: int, item_bytes: int) -> ZeroSizes:
-    """All sizes for `world` ranks and weights of `item_bytes` bytes."""
+def zero_sizes(
+    shape: ModelShape, section: DeepSpeedSection, placement: Placement, *, world: int, item_bytes: int
+) -> ZeroSizes:
+    """All sizes for `world` ranks and weights of `item_bytes` bytes.
+
+    With weights on NVMe nothing is prefetched: DeepSpeed's prefetch asks for a weight twice and stops with `already
+    assigned swap buffer` in the second step (0.19.8).
+    """
     largest = shape.largest
     sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
     bucket = _given(section.reduce_bucket_size, min(_BUCKET, max(shape.trainable, 1)))
     block = max(largest, _block(shape))
-    prefetch = _given(section.prefetch_bucket_size, min(_BUCKET, _block(shape)))
+    ahead = 0 if placement.params == "nvme" else min(_BUCKET, _block(shape))
+    prefetch = _given(section.prefetch_bucket_size, ahead)
     live = _given(section.max_live_parameters, 2 * block)
     return ZeroSizes(
         sub_group=sub_group,
@@ -70,7 +77,7 @@ def zero_sizes(shape: ModelShape, section: DeepSpeedSection, *, world: int, item
         persistent=_PERSISTENT,
         weight_buffers=_given(
             section.param_buffer_count,
-            _weight_buffers(shape, window=live + 2 * (prefetch + largest), world=world, item_bytes=item_bytes),
+            _weight_buffers(shape, window=live, world=world, item_bytes=item_bytes),
         ),
         weight_buffer_elements=-(-largest // world),
     )
@@ -110,12 +117,11 @@ def decay_groups(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]
 
 
 def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:
-    """Most weights that are on their way from the drive, or in use, at one time.
+    """Most weights that are gathered at one time, each in a buffer of its own.
 
-    DeepSpeed prefetches from NVMe until what it considered exceeds twice what is in flight (a bucket and the module
-    that is waited for), takes a buffer for each, and fails where none is left for the module it needs next. So:
-    the largest number of swappable weights in any stretch of `window` elements, whichever way it is walked, and a
-    margin for the head, which tied embeddings fetch at both ends.
+    DeepSpeed releases weights only once more than `max_live` elements are gathered, and fails where no buffer is
+    left for the module it needs next. So: the largest number of swappable weights in any stretch of `window`
+    elements, and a margin for the module in use and the head, which tied embeddings fetch at both ends.
     """
     sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
     most = first = held = 0

@@ -1,0 +1,157 @@
+"""`offload-train`: the first word may be a command, everything else is configuration.
+
+Nothing heavy is imported before a command has its configuration: help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+from offload_trainer import __version__
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.settings import FLAGS, describe_key, dump_config, load_config
+
+_USAGE = """\
+offload-train [CONFIG.yaml] [flags] [section.key=value ...]     train
+offload-train plan    [the same] [--json]                       say what would be where, load nothing
+offload-train prepare [the same]                                tokenise the data into the cache
+offload-train export  SOURCE DEST [--dtype fp16|bf16|fp32]      run or checkpoint -> Hugging Face directory
+
+Trains every parameter of a causal language model, its optimizer state in RAM or on a drive.
+`offload-train --nvme DIR` alone trains a small model on the text that ships with the package.
+"""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 2 the user's mistake, 1 else, 130 / 143 after a signal."""
+    words = list(sys.argv[1:] if words is None else words)
+    commands: dict[str, Callable[[list[str]], None]] = {
+        "train": _train,
+        "plan": _plan,
+        "prepare": _prepare,
+        "export": _export,
+    }
+    command = commands[words.pop(0)] if words and words[0] in commands else _train
+    try:
+        if "--help" in words or "-h" in words:
+            print(help_text())
+        elif "--version" in words:
+            print(__version__)
+        else:
+            command(words)
+    except TrainerError as error:
+        print(f"offload-train: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("offload-train: interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+def help_text() -> str:
+    lines = [_USAGE, "flags, each a short spelling of a key:"]
+    for name, flag in FLAGS.items():
+        lines.append(f"  {f'{name} {flag.metavar}':<34}{describe_key(flag.key)}")
+    for name, what in (
+        ("--dry-run", "plan, print, and stop before anything is written"),
+        ("--print-config", "print the complete configuration as YAML and stop"),
+        ("--json", "plan: print JSON"),
+    ):
+        lines.append(f"  {name:<34}{what}")
+    lines.append("\nEvery other key is section.key=value; docs/config.md lists them all.")
+    return "\n".join(lines)
+
+
+def _take(words: list[str], *names: str) -> set[str]:
+    """Remove these switches from the words; returns those that were there."""
+    found = {name for name in names if name in words}
+    words[:] = [word for word in words if word not in found]
+    return found
+
+
+def _train(words: list[str]) -> None:
+    given = list(words)
+    switches = _take(words, "--dry-run", "--print-config")
+    config = load_config(words)
+    if "--print-config" in switches:
+        print(dump_config(config), end="")
+        return
+    if "--dry-run" in switches:
+        _print_plan(config, as_json=False)
+        return
+    from offload_trainer.launch import prepare_process, start_ranks
+
+    start_ranks(config, given)
+    prepare_process(config)
+    _quiet()
+    from offload_trainer.run import train_run
+
+    train_run(config)
+
+
+def _plan(words: list[str]) -> None:
+    switches = _take(words, "--json")
+    _print_plan(load_config(words), as_json=bool(switches))
+
+
+def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
+    from offload_trainer.launch import prepare_process
+
+    prepare_process(config)
+    _quiet()
+    from offload_trainer.run import plan_run, refuse
+
+    plan, _, _ = plan_run(config)
+    print(json.dumps(plan.to_json(), indent=1) if as_json else plan.describe(), flush=True)
+    refuse(config, plan)
+
+
+def _prepare(words: list[str]) -> None:
+    config = load_config(words)
+    from offload_trainer.launch import prepare_process
+
+    prepare_process(config)
+    _quiet()
+    from offload_trainer.run import prepare_run
+
+    print(prepare_run(config))
+
+
+def _export(words: list[str]) -> None:
+    dtype = "fp16"
+    places = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.partition("=")
+        if name == "--dtype" and (equals or queue):
+            dtype = value if equals else queue.pop(0)
+        elif word.startswith("-"):
+            raise UserError(f"export: {word}: there is no such flag, or it lacks its value; known: --dtype")
+        else:
+            places.append(word)
+    if len(places) != 2 or dtype not in ("fp16", "bf16", "fp32"):
+        raise UserError(f"export needs SOURCE and DEST, and --dtype fp16, bf16 or fp32; got {' '.join(words) or 'nothing'}")
+    _quiet()
+    from pathlib import Path
+
+    from offload_trainer.export import export_run
+
+    source = export_run(Path(places[0]), Path(places[1]), dtype=dtype)
+    print(f"exported {source} in {dtype} to {places[1]}")
+
+
+def _quiet() -> None:
+    """Libraries that talk on import or per call keep to warnings that a user can act on."""
+    import logging
+    import os
+    import warnings
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")

@@ -1,0 +1,66 @@
+"""What a process must be before torch is imported: its threads, its place among the ranks, its silence.
+
+`--gpus N` starts N ranks of the same command under torchrun; a process that torchrun has started finds its rank in
+the environment. One process is a group of one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from offload_trainer.config import TrainConfig
+
+
+def ranks_of_environment() -> tuple[int, int]:
+    """(rank, world) as torchrun says; (0, 1) without it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def prepare_process(config: TrainConfig) -> int:
+    """Set the environment for this rank; returns its number of CPU threads. Call before torch is imported.
+
+    torchrun sets OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels
+    bring an OpenMP runtime of their own, which only the environment reaches.
+    """
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    wish = config.placement.threads
+    threads = max(1, cores // local_world) if wish == "auto" else wish
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not _names_hub(config):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    return threads
+
+
+def _names_hub(config: TrainConfig) -> bool:
+    return any("/" in name and not os.path.isdir(os.path.expanduser(name)) for name in
+               (config.model.name, config.data.tokenizer))
+
+
+def start_ranks(config: TrainConfig, words: Sequence[str]) -> None:
+    """Replace this process by torchrun with `placement.gpus` ranks of the same command, if that is wanted."""
+    if config.placement.gpus == 1 or "RANK" in os.environ:
+        return
+    command = [
+        sys.executable,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.placement.gpus)),
+        *("-m", "offload_trainer", "train", *words),
+    ]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)

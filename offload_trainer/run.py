@@ -1,0 +1,389 @@
+"""A training run from wish to report: probe, plan, refuse or build, train, export, report.
+
+    TrainConfig -> MachineProfile + ModelShape -> Plan -> (data, drive lease, engine) -> trainer.train -> report
+
+Nothing is written before the plan has passed; torch is imported only here and below.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+from offload_trainer.checkpoint import complete_checkpoints, find_resume
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import Interrupted, UserError
+from offload_trainer.launch import ranks_of_environment
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.plan.memory import item_bytes
+from offload_trainer.plan.plan import Plan, make_plan, saves_state
+from offload_trainer.settings import dump_config
+from offload_trainer.tiers.durable import write_text
+from offload_trainer.units import format_bytes, format_seconds
+
+
+@dataclass
+class Log:
+    """Lines for people: to stderr, and to log.txt once there is a run directory. Silent on ranks other than 0."""
+
+    loud: bool
+    file: TextIO | None = field(default=None)
+
+    def say(self, line: str) -> None:
+        if not self.loud:
+            return
+        print(line, file=sys.stderr, flush=True)
+        if self.file is not None:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self.file.write("".join(f"{stamp} {part}\n" for part in line.splitlines()))
+            self.file.flush()
+
+
+def plan_run(config: TrainConfig) -> tuple[Plan, MachineProfile, Any]:
+    """The plan of a run, the machine it is for, and the model's source (None for a preset's shape alone)."""
+    from offload_trainer.model.source import resolve_model
+
+    drives, output = config.placement.nvme, config.save.output
+    machine = probe_machine(drives=drives, output=output)
+    source = resolve_model(config.model, seed=config.train.seed)
+    _, world = ranks_of_environment()
+    return make_plan(config, source.shape, machine, world=max(world, config.placement.gpus)), machine, source
+
+
+def refuse(config: TrainConfig, plan: Plan) -> None:
+    """UserError for a plan that must not start."""
+    reason = saves_state(config, plan.placement)
+    resumes = find_resume(config.save.resume, output=Path(config.save.output))
+    if reason and (config.save.every != 0 or resumes):
+        raise UserError(
+            f"{plan.placement}: no exact checkpoints here: {reason}. "
+            + (f"It cannot continue {resumes}: name another --output, or " if resumes else "Add --save-every 0 to ")
+            + ("use --optimizer cpu" if resumes else "train without them (the weights are exported at the end), "
+               "or use --optimizer cpu")
+        )
+    if config.save.resume == "never" and complete_checkpoints(Path(config.save.output) / "checkpoints"):
+        raise UserError(
+            f"--resume never, but {config.save.output} holds checkpoints that it would mix with: name another --output"
+        )
+    if not plan.fits and not config.placement.force:
+        raise UserError("this does not fit: " + "; ".join(plan.shortfalls()) + " (--force tries all the same)")
+
+
+def train_run(config: TrainConfig) -> None:
+    """Train as `config` says. Raises UserError before anything is written, TrainerError after."""
+    import torch
+
+    rank, world = ranks_of_environment()
+    log = Log(loud=rank == 0)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if world > 1:
+        from offload_trainer.engine.deepspeed import start_processes
+
+        start_processes()
+    from offload_trainer.engine.ranks import share_from_zero
+
+    plan, machine, source = plan_run(config)
+    plan, machine = share_from_zero((plan, machine))
+    log.say(plan.describe())
+    refuse(config, plan)
+    if not plan.fits:
+        log.say("--force: going on although the plan says that it does not fit")
+    data = _prepare_data(config, source, plan, say=log.say)
+    with ExitStack() as stack:
+        output = Path(config.save.output)
+        if rank == 0:
+            stack.enter_context(_run_directory(output, config, plan, machine, source, data, log))
+        _train(config, plan, source, data, output, log, stack)
+
+
+def prepare_run(config: TrainConfig) -> Path:
+    """Tokenise the data of `config`; returns the token file's path."""
+    plan, _, source = plan_run(config)
+    return _prepare_data(config, source, plan, say=Log(loud=True).say).tokens.path
+
+
+def _train(
+    config: TrainConfig, plan: Plan, source: Any, data: Any, output: Path, log: Log, stack: ExitStack
+) -> None:
+    """Build the engine and train; `stack` closes what was opened, also after a failure."""
+    from offload_trainer.telemetry.meters import peak_rss_bytes
+    from offload_trainer.tiers.lease import DriveLease
+    from offload_trainer.trainer import train
+
+    resume = find_resume(config.save.resume, output=output)
+    swap = None
+    if "nvme" in (plan.placement.params, plan.placement.optimizer):
+        from offload_trainer.engine.ranks import share_from_zero
+
+        drive = Path(config.placement.nvme[0])
+        lease = stack.enter_context(DriveLease(drive)) if log.loud else None
+        swap = share_from_zero(lease.path if lease else None)
+    start = time.perf_counter()
+    engine = _build_engine(config, plan, source, swap=swap, load_weights=resume is None, output=output, log=log)
+    stack.callback(engine.close)
+    log.say(f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident")
+    job = _make_job(config, plan, source, data, engine, output, log, done=_steps_done(resume))
+    if job.telemetry:
+        stack.callback(job.telemetry.close)
+    interrupted = None
+    try:
+        train(job, resume=resume)
+    except Interrupted as stopped:
+        interrupted = stopped
+    if job.save_every == 0:
+        _export_live(config, source, engine, output, log)
+    if log.loud:
+        _report(config, plan, output, swap, log)
+    if interrupted:
+        raise interrupted
+    log.say(f"done: {config.train.steps} steps; {output}")
+
+
+# -- what a run is made of ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Data:
+    tokenizer: Any
+    tokens: Any  # TokenFile
+    split: Any
+    end_of_text: int | None
+
+
+def _prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable[[str], None]) -> _Data:
+    """Tokens on the drive, tokenised now if they are not there yet; rank 0 first."""
+    from offload_trainer.data.prepare import default_cache_dir, prepare_tokens
+    from offload_trainer.data.rows import split_rows
+    from offload_trainer.data.tokenizer import end_of_text, load_tokenizer
+    from offload_trainer.engine.ranks import rank_zero_first
+
+    name = config.data.tokenizer
+    if name == "auto":
+        name = "builtin" if source.directory is None else str(source.directory)
+    tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
+    if len(tokenizer) < source.shape.vocabulary / 2:
+        say(f"note: the tokenizer {name} has {len(tokenizer)} ids of the model's {source.shape.vocabulary}")
+    cache = default_cache_dir() if config.data.cache == "auto" else Path(config.data.cache)
+    tokens = rank_zero_first(
+        lambda: prepare_tokens(
+            config.data, tokenizer=tokenizer, vocabulary=source.shape.vocabulary, cache=cache, say=say
+        )
+    )
+    split = split_rows(len(tokens), seq_len=plan.seq_len, validation=config.data.validation)
+    say(f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {len(split.validation)} for validation")
+    return _Data(tokenizer=tokenizer, tokens=tokens, split=split, end_of_text=end_of_text(tokenizer))
+
+
+@contextmanager
+def _run_directory(
+    output: Path,
+    config: TrainConfig,
+    plan: Plan,
+    machine: MachineProfile,
+    source: Any,
+    data: _Data,
+    log: Log,
+) -> Iterator[None]:
+    """The run directory with what is known at the start; locked, so that no second run writes into it."""
+    from offload_trainer.model.source import DTYPES, save_model_config
+
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{output}: another run is writing there; name another --output") from None
+        write_text(output / "config.yaml", dump_config(config))
+        write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
+        write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
+        write_text(output / "environment.json", json.dumps(_environment(), indent=1))
+        save_model_config(source, output / "model", dtype=DTYPES[config.model.dtype], end_of_text=data.end_of_text)
+        data.tokenizer.save_pretrained(output / "model")
+        with open(output / "log.txt", "a", encoding="utf-8") as log.file:
+            try:
+                yield
+            finally:
+                log.file = None
+
+
+def _environment() -> dict[str, Any]:
+    packages = {}
+    for name in ("offload-trainer", "torch", "deepspeed", "transformers", "bitsandbytes", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": packages,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "command": sys.argv,
+    }
+
+
+def _build_engine(
+    config: TrainConfig,
+    plan: Plan,
+    source: Any,
+    *,
+    swap: Path | None,
+    load_weights: bool,
+    output: Path,
+    log: Log,
+) -> Any:
+    import torch
+
+    from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.model.source import DTYPES
+
+    if not torch.cuda.is_available() and use_fp32_products(DTYPES[config.model.dtype]):
+        log.say(f"this CPU has no units for {config.model.dtype}: products are taken in fp32 and rounded once")
+    if plan.engine == "plain":
+        from offload_trainer.engine.plain import PlainEngine
+
+        return PlainEngine(source, config, load_weights=load_weights)
+    from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
+    from offload_trainer.engine.ds_config import deepspeed_config
+
+    _, world = start_processes()
+    words = deepspeed_config(
+        config,
+        plan.placement,
+        plan.sizes,
+        world=world,
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        swap_directory=str(swap) if swap else None,
+    )
+    if log.loud:
+        write_text(output / "deepspeed.json", json.dumps(words, indent=1))
+    # Frozen weights come from the checkpoint too, so a resumed run needs none of the source's.
+    return DeepSpeedEngine(source, config, placement=plan.placement, words=words, load_weights=load_weights)
+
+
+def _steps_done(resume: Path | None) -> int:
+    return 0 if resume is None else int(json.loads((resume / "state.json").read_text())["step"])
+
+
+def _make_job(
+    config: TrainConfig,
+    plan: Plan,
+    source: Any,
+    data: _Data,
+    engine: Any,
+    output: Path,
+    log: Log,
+    *,
+    done: int,
+) -> Any:
+    import torch
+
+    from offload_trainer.data.rows import RowReader
+    from offload_trainer.model.sample import sample_text
+    from offload_trainer.telemetry.meters import PhaseClock
+    from offload_trainer.telemetry.sinks import Telemetry
+    from offload_trainer.trainer import Job
+
+    tokens, split, train = data.tokens, data.split, config.train
+
+    def sample(engine: Any) -> str:
+        return sample_text(
+            engine.next_logits,
+            data.tokenizer,
+            prompt=train.sample_prompt,
+            tokens=train.sample_tokens,
+            context=source.shape.context,
+            seed=train.seed,
+        )
+
+    every = config.save.every
+    shape = source.shape
+    return Job(
+        config=config,
+        engine=engine,
+        train_rows=RowReader(
+            tokens, seq_len=plan.seq_len, rows=split.train, seed=train.seed, shuffle=config.data.shuffle
+        ),
+        validation_rows=RowReader(tokens, seq_len=plan.seq_len, rows=split.validation) if split.validation else None,
+        tokens_per_step=plan.tokens_per_step,
+        bytes_per_token=tokens.text_bytes / len(tokens) if tokens.text_bytes else None,
+        clock=PhaseClock(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None),
+        telemetry=Telemetry(
+            output, steps=train.steps, done=done, say=log.say, tensorboard=config.save.tensorboard
+        )
+        if log.loud
+        else None,
+        sample=sample if train.sample_every else None,
+        say=log.say,
+        checkpoints=output / "checkpoints",
+        checkpoint_bytes=12 * shape.trainable + item_bytes(config.model.dtype) * (shape.parameters - shape.trainable),
+        save_every=max(1, train.steps // 10) if every == "auto" else every,
+        identity={
+            "seed": train.seed,
+            "seq_len": plan.seq_len,
+            "shuffle": config.data.shuffle,
+            "tokens": len(tokens),
+            "training rows": len(split.train),
+            "tokenizer": tokens.tokenizer,
+            "parameters": shape.parameters,
+        },
+    )
+
+
+def _export_live(config: TrainConfig, source: Any, engine: Any, output: Path, log: Log) -> None:
+    """Weights of a run that makes no checkpoints, straight from the engine. All ranks take part."""
+    from offload_trainer.export import write_model
+
+    weights = sorted(source.shape.weights, key=lambda weight: not weight.trainable)
+    write_model(
+        engine.named_master_parameters(),
+        output / "export",
+        shapes={weight.name: weight.shape for weight in weights},
+        model=output / "model",
+        dtype="fp32",
+        replace=True,
+        writes=log.loud,
+    )
+    log.say(f"weights exported in fp32 to {output / 'export'}")
+
+
+def _report(config: TrainConfig, plan: Plan, output: Path, swap: Path | None, log: Log) -> None:
+    """report.html: the plan beside what was measured."""
+    from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, write_report
+
+    rows = read_metrics(output / "metrics.jsonl")
+    if not rows:
+        return
+    measured: dict[str, int | None] = dict.fromkeys(plan.tiers)
+    measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
+    measured["gpu"] = max(row.device_peak_bytes for row in rows)
+    if swap is not None:
+        measured[str(Path(config.placement.nvme[0]).expanduser().resolve())] = _bytes_in(swap)
+    measured[str(output.expanduser().absolute())] = _bytes_in(output / "checkpoints")
+    write_report(
+        output / "report.html",
+        title=f"{config.model.name}: {plan.placement}",
+        rows=rows,
+        evaluations=read_evaluations(output / "evaluations.jsonl"),
+        plan=plan.to_json(),
+        measured={"tiers": measured, "seconds": median_phases(rows)},
+        notes=list(plan.notes),
+    )
+
+
+def _bytes_in(directory: Path) -> int:
+    """Bytes that the files below take on the drive."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())

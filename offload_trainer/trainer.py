@@ -1,0 +1,199 @@
+"""The loop: data -> engine -> telemetry -> checkpoint, one optimizer step after the other.
+
+It knows no engine and no model. What it is given decides everything; what it holds is a TrainState.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offload_trainer.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from offload_trainer.config import TrainConfig
+from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.engine.protocol import Engine, StepResult
+from offload_trainer.engine.ranks import gather
+from offload_trainer.errors import Interrupted, TrainerError
+from offload_trainer.schedule import learning_rate
+from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, peak_rss_bytes, read_io
+from offload_trainer.telemetry.record import EvalRecord, StepRecord, bits_per_byte, perplexity, tokens_per_second
+from offload_trainer.telemetry.sinks import Telemetry
+
+
+@dataclass
+class Job:
+    """Everything a run consists of, built and ready."""
+
+    config: TrainConfig
+    engine: Engine
+    train_rows: RowReader
+    validation_rows: RowReader | None
+    tokens_per_step: int
+    bytes_per_token: float | None  # of the text behind the tokens
+    clock: PhaseClock
+    telemetry: Telemetry | None  # rank 0 only
+    sample: Callable[[Engine], str] | None
+    say: Callable[[str], None]
+    checkpoints: Path
+    checkpoint_bytes: int
+    save_every: int  # 0: never
+    identity: dict[str, Any]
+
+
+def train(job: Job, *, resume: Path | None = None) -> TrainState:
+    """Train to the last step; returns the state there.
+
+    Raises Interrupted after SIGINT or SIGTERM, with everything saved, and TrainerError where `optim.nonfinite` is
+    `stop` and a gradient was not finite: the weights are those of the step before.
+    """
+    config = job.config
+    state = TrainState(step=0, tokens=0, data_position=0)
+    if resume is not None:
+        state = load_checkpoint(job.engine, resume, identity=job.identity)
+        job.say(f"resumed from {resume}, step {state.step}")
+    saved = state.step
+    batches = job.train_rows.train_batches(
+        DataState(state.data_position),
+        micro_batch=config.train.micro_batch,
+        rank=job.engine.rank,
+        world=job.engine.world,
+    )
+    with _stop_signals(job.say) as asked:
+        while state.step < config.train.steps:
+            state = _step(job, state, batches)
+            if _due(state.step, config.train.eval_every) or state.step == config.train.steps:
+                _evaluate(job, state.step)
+            if job.sample and _due(state.step, config.train.sample_every):
+                job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
+            stop = max(gather(asked()))  # every rank stops at the same step
+            if _due(state.step, job.save_every) or stop or state.step == config.train.steps:
+                saved = _save(job, state)
+            if stop:
+                raise Interrupted(_farewell(state, saved), signal_number=stop)
+    return state
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _farewell(state: TrainState, saved: int) -> str:
+    if saved == state.step:
+        return f"stopped after step {state.step}, everything saved; the same command goes on from there"
+    return f"stopped after step {state.step}; this run makes no checkpoints, so the steps since {saved} are lost"
+
+
+def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
+    """One optimizer step, measured."""
+    lr = learning_rate(state.step, job.config.optim, steps=job.config.train.steps)
+    before, start = read_io(), time.perf_counter()
+    with job.clock.phase("data"):
+        group = [next(batches) for _ in range(job.config.train.accumulate)]
+    result = job.engine.train_step(group, lr=lr, clock=job.clock)
+    seconds = time.perf_counter() - start
+    drive = read_io() - before
+    state = replace(
+        state,
+        step=state.step + 1,
+        tokens=state.tokens + job.tokens_per_step,
+        data_position=group[-1].state.position,
+    )
+    if job.telemetry:
+        job.telemetry.step(
+            StepRecord(
+                step=state.step,
+                tokens=state.tokens,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=lr,
+                loss_scale=result.loss_scale,
+                seconds=seconds,
+                tokens_per_second=tokens_per_second(job.tokens_per_step, seconds=seconds),
+                mfu=None,  # the device's peak is not measured yet
+                phases=job.clock.take(),
+                nvme_read_bytes=drive.read_bytes,
+                nvme_written_bytes=drive.written_bytes,
+                host_rss_bytes=peak_rss_bytes(),
+                device_peak_bytes=device_peak_bytes(),
+                skipped=result.skipped,
+            )
+        )
+    else:
+        job.clock.take()
+    _refuse_nonfinite(job, result, step=state.step)
+    return state
+
+
+def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
+    if not result.skipped or job.config.model.dtype == "fp16":  # in fp16 the loss scale finds its value by this
+        return
+    if job.config.optim.nonfinite == "stop":
+        raise TrainerError(
+            f"step {step}: NaN or infinity in the gradient (loss {result.loss:.4g}); the weights are those of step "
+            f"{step - 1}. Lower optim.lr, look at the data of this step, or go on with optim.nonfinite=skip"
+        )
+    job.say(f"step {step} skipped: NaN or infinity in the gradient (loss {result.loss:.4g})")
+
+
+def _evaluate(job: Job, step: int) -> None:
+    if job.validation_rows is None:
+        return
+    total = tokens = 0.0
+    for batch in job.validation_rows.validation_batches(
+        micro_batch=job.config.train.micro_batch, limit=job.config.train.eval_rows
+    ):
+        total += job.engine.eval_loss(batch) * batch.inputs.numel()
+        tokens += batch.inputs.numel()
+    if not tokens or not job.telemetry:
+        return
+    loss = total / tokens
+    text_bytes = None if job.bytes_per_token is None else round(job.bytes_per_token * tokens)
+    job.telemetry.evaluation(
+        EvalRecord(
+            step=step,
+            validation_loss=loss,
+            perplexity=perplexity(loss),
+            bits_per_byte=bits_per_byte(loss, tokens=round(tokens), text_bytes=text_bytes),
+        )
+    )
+
+
+def _save(job: Job, state: TrainState) -> int:
+    """Save, where this run saves; returns the step that is safe now."""
+    if job.save_every == 0:
+        return 0
+    start = time.perf_counter()
+    path = save_checkpoint(
+        job.engine,
+        state,
+        job.checkpoints,
+        identity=job.identity,
+        keep=job.config.save.keep,
+        need_bytes=job.checkpoint_bytes,
+    )
+    seconds = time.perf_counter() - start
+    job.say(f"saved {path} in {seconds:.1f} s, {job.checkpoint_bytes / seconds / 1e6:.0f} MB/s")
+    return state.step
+
+
+@contextmanager
+def _stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
+    """SIGINT and SIGTERM wait for the end of the step; a second one ends the process as it would without us."""
+    received: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        say(f"{signal.Signals(number).name}: finishing this step, then saving; once more ends at once, unsaved")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0] if received else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -134,7 +134,9 @@ def _export(words: list[str]) -> None:
         else:
             places.append(word)
     if len(places) != 2 or dtype not in ("fp16", "bf16", "fp32"):
-        raise UserError(f"export needs SOURCE and DEST, and --dtype fp16, bf16 or fp32; got {' '.join(words) or 'nothing'}")
+        raise UserError(
+            f"export needs SOURCE and DEST, and --dtype fp16, bf16 or fp32; got {' '.join(words) or 'nothing'}"
+        )
     _quiet()
     from pathlib import Path
 

@@ -32,23 +32,27 @@ class ModelSection(_Section):
     )
     scratch: bool = Field(False, description="take only the shape, with random weights")
     overrides: dict[str, Scalar] = Field(
-        {}, description="keys of the model's own configuration to change (needs random weights), e.g. n_layer: 24"
+        {},
+        description="keys of the model's own configuration to change (needs random weights), e.g. n_layer: 24",
     )
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
-        "bf16", description="of weights, activations and gradients; master weights and moments are fp32 always"
+        "bf16",
+        description="of weights, activations and gradients; master weights and moments are fp32 always",
     )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation")
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto", description="gradient checkpointing, one segment a block; auto: on from 100 M parameters"
     )
     checkpointing_variant: Literal["auto", "reentrant", "non-reentrant"] = Field(
-        "auto", description="torch's variant of checkpointing; auto: reentrant for weights on NVMe, else non-reentrant"
+        "auto",
+        description="torch's variant of checkpointing; auto: reentrant for weights on NVMe, else non-reentrant",
     )
     offload_activations: bool = Field(
         False, description="keep checkpointed activations in host memory instead of on the GPU"
     )
     loss_chunk: PositiveInt = Field(
-        1024, description="tokens whose logits exist at a time in the loss; more of them are recomputed in chunks"
+        1024,
+        description="tokens whose logits exist at a time in the loss; more of them are recomputed in chunks",
     )
     freeze: tuple[str, ...] = Field((), description="regular expressions; parameters whose name matches stay fixed")
     trust_remote_code: bool = Field(False, description="let a model directory's or hub id's own Python code run")
@@ -88,7 +92,8 @@ class OptimSection(_Section):
     )
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="shape of the rate after the warm-up; wsd: constant, then linear over decay_steps"
+        "cosine",
+        description="shape of the rate after the warm-up; wsd: constant, then linear over decay_steps",
     )
     warmup_steps: Count | Auto = Field("auto", description="steps of linear warm-up; auto: 2 % of the steps")
     decay_steps: Count | Auto = Field("auto", description="wsd only: steps of the final decay; auto: 20 % of the steps")
@@ -99,7 +104,8 @@ class OptimSection(_Section):
     initial_loss_scale: PositiveFloat = Field(65536.0, description="fp16 only: where dynamic loss scaling starts")
     loss_scale_window: PositiveInt = Field(1000, description="fp16 only: good steps after which the scale doubles")
     nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step"
+        "stop",
+        description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step",
     )
 
 
@@ -138,7 +144,9 @@ class SaveSection(_Section):
     output: str = Field("runs/default", description="the run directory")
     every: Count | Auto = Field("auto", description="steps between checkpoints; 0: none; auto: a tenth of the steps")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
-    resume: str = Field("auto", description="auto: the run directory's newest checkpoint, if any; never; or a directory")
+    resume: str = Field(
+        "auto", description="auto: the run directory's newest checkpoint, if any; never; or a directory"
+    )
     tensorboard: bool = Field(False, description="also write TensorBoard files (extra: tensorboard)")
 
 
@@ -210,9 +218,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
             "use --optimizer gpu, or optim.name=adamw"
         )
     if config.model.checkpointing == "off" and config.model.offload_activations:
-        mistakes.append(
-            "model.offload_activations=true needs checkpointed activations: use model.checkpointing=on"
-        )
+        mistakes.append("model.offload_activations=true needs checkpointed activations: use model.checkpointing=on")
     if config.optim.schedule != "wsd" and config.optim.decay_steps != "auto":
         mistakes.append(f"optim.decay_steps belongs to optim.schedule=wsd, not to {config.optim.schedule}")
     warmup = config.optim.warmup_steps

@@ -48,8 +48,10 @@ def prepare_process(config: TrainConfig) -> int:
 
 
 def _names_hub(config: TrainConfig) -> bool:
-    return any("/" in name and not os.path.isdir(os.path.expanduser(name)) for name in
-               (config.model.name, config.data.tokenizer))
+    return any(
+        "/" in name and not os.path.isdir(os.path.expanduser(name))
+        for name in (config.model.name, config.data.tokenizer)
+    )
 
 
 def start_ranks(config: TrainConfig, words: Sequence[str]) -> None:

@@ -69,8 +69,11 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
         raise UserError(
             f"{plan.placement}: no exact checkpoints here: {reason}. "
             + (f"It cannot continue {resumes}: name another --output, or " if resumes else "Add --save-every 0 to ")
-            + ("use --optimizer cpu" if resumes else "train without them (the weights are exported at the end), "
-               "or use --optimizer cpu")
+            + (
+                "use --optimizer cpu"
+                if resumes
+                else "train without them (the weights are exported at the end), or use --optimizer cpu"
+            )
         )
     if config.save.resume == "never" and complete_checkpoints(Path(config.save.output) / "checkpoints"):
         raise UserError(
@@ -115,9 +118,7 @@ def prepare_run(config: TrainConfig) -> Path:
     return _prepare_data(config, source, plan, say=Log(loud=True).say).tokens.path
 
 
-def _train(
-    config: TrainConfig, plan: Plan, source: Any, data: Any, output: Path, log: Log, stack: ExitStack
-) -> None:
+def _train(config: TrainConfig, plan: Plan, source: Any, data: Any, output: Path, log: Log, stack: ExitStack) -> None:
     """Build the engine and train; `stack` closes what was opened, also after a failure."""
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.tiers.lease import DriveLease
@@ -134,7 +135,9 @@ def _train(
     start = time.perf_counter()
     engine = _build_engine(config, plan, source, swap=swap, load_weights=resume is None, output=output, log=log)
     stack.callback(engine.close)
-    log.say(f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident")
+    log.say(
+        f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
+    )
     job = _make_job(config, plan, source, data, engine, output, log, done=_steps_done(resume))
     if job.telemetry:
         stack.callback(job.telemetry.close)
@@ -220,7 +223,7 @@ def _run_directory(
 
 
 def _environment() -> dict[str, Any]:
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in ("offload-trainer", "torch", "deepspeed", "transformers", "bitsandbytes", "safetensors"):
         try:
             packages[name] = version(name)
@@ -319,11 +322,9 @@ def _make_job(
         ),
         validation_rows=RowReader(tokens, seq_len=plan.seq_len, rows=split.validation) if split.validation else None,
         tokens_per_step=plan.tokens_per_step,
-        bytes_per_token=tokens.text_bytes / len(tokens) if tokens.text_bytes else None,
+        bytes_per_token=(tokens.text_bytes or 0) / len(tokens),
         clock=PhaseClock(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None),
-        telemetry=Telemetry(
-            output, steps=train.steps, done=done, say=log.say, tensorboard=config.save.tensorboard
-        )
+        telemetry=Telemetry(output, steps=train.steps, done=done, say=log.say, tensorboard=config.save.tensorboard)
         if log.loud
         else None,
         sample=sample if train.sample_every else None,
@@ -367,7 +368,7 @@ def _report(config: TrainConfig, plan: Plan, output: Path, swap: Path | None, lo
     rows = read_metrics(output / "metrics.jsonl")
     if not rows:
         return
-    measured: dict[str, int | None] = dict.fromkeys(plan.tiers)
+    measured: dict[str, int | None] = {}
     measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
     measured["gpu"] = max(row.device_peak_bytes for row in rows)
     if swap is not None:

@@ -21,7 +21,13 @@ from offload_trainer.engine.ranks import gather
 from offload_trainer.errors import Interrupted, TrainerError
 from offload_trainer.schedule import learning_rate
 from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, peak_rss_bytes, read_io
-from offload_trainer.telemetry.record import EvalRecord, StepRecord, bits_per_byte, perplexity, tokens_per_second
+from offload_trainer.telemetry.record import (
+    EvalRecord,
+    StepRecord,
+    bits_per_byte,
+    perplexity,
+    tokens_per_second,
+)
 from offload_trainer.telemetry.sinks import Telemetry
 
 
@@ -34,7 +40,7 @@ class Job:
     train_rows: RowReader
     validation_rows: RowReader | None
     tokens_per_step: int
-    bytes_per_token: float | None  # of the text behind the tokens
+    bytes_per_token: float  # of the text behind the tokens; 0: not known
     clock: PhaseClock
     telemetry: Telemetry | None  # rank 0 only
     sample: Callable[[Engine], str] | None
@@ -152,13 +158,12 @@ def _evaluate(job: Job, step: int) -> None:
     if not tokens or not job.telemetry:
         return
     loss = total / tokens
-    text_bytes = None if job.bytes_per_token is None else round(job.bytes_per_token * tokens)
     job.telemetry.evaluation(
         EvalRecord(
             step=step,
             validation_loss=loss,
             perplexity=perplexity(loss),
-            bits_per_byte=bits_per_byte(loss, tokens=round(tokens), text_bytes=text_bytes),
+            bits_per_byte=bits_per_byte(loss, tokens=round(tokens), text_bytes=round(job.bytes_per_token * tokens)),
         )
     )
 

@@ -57,9 +57,7 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
         "crlf\r\nlines\r\n" * 20,
     ],
 )
-def test_pieces_are_bounded_and_join_to_the_text(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_bounded_and_join_to_the_text(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 37)
     (tmp_path / "a.txt").write_bytes(text.encode())
     pieces = read(tmp_path / "a.txt")
@@ -68,9 +66,7 @@ def test_pieces_are_bounded_and_join_to_the_text(
     assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_pieces_are_cut_between_lines_that_are_not_blank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_cut_between_lines_that_are_not_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 12)
     (tmp_path / "a.txt").write_text("aaa\nbbb\n\n\n\n\nccc\nddd")
     pieces = [piece for piece, _ in read(tmp_path / "a.txt")]

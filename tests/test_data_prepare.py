@@ -128,9 +128,7 @@ def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
     assert again.ids.tolist() == [*tokenizer.ids(TEXT), 0]
 
 
-def test_the_sidecar_comes_last_and_a_stale_one_goes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sidecar_comes_last_and_a_stale_one_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every rename, what stands in the directory is absent or whole."""
     path = tmp_path / "t.bin"
     seen: list[tuple[str, bool]] = []
@@ -220,9 +218,7 @@ def test_the_largest_id_is_found_across_scans(tmp_path: Path, monkeypatch: pytes
     assert TokenFile.open(tmp_path / "t.bin").largest_id() == 22
 
 
-def test_tokens_of_another_tokenizer_are_refused(
-    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
-) -> None:
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
     made = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert prepared(made.path, tokenizer=tokenizer, cache=tmp_path).ids.tolist() == made.ids.tolist()
     fields = json.loads(sidecar_path(made.path).read_text())

@@ -92,9 +92,7 @@ def test_a_row_is_its_slice_of_the_file_and_targets_are_shifted(tokens: TokenFil
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
-def test_resuming_anywhere_gives_what_would_have_followed(
-    tokens: TokenFile, shuffle: bool, world: int
-) -> None:
+def test_resuming_anywhere_gives_what_would_have_followed(tokens: TokenFile, shuffle: bool, world: int) -> None:
     def batches(state: DataState, count: int) -> list[Batch]:
         rows = reader(tokens, shuffle=shuffle)
         return take(rows.train_batches(state, micro_batch=3, rank=world - 1, world=world), count)

@@ -50,9 +50,7 @@ def test_any_text_round_trips(seed: int) -> None:
     draw = random.Random(seed)
     tokenizer = load_tokenizer("builtin")
     text = draw.randbytes(4000).decode("utf-8", errors="replace")
-    text += "".join(
-        chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500)
-    )
+    text += "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(500))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert max(ids) < 2048
     assert tokenizer.decode(ids) == text

@@ -74,9 +74,7 @@ def test_rises_to_the_peak_falls_to_the_end_without_a_jump(schedule, warmup, ste
     # The largest fall of a step: a cosine is pi/2 as steep as the line over the same span.
     span = max(1, round(0.2 * steps)) if schedule == "wsd" else steps - 1 - peak
     span = min(span, steps - 1 - peak)
-    assert max((a - b for a, b in pairwise(found[peak:])), default=0) <= 2.7e-4 * math.pi / 2 / span * (
-        1 + 1e-9
-    )
+    assert max((a - b for a, b in pairwise(found[peak:])), default=0) <= 2.7e-4 * math.pi / 2 / span * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", SHAPES)

@@ -120,9 +120,7 @@ def test_a_phase_that_fails_is_closed_and_does_not_nest():
 
 def test_io_is_what_the_kernel_counted(tmp_path, monkeypatch):
     fake = tmp_path / "io"
-    fake.write_text(
-        "rchar: 9\nwchar: 8\nsyscr: 7\nsyscw: 6\nread_bytes: 5\nwrite_bytes: 4\ncancelled_write_bytes: 0\n"
-    )
+    fake.write_text("rchar: 9\nwchar: 8\nsyscr: 7\nsyscw: 6\nread_bytes: 5\nwrite_bytes: 4\ncancelled_write_bytes: 0\n")
     monkeypatch.setattr(meters, "_IO", fake)
     assert read_io() == IoCount(5, 4)
     assert read_io() - IoCount(2, 3) == IoCount(3, 1)
@@ -511,12 +509,8 @@ def test_the_page_compares_predicted_with_measured(tmp_path):
 def test_the_page_stands_alone_and_escapes(tmp_path):
     rows = [a_step(step) for step in range(1, 3001)]
     rows[5] = replace(rows[5], loss=None, skipped=True)
-    evaluations = [
-        EvalRecord(step=s, validation_loss=3.0, perplexity=20.1, bits_per_byte=1.1) for s in (10, 3000)
-    ]
-    text = report(
-        tmp_path, title="<b>$x & co", rows=rows, evaluations=evaluations, notes=["<script>alert(1)</script>"]
-    )
+    evaluations = [EvalRecord(step=s, validation_loss=3.0, perplexity=20.1, bits_per_byte=1.1) for s in (10, 3000)]
+    text = report(tmp_path, title="<b>$x & co", rows=rows, evaluations=evaluations, notes=["<script>alert(1)</script>"])
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "b"} & set(page.tags)
     assert not [value for name, value in page.attributes if name in ("src", "href")]

@@ -37,9 +37,7 @@ def find_sources(paths: Sequence[str]) -> list[Path]:
     files.
     """
     if not paths:
-        raise UserError(
-            "data.path is empty: name a text file, a jsonl file, a directory, a .bin file, or builtin"
-        )
+        raise UserError("data.path is empty: name a text file, a jsonl file, a directory, a .bin file, or builtin")
     named = [BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser() for path in paths]
     if missing := [str(path) for path in named if not path.exists()]:
         raise UserError(f"no such file or directory: {', '.join(missing)}; correct --data")
@@ -110,11 +108,7 @@ def _cut(block: bytes) -> int:
     """
     end = len(block)
     while (end := block.rfind(b"\n", 0, end)) > 0:
-        if (
-            not block[end - 1 : end].isspace()
-            and not block[end + 1 : end + 2].isspace()
-            and end + 1 < len(block)
-        ):
+        if not block[end - 1 : end].isspace() and not block[end + 1 : end + 2].isspace() and end + 1 < len(block):
             return end + 1
     for mark, behind in ((b"\n", 1), (b" ", 0)):
         if (end := block.rfind(mark)) > 0:
@@ -154,9 +148,7 @@ def _field(line: str, name: str, *, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: field {name!r} holds half a surrogate pair at character {error.start}"
-        ) from error
+        raise UserError(f"{where}: field {name!r} holds half a surrogate pair at character {error.start}") from error
     return text
 
 

@@ -84,9 +84,7 @@ def prepare_tokens(
         if not writer.tokens:
             raise UserError(f"{', '.join(section.path)}: there is no text in it; correct --data")
         if _key(sources, *key_of) != key:
-            raise TrainerError(
-                "the text changed while it was being tokenised: start again once it is complete"
-            )
+            raise TrainerError("the text changed while it was being tokenised: start again once it is complete")
     return TokenFile.open(target)
 
 
@@ -143,9 +141,7 @@ def _tokenise(
     begin = reported = time.monotonic()
     for batch in _batches(pieces):
         texts = [piece.text for piece in batch]
-        rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
+        rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         ids: list[int] = []
         for piece, row in zip(batch, rows, strict=True):
             ids += row

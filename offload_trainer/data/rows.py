@@ -106,9 +106,7 @@ def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> in
 class RowReader:
     """Batches from the rows `rows` of a token file. It holds no position: the caller's `DataState` does."""
 
-    def __init__(
-        self, tokens: TokenFile, *, seq_len: int, rows: range, seed: int = 0, shuffle: bool = False
-    ) -> None:
+    def __init__(self, tokens: TokenFile, *, seq_len: int, rows: range, seed: int = 0, shuffle: bool = False) -> None:
         assert not len(rows) or 0 <= rows[0] <= rows[-1] < (len(tokens) - 1) // seq_len
         self._ids = tokens.ids
         self._seq_len = seq_len
@@ -116,9 +114,7 @@ class RowReader:
         self._seed = seed
         self._shuffle = shuffle
 
-    def train_batches(
-        self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1
-    ) -> Iterator[Batch]:
+    def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """This rank's micro-batches from `state` on, epoch after epoch, without end.
 
         Each takes the next micro_batch * world rows of the order, and the rank its own micro_batch of those;

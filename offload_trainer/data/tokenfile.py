@@ -70,9 +70,7 @@ class TokenFile:
         dtype = np.dtype(str(fields.get("dtype", "uint16"))).newbyteorder("<")
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
-            raise UserError(
-                f"{path}: {size} bytes are not one or more whole {dtype.name} ids; make the file again"
-            )
+            raise UserError(f"{path}: {size} bytes are not one or more whole {dtype.name} ids; make the file again")
         tokens = size // dtype.itemsize
         if fields and fields["tokens"] != tokens:
             raise UserError(
@@ -98,14 +96,10 @@ def _read_sidecar(path: Path) -> dict:
     try:
         fields = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON ({error}); delete it and its .bin and make them again"
-        ) from error
+        raise UserError(f"{path} is not JSON ({error}); delete it and its .bin and make them again") from error
     wrong = not isinstance(fields, dict) or fields.get("dtype") not in ("uint16", "uint32")
     if wrong or not isinstance(fields.get("tokens"), int):
-        raise UserError(
-            f"{path} needs at least a dtype (uint16 or uint32) and tokens (a count); correct or delete it"
-        )
+        raise UserError(f"{path} needs at least a dtype (uint16 or uint32) and tokens (a count); correct or delete it")
     return fields
 
 
@@ -116,9 +110,7 @@ class TokenWriter:
     Raises TrainerError where the drive does not take them, with what was written and what is free.
     """
 
-    def __init__(
-        self, path: Path, *, tokenizer: str | None, vocabulary: int, end_of_text: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, *, tokenizer: str | None, vocabulary: int, end_of_text: int | None = None) -> None:
         self.path = path
         self.tokens = 0
         self.text_bytes: int | None = None  # set by whoever counts them, before the end
@@ -132,8 +124,7 @@ class TokenWriter:
             self._file = _open_temporary(self.path)
         except OSError as error:
             raise UserError(
-                f"cannot write in {self.path.parent}: {error.strerror}; "
-                "choose another directory with data.cache=DIR"
+                f"cannot write in {self.path.parent}: {error.strerror}; choose another directory with data.cache=DIR"
             ) from error
         return self
 

@@ -37,9 +37,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:
     reason = f" ({str(error).strip().splitlines()[0]})" if error and str(error).strip() else ""
     if "trust_remote_code" in str(error):
-        return (
-            f"the tokenizer of {name} needs Python code of its own: model.trust_remote_code=true lets it run"
-        )
+        return f"the tokenizer of {name} needs Python code of its own: model.trust_remote_code=true lets it run"
     if is_directory:
         return (
             f"{name} holds no tokenizer that can be loaded{reason}; put its tokenizer.json there, "

@@ -30,6 +30,7 @@ from offload_trainer.plan.plan import reentrant
 from offload_trainer.plan.zero import Placement, decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
 
+
 def start_processes() -> tuple[int, int]:
     """Join the process group (one process: a group of its own); returns (rank, world)."""
     if not torch.cuda.is_available():
@@ -39,6 +40,8 @@ def start_processes() -> tuple[int, int]:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    # A kernel for inference between processes of one machine; training never calls it and it takes 40 s to build.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
@@ -64,7 +67,9 @@ class DeepSpeedEngine:
         self._dtype = DTYPES[config.model.dtype]
         _load_kernels(placement)
         module = source.build(
-            dtype=self._dtype, context=_zero_init(words, placement), reentrant=reentrant(config.model, placement)
+            dtype=self._dtype,
+            context=_zero_init(words, placement),
+            reentrant=reentrant(config.model, placement),
         )
         if placement.stage == 2:
             module.to(_device())
@@ -109,7 +114,9 @@ class DeepSpeedEngine:
                 self._engine.step()  # does something after the last micro-batch only
         skipped = self._engine.skipped_steps > skipped_before
         norm = None if skipped else float(self._engine.get_global_grad_norm())
-        return StepResult(loss=self._mean(torch.stack(losses).mean()), grad_norm=norm, loss_scale=scale, skipped=skipped)
+        return StepResult(
+            loss=self._mean(torch.stack(losses).mean()), grad_norm=norm, loss_scale=scale, skipped=skipped
+        )
 
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
@@ -206,7 +213,9 @@ class DeepSpeedEngine:
         if steps == 0:
             return
         zero = self._optimizer
-        flats = zero.single_partition_of_fp32_groups if self._placement.stage == 2 else zero.fp32_partitioned_groups_flat
+        flats = (
+            zero.single_partition_of_fp32_groups if self._placement.stage == 2 else zero.fp32_partitioned_groups_flat
+        )
         on_cpu = "ds_opt_adam" in vars(zero.optimizer)
         for flat in flats:
             count: Any = steps if on_cpu else torch.tensor(float(steps))

@@ -37,7 +37,7 @@ class PlainEngine:
                 for name, value in source.weights():
                     self._weights[name].copy_(as_parameter(value, self._dtype))
         self._module.to(self._device)
-        self._masters = {
+        self._masters: dict[str, Any] = {
             weight.name: self._weights[weight.name].detach().float().clone().requires_grad_()
             for weight in source.shape.weights
             if weight.trainable
@@ -134,7 +134,8 @@ class PlainEngine:
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._weights.items():
-            yield name, self._masters.get(name, weight).detach().float().cpu()
+            held = self._masters.get(name, weight)
+            yield name, held.detach().float().cpu()
 
     def save(self, directory: Path) -> dict[str, Any]:
         states = self._adam.state

@@ -79,7 +79,9 @@ def read_engine_state(directory: Path) -> EngineState:
     return EngineState(**json.loads((directory / "engine.json").read_text()))
 
 
-def read_tensors(directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(
+    directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of one kind, one at a time. UserError if names or shapes are not the model's."""
     path = directory / f"{kind}.safetensors"
     with safe_open(path, framework="pt", device="cpu") as file:

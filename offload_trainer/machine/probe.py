@@ -53,7 +53,11 @@ def _cgroup_room() -> list[int]:
         if controllers == "":
             root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            root, limit, usage = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+            root, limit, usage = (
+                Path("/sys/fs/cgroup/memory"),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
         else:
             continue
         group = root / path.lstrip("/")

@@ -37,7 +37,7 @@ class CausalLoss(nn.Module):
     ``model(inputs).logits.float()`` against targets.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int, reentrant: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
         super().__init__()
         body = model.base_model_prefix
         if body not in model._modules or model.get_output_embeddings() is None:
@@ -49,11 +49,10 @@ class CausalLoss(nn.Module):
             )
         self.model = model
         self.chunk = chunk
-        self.reentrant = reentrant
         self._body = body
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        output = self.model._modules[self._body](input_ids=inputs, use_cache=False)  # type: ignore[misc]
+        output = self.model._modules[self._body](input_ids=inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1)
         flat = targets.flatten()
         pieces = list(zip(hidden.split(self.chunk), flat.split(self.chunk), strict=True))
@@ -61,8 +60,10 @@ class CausalLoss(nn.Module):
         if len(pieces) == 1:
             return self._summed(kind, hidden, flat) / flat.numel()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        # The reentrant variant would hand over the head's gradient once a chunk; the other is safe also where weights
+        # are fetched for each module, since between a chunk's recomputation and its backward nothing else is fetched.
         for part, wanted in pieces:
-            total = total + checkpoint(self._summed, kind, part, wanted, use_reentrant=self.reentrant)
+            total = total + checkpoint(self._summed, kind, part, wanted, use_reentrant=False)
         return total / flat.numel()
 
     def _summed(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -80,5 +81,5 @@ class CausalLoss(nn.Module):
 
     def next_logits(self, inputs: torch.Tensor) -> torch.Tensor:
         """Logits of the token after the last: int64 [rows, length] -> [rows, vocabulary]."""
-        output = self.model._modules[self._body](input_ids=inputs, use_cache=False)  # type: ignore[misc]
+        output = self.model._modules[self._body](input_ids=inputs, use_cache=False)
         return self._logits(type(output), output.last_hidden_state[:, -1])

@@ -59,7 +59,8 @@ def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[Name
 def _converted(directory: Path, model: PreTrainedModel, problems: list[str]) -> Iterator[NamedTensor]:
     """transformers' own loader, for layouts that it renames or fuses; `problems` if it cannot either."""
     logger.warning(
-        "%s: keys differ from the model's, so transformers converts them with all weights in host memory", directory
+        "%s: keys differ from the model's, so transformers converts them with all weights in host memory",
+        directory,
     )
     loaded, info = type(model).from_pretrained(directory, output_loading_info=True, dtype="auto")
     if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):

@@ -55,8 +55,8 @@ class ModelSource:
     ) -> CausalLoss:
         """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
 
-        `context` surrounds the construction (DeepSpeed's zero.Init); `reentrant` is torch's variant of checkpointing,
-        for blocks and for the loss. Parameters that stay fixed and checkpointing
+        `context` surrounds the construction (DeepSpeed's zero.Init); `reentrant` is torch's variant of checkpointing.
+        Parameters that stay fixed and checkpointing
         are set; ties are in place.
         """
         with context or nullcontext(), no_init_weights():
@@ -74,7 +74,7 @@ class ModelSource:
                 activation_checkpointing_kwargs={"use_reentrant": reentrant},
                 offload=self.section.offload_activations,
             )
-        return CausalLoss(model, chunk=self.section.loss_chunk, reentrant=reentrant)
+        return CausalLoss(model, chunk=self.section.loss_chunk)
 
     def weights(self) -> Iterator[NamedTensor]:
         """(name, tensor on the CPU) of every parameter, tied ones once; random ones are fp32."""
@@ -105,7 +105,7 @@ class _only_buffers:
                 parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             self._register(module, name, parameter)
 
-        torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+        torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *_: object) -> None:
         torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]
@@ -126,7 +126,9 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
         config._attn_implementation = section.attention
         model = meta_model(config, trust_remote_code=section.trust_remote_code)
     except ValueError as error:
-        raise UserError(f"--model {section.name}: {' '.join(str(error).split())[:300]} (model.attention=eager?)") from error
+        raise UserError(
+            f"--model {section.name}: {' '.join(str(error).split())[:300]} (model.attention=eager?)"
+        ) from error
     return ModelSource(
         config=config,
         shape=_shape(model, freeze=section.freeze),

@@ -54,11 +54,21 @@ def deepspeed_items(
     # Weights
     if placement.stage == 2:
         add(device, "weights", e * total * world, f"{e} B a parameter, whole on each rank")
-        add(device, "weights, flattened", e * trained * world, "ZeRO-2 copies them into one buffer at the start")
+        add(
+            device,
+            "weights, flattened",
+            e * trained * world,
+            "ZeRO-2 copies them into one buffer at the start",
+        )
     else:
         add(homes[placement.params], "weights", e * total, f"{e} B a parameter, divided over the ranks")
         live = min(total, sizes.max_live + sizes.prefetch_bucket)
-        add(device, "weights in use", e * live * world, "gathered at a time: max_live_parameters and a prefetch bucket")
+        add(
+            device,
+            "weights in use",
+            e * live * world,
+            "gathered at a time: max_live_parameters and a prefetch bucket",
+        )
     if placement.params == "nvme":
         buffers = e * sizes.weight_buffers * sizes.weight_buffer_elements
         add("ram", "weight swap buffers", buffers * world, f"{sizes.weight_buffers} of the largest weight")
@@ -74,13 +84,16 @@ def deepspeed_items(
     if placement.optimizer == "nvme":
         add(state_home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them with the state")
         buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group
-        add("ram", "optimizer swap buffers", buffers * world, f"{sizes.optimizer_buffers} of the largest sub-group")
+        add(
+            "ram",
+            "optimizer swap buffers",
+            buffers * world,
+            f"{sizes.optimizer_buffers} of the largest sub-group",
+        )
     else:
         add(state_home, "gradients, fp32", 4 * trained, "the update reads them in fp32")
 
-    items += activation_items(
-        config, shape, device=device, world=world, checkpointing=checkpointing, seq_len=seq_len
-    )
+    items += activation_items(config, shape, device=device, world=world, checkpointing=checkpointing, seq_len=seq_len)
     return items
 
 

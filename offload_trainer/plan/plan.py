@@ -96,9 +96,7 @@ class Plan:
 
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
-    return section.checkpointing == "on" or (
-        section.checkpointing == "auto" and shape.parameters >= CHECKPOINTING_FROM
-    )
+    return section.checkpointing == "on" or (section.checkpointing == "auto" and shape.parameters >= CHECKPOINTING_FROM)
 
 
 def reentrant(section: ModelSection, placement: Placement) -> bool:
@@ -249,5 +247,7 @@ def _notes(config: TrainConfig, placement: Placement, *, engine: str, machine: M
     if machine.gpu is None:
         notes.append("no GPU here: the CPU computes, and its memory is RAM")
     if config.save.every == 0 and engine == "deepspeed":
-        notes.append("no checkpoints (--save-every 0): an interrupted run starts again; weights are exported at the end")
+        notes.append(
+            "no checkpoints (--save-every 0): an interrupted run starts again; weights are exported at the end"
+        )
     return tuple(notes)

@@ -63,9 +63,7 @@ class IoCount:
         def since(now: int | None, then: int | None) -> int | None:
             return None if now is None or then is None else now - then
 
-        return IoCount(
-            since(self.read_bytes, earlier.read_bytes), since(self.written_bytes, earlier.written_bytes)
-        )
+        return IoCount(since(self.read_bytes, earlier.read_bytes), since(self.written_bytes, earlier.written_bytes))
 
 
 def read_io() -> IoCount:

@@ -128,9 +128,7 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> str
             facts["steps skipped"] = str(skipped)
     if evaluations:
         facts["validation loss"] = _number(evaluations[-1].validation_loss)
-    return "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items()
-    )
+    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
 
 
 def _loss_chart(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> str:
@@ -212,18 +210,12 @@ def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     for tier in dict.fromkeys([*plan["tiers"], *measured["tiers"]]):
         planned = plan["tiers"].get(tier, {})
         lines.append(
-            _compared(
-                tier, planned.get("need"), measured["tiers"].get(tier), planned.get("have"), format_bytes
-            )
+            _compared(tier, planned.get("need"), measured["tiers"].get(tier), planned.get("have"), format_bytes)
         )
     guessed, taken = plan["seconds"], measured["seconds"]
     phases = list(dict.fromkeys([*guessed, *taken]))
-    lines += [
-        _compared(phase, guessed.get(phase), taken.get(phase), None, format_seconds) for phase in phases
-    ]
-    if phases and all(
-        guessed.get(phase) is not None and phase in taken for phase in phases
-    ):  # else no fair ratio
+    lines += [_compared(phase, guessed.get(phase), taken.get(phase), None, format_seconds) for phase in phases]
+    if phases and all(guessed.get(phase) is not None and phase in taken for phase in phases):  # else no fair ratio
         total = sum(guessed.values()), sum(taken.values())
         lines.append(_compared("all phases", *total, None, format_seconds))
     return _table(("", "there is", "predicted", "measured", "measured / predicted"), lines)
@@ -258,24 +250,19 @@ def _notes(notes: Sequence[str]) -> str:
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>\n" for line in lines
-    )
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>\n" for line in lines)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 def _key(entries: Iterable[tuple[str, str]]) -> str:
-    marks = (
-        f'<span><i style="background: var({colour})"></i>{escape(name)}</span>' for name, colour in entries
-    )
+    marks = (f'<span><i style="background: var({colour})"></i>{escape(name)}</span>' for name, colour in entries)
     return f'<div class="key">{"".join(marks)}</div>'
 
 
 def _svg(parts: Sequence[str], *, width: int, height: int, label: str) -> str:
     body = "\n".join(parts)
     return (
-        f'<div class="wide"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">\n'
-        f"{body}\n</svg></div>"
+        f'<div class="wide"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">\n{body}\n</svg></div>'
     )
 
 

@@ -82,9 +82,7 @@ class ProgressBar:
         self._started = time.monotonic()
         enabled = sys.stderr.isatty() if enabled is None else enabled
         self._bar = (
-            tqdm(total=total, initial=initial, file=sys.stderr, unit="step", dynamic_ncols=True)
-            if enabled
-            else None
+            tqdm(total=total, initial=initial, file=sys.stderr, unit="step", dynamic_ncols=True) if enabled else None
         )
 
     def step(self, record: StepRecord) -> None:

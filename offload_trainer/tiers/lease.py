@@ -1,9 +1,9 @@
 """A run's private directory on a drive: locked while the run lives, removed when it ends or has died.
 
-    DIR/offload-trainer/
-        .lock                 held for an instant, while leases are made or cleared
-        <lease>/.lock         held as long as its run lives; the kernel lets go of it even after kill -9
-        <lease>/...           the run's own
+DIR/offload-trainer/
+    .lock                 held for an instant, while leases are made or cleared
+    <lease>/.lock         held as long as its run lives; the kernel lets go of it even after kill -9
+    <lease>/...           the run's own
 """
 
 from __future__ import annotations

@@ -58,7 +58,11 @@ class TensorFileWriter:
         offset = 0
         for entry in entries:
             places = [offset, offset + entry.bytes]
-            header[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": places}
+            header[entry.name] = {
+                "dtype": _DTYPES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": places,
+            }
             offset = places[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begins aligned
@@ -78,7 +82,7 @@ class TensorFileWriter:
         assert entry == TensorEntry(name, tensor.dtype, tuple(tensor.shape)), f"{entry} expected, {name} given"
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
-            self._put(memoryview(flat.view(torch.uint8).numpy()))
+            self._put(flat.view(torch.uint8).numpy().data)
 
     def _put(self, data: bytes | memoryview) -> None:
         try:

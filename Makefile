@@ -1,0 +1,29 @@
+# make demo: train the default model end to end.   make test: everything that can be tested on this machine.
+# Both set up what they need in .venv; a second run starts at once. PYTHON=python3.12 picks an interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: demo test check setup clean
+
+demo: setup
+	$(RUN)/python scripts/demo.py
+
+test: setup check
+	$(RUN)/python scripts/build_kernels.py
+	$(RUN)/python -m pytest
+
+check: setup
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements.lock pyproject.toml scripts/setup.sh
+	scripts/setup.sh $(PYTHON) $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-run

@@ -134,7 +134,7 @@ class PlainEngine:
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._weights.items():
-            held = self._masters.get(name, weight)
+            held: torch.Tensor = self._masters[name] if weight.requires_grad else weight
             yield name, held.detach().float().cpu()
 
     def save(self, directory: Path) -> dict[str, Any]:

@@ -6,13 +6,18 @@ Dropout is off: nothing here sees a token often enough to need it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from offload_trainer.plan.shape import ModelShape, Weight
 
 
 def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, context: int = 1024) -> dict[str, Any]:
-    """Keys of transformers' GPT2Config. 50304 is GPT-2's 50257 tokens rounded up to a multiple of 128."""
+    """Keys of transformers' GPT2Config. 50304 is GPT-2's 50257 tokens rounded up to a multiple of 128.
+
+    The initial standard deviation falls with the width, as 0.25 / sqrt(hidden): with GPT-2's 0.02 the tied head of a
+    wide model starts far from guessing (docs/log.md has the losses; GPT-3's and OPT's largest use 0.006).
+    """
     return {
         "model_type": "gpt2",
         "n_layer": layers,
@@ -20,6 +25,7 @@ def _gpt2(layers: int, hidden: int, heads: int, *, vocabulary: int = 50304, cont
         "n_head": heads,
         "vocab_size": vocabulary,
         "n_positions": context,
+        "initializer_range": round(min(0.02, 0.25 / math.sqrt(hidden)), 5),
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,

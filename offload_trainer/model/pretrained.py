@@ -62,7 +62,9 @@ def _converted(directory: Path, model: PreTrainedModel, problems: list[str]) -> 
         "%s: keys differ from the model's, so transformers converts them with all weights in host memory",
         directory,
     )
-    loaded, info = type(model).from_pretrained(directory, output_loading_info=True, dtype="auto")
+    loaded, info = type(model).from_pretrained(
+        directory, output_loading_info=True, ignore_mismatched_sizes=True, dtype="auto"
+    )
     if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(problems))
     for name, parameter in loaded.named_parameters():

@@ -1,0 +1,92 @@
+"""Runs of the real command in processes of their own, since DeepSpeed keeps state for the life of a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+
+# Six parameters' worth of everything that can go wrong: an embedding larger than all else, sizes that do not divide.
+TINY = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished command."""
+
+    code: int
+    text: str
+    output: Path
+
+    @property
+    def steps(self) -> list[dict]:
+        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The path finds ninja; no launcher's variables leak in."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return kept | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"} | extra
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "offload_trainer", *map(str, words)]
+
+
+def call(*words: object, output: Path, check: bool = True) -> Run:
+    """`offload-train WORDS --output OUTPUT`, waited for."""
+    done = subprocess.run(
+        command(*words, "--output", output), capture_output=True, text=True, env=environment(), timeout=500
+    )
+    run = Run(done.returncode, done.stdout + done.stderr, output)
+    assert not check or run.code == 0, run.text[-4000:]
+    return run
+
+
+def call_and_kill(*words: object, output: Path, when: Callable[[list[str]], bool], number: int) -> Run:
+    """The same, sent signal `number` as soon as `when(lines of metrics.jsonl)` holds."""
+    metrics = output / "metrics.jsonl"
+    with subprocess.Popen(
+        command(*words, "--output", output),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    ) as process:
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and when(metrics.read_text().splitlines()):
+                process.send_signal(number)
+                break
+            time.sleep(0.005)
+        text, _ = process.communicate(timeout=300)
+    assert process.returncode is not None
+    return Run(process.returncode, text, output)
+
+
+@pytest.fixture(scope="session")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory on a real drive: /tmp may be a tmpfs, which has no O_DIRECT."""
+    return tmp_path_factory.mktemp("drive")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM

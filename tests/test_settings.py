@@ -1,0 +1,153 @@
+"""Configuration: strict, all mistakes at once, and answered without torch."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
+
+
+def mistakes(*words: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_config(list(words))
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith(str(len(lines)))
+    return [line.removeprefix("  - ") for line in lines]
+
+
+def test_defaults_are_valid() -> None:
+    assert load_config([]) == TrainConfig()
+
+
+def test_order_file_flags_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("optim:\n  lr: 1e-3\n  clip: 0.5\ndata:\n  path: [x, y]\n")
+    config = load_config([str(file), "--lr", "2e-3", "optim.eps=1e-6", "--data", "a", "--data", "b"])
+    assert config.optim.lr == 2e-3
+    assert config.optim.clip == 0.5
+    assert config.optim.eps == 1e-6
+    assert config.data.path == ("a", "b")
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "0.0001", "1.0e-4", ".1e-3"])
+def test_every_spelling_of_a_rate(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"optim: {{lr: {text}}}\n")
+    assert load_config([str(file)]).optim.lr == load_config([f"optim.lr={text}"]).optim.lr == pytest.approx(1e-4)
+
+
+def test_off_is_a_word_not_a_truth_value(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model:\n  checkpointing: off\n")
+    assert load_config([str(file)]).model.checkpointing == "off"
+    assert load_config(["model.checkpointing=on"]).model.checkpointing == "on"
+
+
+def test_text_keys_take_text_as_it_stands() -> None:
+    config = load_config(["--model", "123", "train.sample_prompt=null: [x", "data.text_field=1e3"])
+    assert config.model.name == "123"
+    assert config.train.sample_prompt == "null: [x"
+    assert config.data.text_field == "1e3"
+
+
+def test_overrides_of_the_model() -> None:
+    config = load_config(["model.overrides.n_layer=2", "model.overrides.activation_function=relu"])
+    assert config.model.overrides == {"n_layer": 2, "activation_function": "relu"}
+
+
+def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("optimm:\n  lr: 1\nmodel:\n  dtypo: bf16\n")
+    found = mistakes(str(file), "--lrr", "1", "--steps", "x", "optim.lr=-1", "train.lr=1", "--gpus")
+    text = "\n".join(found)
+    for expected in (
+        "optimm: there is no such key; did you mean optim?",
+        "model.dtypo: there is no such key; did you mean model.dtype?",
+        "--lrr: there is no such flag; did you mean --lr?",
+        "train.lr=1: there is no such key; did you mean optim.lr?",
+        "--gpus: needs a value",
+        "train.steps: 'x' is not allowed",
+        "optim.lr: -1 is not allowed",
+    ):
+        assert expected in text, text
+    assert len(found) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--params", "nvme"], "add --nvme DIR"),
+        (["--optimizer", "nvme"], "add --nvme DIR"),
+        (["--engine", "plain", "--params", "cpu"], "plain torch keeps everything on one device"),
+        (["optim.name=adamw8bit", "--optimizer", "cpu"], "runs on the GPU"),
+        (["--ram-fraction", "0.5"], "cannot divide it"),
+        (["--nvme", "/a", "--nvme", "/b"], "keep one"),
+        (["--params", "nvme", "--nvme", "/a", "model.checkpointing_variant=non-reentrant"], "wrong gradients"),
+        (["--params", "nvme", "--nvme", "/a", "deepspeed.prefetch_bucket_size=5"], "leave it at auto"),
+        (["optim.decay_steps=5"], "belongs to optim.schedule=wsd"),
+        (["optim.warmup_steps=500"], "more than train.steps"),
+        (["model.offload_activations=true", "model.checkpointing=off"], "needs checkpointed activations"),
+        (["optim.betas=[0.9, 1.0]"], "both must be below 1"),
+    ],
+)
+def test_impossible_combinations(words: list[str], expected: str) -> None:
+    assert expected in "\n".join(mistakes(*words))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- a\n- b\n", "optim: 3\n", "optim:\n  lr: 1\n  lr: 2\n"])
+def test_files_that_are_no_configuration(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    assert str(file) in "\n".join(mistakes(str(file)))
+
+
+def test_missing_file() -> None:
+    assert "No such file" in mistakes("nowhere.yaml")[0]
+
+
+def test_dump_reads_back(tmp_path: Path) -> None:
+    config = load_config(["--lr", "3e-5", "--nvme", "/x", "model.overrides.n_layer=2", "model.checkpointing=off"])
+    file = tmp_path / "a.yaml"
+    file.write_text(dump_config(config))
+    assert load_config([str(file)]) == config
+
+
+def test_every_flag_is_a_key() -> None:
+    assert {flag.key for flag in FLAGS.values()} <= set(all_keys())
+
+
+@pytest.mark.parametrize("config", sorted(Path("configs").glob("*.yaml")), ids=str)
+def test_every_shipped_config(config: Path) -> None:
+    load_config([str(config)])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["optim.lrr=1"], ["plan", "--stepz", "3"], ["--print-config"]])
+def test_answers_without_torch(words: list[str], tmp_path: Path) -> None:
+    """Nothing heavy is loaded, nothing is written, and a mistake ends with 2 and no traceback."""
+    code = (
+        "import sys; from offload_trainer.cli import main; status = main(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules); "
+        "assert not heavy, heavy; sys.exit(status)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    print(f"{time.perf_counter() - start:.2f} s")
+    wrong = any("lrr" in word or "stepz" in word for word in words)
+    assert done.returncode == (2 if wrong else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+    if wrong:
+        assert "did you mean" in done.stderr
+
+
+def test_documentation_of_keys_is_current() -> None:
+    """docs/config.md is generated: scripts/write_config_docs.py."""
+    written = subprocess.run(
+        [sys.executable, "scripts/write_config_docs.py", "--print"], capture_output=True, text=True, check=True
+    )
+    assert Path("docs/config.md").read_text() == written.stdout

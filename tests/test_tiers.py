@@ -1,0 +1,73 @@
+"""Leases on drives, and safetensors files written one tensor at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.tiers.lease import DriveLease
+from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
+
+
+def test_two_leases_do_not_touch_each_other(tmp_path: Path) -> None:
+    with DriveLease(tmp_path) as one, DriveLease(tmp_path) as two:
+        assert one.path != two.path
+        (one.path / "state").write_text("one")
+        assert two.removed == []
+    assert not one.path.exists()
+    assert not two.path.exists()
+
+
+def test_a_dead_run_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from offload_trainer.tiers.lease import DriveLease\n"
+        "lease = DriveLease(Path(sys.argv[1])); (lease.path / 'state').write_text('x'); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -9
+    left = list((tmp_path / "offload-trainer").glob("run-*"))
+    assert len(left) == 1
+    with DriveLease(tmp_path) as mine:
+        assert mine.removed == left
+        assert not left[0].exists()
+        with DriveLease(tmp_path):
+            assert mine.path.exists()
+
+
+def test_no_place_for_a_lease() -> None:
+    with pytest.raises(TrainerError, match="cannot make a private directory"):
+        DriveLease(Path("/proc"))
+
+
+def test_safetensors_reads_what_was_streamed(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b.c": torch.randn(7).to(torch.bfloat16),
+        "empty": torch.zeros(0, 4),
+        "half": torch.randn(2, 2, 2).half(),
+        "strided": torch.randn(4, 6).t(),
+    }
+    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    writer = TensorFileWriter(tmp_path / "x.safetensors", entries)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    written = writer.close()
+    data = (tmp_path / "x.safetensors").read_bytes()
+    assert written.bytes == len(data)
+    assert written.crc32 == zlib.crc32(data)
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_full_disk_is_one_clear_message() -> None:
+    writer = TensorFileWriter(Path("/dev/full"), [TensorEntry("a", torch.float32, (1 << 20,))])
+    with pytest.raises(TrainerError, match=r"No space left on device after \d+ bytes"):
+        writer.write("a", torch.zeros(1 << 20))

@@ -1,0 +1,350 @@
+"""Whole runs of the command: parity between engines and homes, kills, signals, ranks, refusals, export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import INTERRUPT, KILL, TERMINATE, TINY, Run, call, call_and_kill
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
+SAVED = ["--save-every", 6, "save.keep=9"]
+
+PLACEMENTS = {
+    "plain": ["--engine", "plain"],
+    "zero-2 gpu": ["--params", "gpu", "--optimizer", "gpu"],
+    "zero-2 cpu": ["--params", "gpu", "--optimizer", "cpu"],
+    "zero-3 cpu": ["--params", "cpu", "--optimizer", "cpu"],
+    "zero-3 nvme weights": ["--params", "nvme", "--optimizer", "cpu"],
+    "zero-3 nvme optimizer": ["--params", "cpu", "--optimizer", "nvme"],
+    "zero-3 nvme": ["--params", "nvme", "--optimizer", "nvme"],
+}
+RESUMABLE = [name for name in PLACEMENTS if not name.endswith(("nvme", "nvme optimizer"))]
+needs_async_io = pytest.mark.ops
+
+
+def words(name: str, drive: Path) -> list:
+    saves = SAVED if name in RESUMABLE else ["--save-every", 0]
+    return ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS[name], *saves]
+
+
+@pytest.fixture(scope="session")
+def finished(drive: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`finished(name)`: that placement's uninterrupted run of 20 steps, made once."""
+
+    @cache
+    def make(name: str) -> Run:
+        return call(*words(name, drive), output=tmp_path_factory.mktemp("run") / "out")
+
+    return make
+
+
+# -- parity ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "plain"])
+def test_every_placement_follows_plain_torch(name: str, finished) -> None:
+    """bf16, same weights, same rows: within 2e-2 of loss at each of 20 steps, and of gradient norm within 2 %."""
+    ours, plain = finished(name), finished("plain")
+    assert len(ours.losses) == len(plain.losses) == 20
+    assert plain.losses[-1] < plain.losses[0] - 0.5  # something was learnt that could have gone differently
+    for one, other in zip(ours.steps, plain.steps, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.ops
+def test_homes_agree_among_themselves(finished) -> None:
+    runs = [finished(name).losses for name in PLACEMENTS if "cpu" in name or "nvme" in name]
+    for step, losses in enumerate(zip(*runs, strict=True)):
+        assert max(losses) - min(losses) < 1e-2, step
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", ["zero-3 nvme optimizer", "zero-3 nvme"])
+def test_nvme_is_really_used_and_left_clean(name: str, finished, drive: Path) -> None:
+    run = finished(name)
+    trained = json.loads((run.output / "plan.json").read_text())
+    state = next(item["bytes"] for item in trained["items"] if item["name"] == "masters and moments")
+    for step in run.steps[2:]:
+        assert step["nvme_read_bytes"] > 0.9 * state
+        assert step["nvme_written_bytes"] > 0.9 * state
+    assert finished("zero-2 cpu").steps[-1]["nvme_read_bytes"] < 0.1 * state
+    assert not list((drive / "offload-trainer").glob("run-*"))
+
+
+# -- interruption ------------------------------------------------------------------------------------------------------
+
+
+def assert_same_run(run: Run, expected: Run) -> None:
+    """Bit for bit: every step's loss, norm and rate, and the final masters and moments."""
+    for key in ("step", "tokens", "loss", "grad_norm", "lr"):
+        assert [step[key] for step in run.steps] == [step[key] for step in expected.steps], key
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        place = f"checkpoints/step-00000020/{kind}.safetensors"
+        one, other = load_file(run.output / place), load_file(expected.output / place)
+        assert one.keys() == other.keys()
+        for name, tensor in other.items():
+            assert torch.equal(one[name], tensor), f"{kind} {name}"
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    killed = call_and_kill(*words(name, drive), output=output, when=lambda lines: len(lines) >= 15, number=KILL)
+    assert killed.code == -9
+    assert 15 <= len(killed.steps) < 20
+    run = call(*words(name, drive), output=output)
+    assert "resumed from" in run.text
+    assert_same_run(run, finished(name))
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize(("number", "code"), [(INTERRUPT, 130), (TERMINATE, 143)])
+def test_signals_save_everything(number: int, code: int, finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    args = words("zero-2 cpu", drive)
+    stopped = call_and_kill(*args, output=output, when=lambda lines: len(lines) >= 8, number=number)
+    assert stopped.code == code, stopped.text
+    assert "everything saved" in stopped.text
+    last = stopped.steps[-1]["step"]
+    assert (output / f"checkpoints/step-{last:08d}/MANIFEST.json").exists()
+    assert_same_run(call(*args, output=output), finished("zero-2 cpu"))
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize(("before", "after"), [("zero-2 cpu", "zero-3 cpu"), ("zero-3 cpu", "plain")])
+def test_resume_into_another_placement(before: str, after: str, finished, drive: Path, tmp_path: Path) -> None:
+    """The state knows no homes: the run goes on elsewhere, within the parity of the two."""
+    start = finished(before).output / "checkpoints/step-00000012"
+    run = call(*words(after, drive), "--resume", start, output=tmp_path / "out")
+    assert [step["step"] for step in run.steps] == list(range(13, 21))
+    for ours, other in zip(run.steps, finished(before).steps[12:], strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
+
+
+@pytest.mark.ops
+def test_bias_correction_survives_a_resume_after_many_steps(drive: Path, tmp_path: Path) -> None:
+    """DeepSpeed multiplies powers of beta up in fp32; after step 100 they are not pow()'s."""
+    args = ["--nvme", drive, *TINY, "--steps", 130, "train.eval_every=0", "--save-every", 110, "save.keep=9"]
+    args += [*PLACEMENTS["zero-2 cpu"], "--seq-len", 8, "--micro-batch", 1, "optim.betas=[0.9, 0.999]"]
+    whole = call(*args, output=tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b/checkpoints/step-00000130")
+    resumed = call(*args, output=tmp_path / "b")
+    assert "step-00000110" in resumed.text
+    assert resumed.losses == whole.losses
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    newest = output / "checkpoints/step-00000020"
+    data = bytearray((newest / "exp_avg.safetensors").read_bytes())
+    data[-5] ^= 1
+    (newest / "exp_avg.safetensors").write_bytes(data)
+    run = call(*words("plain", drive), "--steps", 25, output=output, check=False)
+    assert run.code == 2
+    assert "exp_avg.safetensors has CRC-32" in run.text
+    assert "step-00000018" in run.text
+    (newest / "exp_avg.safetensors").write_bytes(data[:-100])
+    run = call(*words("plain", drive), "--steps", 25, output=output, check=False)
+    assert f"has {len(data) - 100} bytes, the manifest says {len(data)}" in run.text
+    assert "Traceback" not in run.text
+
+
+def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path: Path) -> None:
+    start = finished("plain").output / "checkpoints/step-00000012"
+    run = call(*words("plain", drive), "--resume", start, "--seed", 1, output=tmp_path / "out", check=False)
+    assert run.code == 2
+    assert "seed: it has 0, this run 1" in run.text
+
+
+def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    for step in (18, 20):
+        (output / f"checkpoints/step-{step:08d}/MANIFEST.json").unlink()
+    run = call(*words("plain", drive), output=output)
+    assert "step-00000012, step 12" in run.text
+    assert_same_run(run, finished("plain"))
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", ["zero-2 cpu", "zero-3 cpu"])
+def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_path: Path) -> None:
+    """Two gloo ranks of one micro-batch against one rank that accumulates two: 2e-2 in bf16. Then one resumes two."""
+    both = ["--nvme", drive, *TINY, "--steps", 10, "train.eval_every=5", "--save-every", 5, *PLACEMENTS[name]]
+    one = call(*both, "--accumulate", 2, output=tmp_path / "one")
+    two = call(*both, "--gpus", 2, output=tmp_path / "two")
+    assert len(one.losses) == len(two.losses) == 10
+    for single, double in zip(one.steps, two.steps, strict=True):
+        assert single["tokens"] == double["tokens"]
+        assert single["loss"] == pytest.approx(double["loss"], abs=2e-2)
+        assert single["grad_norm"] == pytest.approx(double["grad_norm"], rel=3e-2)
+    start = tmp_path / "two/checkpoints/step-00000005"
+    resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")
+    for single, double in zip(resumed.steps, two.steps[5:], strict=True):
+        assert single["loss"] == pytest.approx(double["loss"], abs=2e-2)
+
+
+# -- what else a run must do -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops
+def test_accumulation_equals_one_large_batch(finished, drive: Path, tmp_path: Path) -> None:
+    args = [*words("zero-2 cpu", drive), "--micro-batch", 1, "--accumulate", 2]
+    run = call(*args, output=tmp_path / "out")
+    for ours, other in zip(run.steps, finished("zero-2 cpu").steps, strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", ["plain", "zero-3 cpu"])
+def test_frozen_parameters_do_not_move_and_come_along(name: str, drive: Path, tmp_path: Path) -> None:
+    args = ["--nvme", drive, *TINY, "--steps", 4, "--save-every", 2, "train.eval_every=0", *PLACEMENTS[name]]
+    run = call(*args, 'model.freeze=["wpe"]', output=tmp_path / "out")
+    assert len(run.losses) == 4
+    for step in (2, 4):
+        fixed = load_file(run.output / f"checkpoints/step-{step:08d}/fixed.safetensors")
+        assert list(fixed) == ["transformer.wpe.weight"]
+        if step == 2:
+            first = fixed["transformer.wpe.weight"]
+        assert torch.equal(fixed["transformer.wpe.weight"], first)
+    call("export", run.output, tmp_path / "hf", "--dtype", "fp32", output=tmp_path, check=False)
+
+
+@pytest.mark.parametrize("name", ["zero-2 cpu", "zero-3 nvme"])
+@pytest.mark.ops
+def test_export_loads_in_transformers(name: str, finished, tmp_path: Path) -> None:
+    """From a checkpoint, or for an NVMe optimizer from the live engine; the masters themselves, fp32."""
+    run = finished(name)
+    if name in RESUMABLE:
+        exported = tmp_path / "hf"
+        export(run.output, exported, "fp32")
+        masters = load_file(run.output / "checkpoints/step-00000020/master.safetensors")
+    else:
+        exported = run.output / "export"
+        masters = load_file(exported / "model.safetensors")
+    held = load_file(exported / "model.safetensors")
+    assert "lm_head.weight" not in held
+    assert all(torch.equal(held[key], masters[key]) for key in masters)
+    model, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer("To be, or not to be", return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = float(model(ids, labels=ids).loss)
+    assert loss < finished("plain").losses[0]  # it has learnt something of English
+
+
+def export(source: Path, destination: Path, dtype: str) -> str:
+    import subprocess
+
+    from conftest import command, environment
+
+    done = subprocess.run(
+        command("export", source, destination, "--dtype", dtype), capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_export_in_16_bit(dtype: str, expected: torch.dtype, finished, tmp_path: Path) -> None:
+    run = finished("plain")
+    export(run.output, tmp_path / "hf", dtype)
+    full = load_file(run.output / "checkpoints/step-00000020/master.safetensors")
+    held = load_file(tmp_path / "hf/model.safetensors")
+    assert all(torch.equal(held[name], full[name].to(expected)) for name in full)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is expected
+
+
+def test_run_directory_is_what_is_documented(finished) -> None:
+    run = finished("plain")
+    names = {path.name for path in run.output.iterdir()}
+    for name in [
+        "config.yaml",
+        "plan.json",
+        "machine.json",
+        "environment.json",
+        "log.txt",
+        "metrics.jsonl",
+        "report.html",
+    ]:
+        assert name in names
+    keys = (
+        "step tokens loss grad_norm lr loss_scale seconds tokens_per_second mfu phases nvme_read_bytes "
+        "nvme_written_bytes host_rss_bytes device_peak_bytes skipped"
+    )
+    assert set(run.steps[0]) == set(keys.split())
+    plan = json.loads((run.output / "plan.json").read_text())
+    assert {"fits", "chosen", "tiers", "items", "seconds", "rejected"} <= set(plan)
+
+
+def test_fp16_on_the_cpu_with_an_overflow(drive: Path, tmp_path: Path) -> None:
+    """A scale that must overflow: the step is skipped, the scale halves, training goes on."""
+    args = [*TINY, "--steps", 6, "train.eval_every=0", "--engine", "plain", "--dtype", "fp16"]
+    run = call(*args, "optim.initial_loss_scale=1e9", output=tmp_path / "out")
+    scales = [step["loss_scale"] for step in run.steps]
+    skipped = [step["skipped"] for step in run.steps]
+    assert skipped[0]
+    for before, after, skip in zip(scales, scales[1:], skipped, strict=False):
+        assert after == (before / 2 if skip else before)
+    assert run.losses[1] == pytest.approx(run.losses[1])
+
+
+# -- refusals: exit code 2, one message, nothing written ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (["--dtype", "fp16", "--engine", "deepspeed"], "fp16 without a GPU"),
+        (["--nvme", "/nowhere/at/all"], "no such directory"),
+        (["--data", "/nowhere.txt"], "/nowhere.txt"),
+        (["--seq-len", "5000"], "context is 256 tokens"),
+        (["--model", "gpt2-10b", "--micro-batch", "4000"], "this does not fit: ram needs"),
+        (["--resume", "/nowhere"], "neither a checkpoint"),
+        (["--tokenizer", "/nowhere/tok"], "/nowhere/tok"),
+        (["model.overrides.n_embd=100"], ""),
+    ],
+)
+def test_refused_before_anything_is_written(extra: list[str], expected: str, tmp_path: Path) -> None:
+    run = call(*extra, output=tmp_path / "out", check=False)
+    if not torch.cuda.is_available() or "fp16" not in extra:
+        assert run.code == 2, run.text
+        assert expected in run.text
+        assert "Traceback" not in run.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_nvme_optimizer_refuses_checkpoints_with_the_reason(drive: Path, tmp_path: Path) -> None:
+    run = call("--nvme", drive, *PLACEMENTS["zero-3 nvme"], *TINY, output=tmp_path / "out", check=False)
+    assert run.code == 2
+    assert "loses moments of an NVMe optimizer on resume" in run.text
+    assert "--save-every 0" in run.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
+    run = call("plan", "--json", "--nvme", drive, *TINY, output=tmp_path / "out")
+    plan = json.loads(run.text[run.text.index("{") :])
+    assert plan["fits"]
+    for tier, room in plan["tiers"].items():
+        assert room["need"] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
+    assert "plan: DeepSpeed ZeRO-2" in call("--dry-run", *TINY, output=tmp_path / "out").text
+    assert not (tmp_path / "out").exists()

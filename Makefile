@@ -12,7 +12,7 @@ demo: setup
 
 test: setup check
 	$(RUN)/python scripts/build_kernels.py
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n 2
 
 check: setup
 	$(RUN)/ruff check .

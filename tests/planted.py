@@ -1,0 +1,23 @@
+"""planted.py STEP WORDS...: the command, with a NaN in the loss (and so in every gradient) of one training forward."""
+
+import sys
+
+from offload_trainer.cli import main
+from offload_trainer.model.loss import CausalLoss
+
+plain_forward = CausalLoss.forward
+forwards = 0
+
+
+def forward(self, inputs, targets):
+    global forwards
+    loss = plain_forward(self, inputs, targets)
+    if self.training:
+        forwards += 1
+        if forwards == int(sys.argv[1]):
+            return loss * float("nan")
+    return loss
+
+
+CausalLoss.forward = forward
+raise SystemExit(main(sys.argv[2:]))

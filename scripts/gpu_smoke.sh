@@ -4,4 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-exec "$python" scripts/gpu_smoke.py "${1:-docs/benchmarks/gpu.md}" "${DRIVE:-$(mktemp -d)}"
+"$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' \
+  || { echo "gpu_smoke: torch sees no GPU here; nothing was run" >&2; exit 1; }
+exec "$python" scripts/compare_placements.py "${1:-docs/benchmarks/gpu.md}" "${DRIVE:-$(mktemp -d)}" bf16,fp16 \
+  --model gpt2-medium --seq-len 512 --micro-batch 4 --steps 20 --lr 1e-4

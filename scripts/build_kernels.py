@@ -13,10 +13,10 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 
-from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+from offload_trainer.engine.kernels import load_kernels
+from offload_trainer.plan.zero import Placement
 
-for builder in (CPUAdamBuilder(), AsyncIOBuilder()):
+for what, placement in (("cpu_adam", Placement("cpu", "cpu")), ("async_io", Placement("nvme", "gpu"))):
     start = time.perf_counter()
-    builder.load(verbose=False)
-    print(f"{builder.name}: ready after {time.perf_counter() - start:.0f} s", flush=True)
+    load_kernels(placement)
+    print(f"{what}: ready after {time.perf_counter() - start:.0f} s", flush=True)

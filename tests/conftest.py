@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ BIN = Path(sys.executable).parent
 # An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
 TINY = [
     *("model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"),
-    "placement.threads=1",
+    *("placement.threads=1", f"data.cache={tempfile.gettempdir()}/offload-trainer-tests"),
 ]
 
 
@@ -85,11 +86,6 @@ def call_and_kill(*words: object, output: Path, when: Callable[[list[str]], bool
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory on a real drive: /tmp may be a tmpfs, which has no O_DIRECT."""
     return tmp_path_factory.mktemp("drive")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM

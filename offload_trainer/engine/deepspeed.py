@@ -21,9 +21,9 @@ from torch import nn
 from offload_trainer.config import OptimSection, TrainConfig
 from offload_trainer.data.rows import Batch
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
+from offload_trainer.engine.kernels import load_kernels
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, write_state
-from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.plan import reentrant
@@ -65,7 +65,7 @@ class DeepSpeedEngine:
         self.rank, self.world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         self._placement = placement
         self._dtype = DTYPES[config.model.dtype]
-        _load_kernels(placement)
+        load_kernels(placement)
         module = source.build(
             dtype=self._dtype,
             context=_zero_init(words, placement),
@@ -262,28 +262,6 @@ def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextMa
     import deepspeed
 
     return deepspeed.zero.Init(config_dict_or_path=words)
-
-
-def _load_kernels(placement: Placement) -> None:
-    """Build or load what the placement needs; on the CPU's builders, which do not look for a CUDA toolkit."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-    builders: list[OpBuilder] = []
-    if placement.optimizer != "gpu":
-        builders.append(CPUAdamBuilder())
-    if "nvme" in (placement.params, placement.optimizer):
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        builders.append(AsyncIOBuilder())
-    for builder in builders:
-        try:
-            builder.load(verbose=False)
-        except Exception as error:
-            raise TrainerError(
-                f"DeepSpeed's kernel {builder.name} could not be built: {' '.join(str(error).split())[:500]}\n"
-                "It needs g++ and ninja, and async_io needs Debian's libaio-dev."
-            ) from error
 
 
 def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torch.optim.Optimizer:

@@ -72,7 +72,8 @@ class ModelSource:
         if wants_checkpointing(self.section, self.shape):
             model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs={"use_reentrant": reentrant},
-                offload=self.section.offload_activations,
+                # Without a GPU they are in host memory already.
+                offload=self.section.offload_activations and torch.cuda.is_available(),
             )
         return CausalLoss(model, chunk=self.section.loss_chunk)
 

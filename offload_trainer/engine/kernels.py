@@ -1,0 +1,81 @@
+"""DeepSpeed's compiled kernels: built on first use, loaded afterwards, and never waited for in vain.
+
+torch guards a build with a file named `lock` that stays when its process is killed; every later run then waits
+without a word, forever. Here builds of our own take turns by a lock that the kernel lets go of, and a `lock` that
+nobody builds behind is removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.plan.zero import Placement
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # seconds in which a living build must show itself; loading a finished one holds the lock for less
+
+
+def load_kernels(placement: Placement) -> None:
+    """Build or load what the placement needs; by the CPU's builders, which do not look for a CUDA toolkit.
+
+    Raises TrainerError with the compiler's words.
+    """
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    builders: list[Any] = []
+    if placement.optimizer != "gpu":
+        builders.append(CPUAdamBuilder())
+    if "nvme" in (placement.params, placement.optimizer):
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        builders.append(AsyncIOBuilder())
+    for builder in builders:
+        _load(builder)
+
+
+def _load(builder: Any) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    directory = Path(_get_build_directory(builder.name, False))
+    with open(directory.with_name(f"{builder.name}.turn"), "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        remove_stale_lock(directory)
+        try:
+            builder.load(verbose=False)
+        except Exception as error:
+            raise TrainerError(
+                f"DeepSpeed's kernel {builder.name} could not be built: {' '.join(str(error).split())[:500]}\n"
+                "It needs g++ and ninja, and async_io needs Debian's libaio-dev."
+            ) from error
+
+
+def remove_stale_lock(directory: Path, *, patience: float = PATIENCE) -> None:
+    """Remove `directory/lock` if it stays for `patience` seconds while no process works in `directory`."""
+    lock = directory / "lock"
+    deadline = time.monotonic() + patience
+    while lock.exists():
+        if _someone_works_in(directory):
+            deadline = time.monotonic() + patience
+        elif time.monotonic() > deadline:
+            logger.warning("%s: left behind by a killed build; removed", lock)
+            lock.unlink(missing_ok=True)
+        time.sleep(0.1)
+
+
+def _someone_works_in(directory: Path) -> bool:
+    """Whether a compiler runs there: ninja and what it starts have the build's directory as their own."""
+    place = str(directory.resolve())
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "cwd") == place:
+                return True
+        except OSError:
+            continue
+    return False

@@ -24,7 +24,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine
-from offload_trainer.engine.ranks import gather, share_from_zero, wait_for_all
+from offload_trainer.engine.ranks import gather, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers.durable import sync_directory, write_text
 from offload_trainer.units import format_bytes
@@ -188,20 +188,13 @@ def _crc32(path: Path) -> int:
     return crc
 
 
-def load_checkpoint(engine: Engine, checkpoint: Path, *, identity: dict[str, Any]) -> TrainState:
-    """Set the engine and this rank's generators to a checkpoint. All ranks call it.
+def check_resume(checkpoint: Path, identity: dict[str, Any]) -> None:
+    """UserError if the checkpoint is damaged, or belongs to another seed, data or shape. Writes nothing."""
+    _compare(read_manifest(checkpoint)["identity"], identity, checkpoint=checkpoint)
 
-    Raises UserError if the checkpoint is damaged or belongs to another seed, data or shape.
-    """
-    problem = None
-    if engine.rank == 0:
-        try:
-            _compare(read_manifest(checkpoint)["identity"], identity, checkpoint=checkpoint)
-        except UserError as error:
-            problem = str(error)
-    problem = share_from_zero(problem)
-    if problem is not None:
-        raise UserError(problem)
+
+def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
+    """Set the engine and this rank's generators to a checkpoint that was checked. All ranks call it."""
     fields = json.loads((checkpoint / "state.json").read_text())
     state = TrainState(**fields | {"random": tuple(fields["random"])})
     engine.load(checkpoint)

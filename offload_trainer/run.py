@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from offload_trainer.checkpoint import complete_checkpoints, find_resume
+from offload_trainer.checkpoint import check_resume, complete_checkpoints, find_resume
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
 from offload_trainer.launch import ranks_of_environment
@@ -65,15 +65,14 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
     """UserError for a plan that must not start."""
     reason = saves_state(config, plan.placement)
     resumes = find_resume(config.save.resume, output=Path(config.save.output))
-    if reason and (config.save.every != 0 or resumes):
+    if reason and resumes:
         raise UserError(
-            f"{plan.placement}: no exact checkpoints here: {reason}. "
-            + (f"It cannot continue {resumes}: name another --output, or " if resumes else "Add --save-every 0 to ")
-            + (
-                "use --optimizer cpu"
-                if resumes
-                else "train without them (the weights are exported at the end), or use --optimizer cpu"
-            )
+            f"{plan.placement} cannot continue {resumes}: {reason}. Use --optimizer cpu, or name another --output"
+        )
+    if reason and config.save.every != 0:
+        raise UserError(
+            f"{plan.placement}: no exact checkpoints here: {reason}. Add --save-every 0 to train without them (the "
+            "weights are exported at the end), or use --optimizer cpu"
         )
     if config.save.resume == "never" and complete_checkpoints(Path(config.save.output) / "checkpoints"):
         raise UserError(
@@ -96,7 +95,7 @@ def train_run(config: TrainConfig) -> None:
         from offload_trainer.engine.deepspeed import start_processes
 
         start_processes()
-    from offload_trainer.engine.ranks import share_from_zero
+    from offload_trainer.engine.ranks import on_rank_zero, share_from_zero
 
     plan, machine, source = plan_run(config)
     plan, machine = share_from_zero((plan, machine))
@@ -105,11 +104,14 @@ def train_run(config: TrainConfig) -> None:
     if not plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
     data = _prepare_data(config, source, plan, say=log.say)
+    output = Path(config.save.output)
+    resume = find_resume(config.save.resume, output=output)
+    if resume:
+        on_rank_zero(lambda: check_resume(resume, _identity(config, plan, source, data)))
     with ExitStack() as stack:
-        output = Path(config.save.output)
         if rank == 0:
             stack.enter_context(_run_directory(output, config, plan, machine, source, data, log))
-        _train(config, plan, source, data, output, log, stack)
+        _train(config, plan, source, data, output, log, stack, resume=resume)
 
 
 def prepare_run(config: TrainConfig) -> Path:
@@ -118,13 +120,22 @@ def prepare_run(config: TrainConfig) -> Path:
     return _prepare_data(config, source, plan, say=Log(loud=True).say).tokens.path
 
 
-def _train(config: TrainConfig, plan: Plan, source: Any, data: Any, output: Path, log: Log, stack: ExitStack) -> None:
+def _train(
+    config: TrainConfig,
+    plan: Plan,
+    source: Any,
+    data: _Data,
+    output: Path,
+    log: Log,
+    stack: ExitStack,
+    *,
+    resume: Path | None,
+) -> None:
     """Build the engine and train; `stack` closes what was opened, also after a failure."""
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.tiers.lease import DriveLease
     from offload_trainer.trainer import train
 
-    resume = find_resume(config.save.resume, output=output)
     swap = None
     if "nvme" in (plan.placement.params, plan.placement.optimizer):
         from offload_trainer.engine.ranks import share_from_zero
@@ -332,16 +343,21 @@ def _make_job(
         checkpoints=output / "checkpoints",
         checkpoint_bytes=12 * shape.trainable + item_bytes(config.model.dtype) * (shape.parameters - shape.trainable),
         save_every=max(1, train.steps // 10) if every == "auto" else every,
-        identity={
-            "seed": train.seed,
-            "seq_len": plan.seq_len,
-            "shuffle": config.data.shuffle,
-            "tokens": len(tokens),
-            "training rows": len(split.train),
-            "tokenizer": tokens.tokenizer,
-            "parameters": shape.parameters,
-        },
+        identity=_identity(config, plan, source, data),
     )
+
+
+def _identity(config: TrainConfig, plan: Plan, source: Any, data: _Data) -> dict[str, Any]:
+    """What a checkpoint belongs to: with another value of any of these its run would not go on as it began."""
+    return {
+        "seed": config.train.seed,
+        "seq_len": plan.seq_len,
+        "shuffle": config.data.shuffle,
+        "tokens": len(data.tokens),
+        "training rows": len(data.split.train),
+        "tokenizer": data.tokens.tokenizer,
+        "parameters": source.shape.parameters,
+    }
 
 
 def _export_live(config: TrainConfig, source: Any, engine: Any, output: Path, log: Log) -> None:

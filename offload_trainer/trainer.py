@@ -60,7 +60,7 @@ def train(job: Job, *, resume: Path | None = None) -> TrainState:
     config = job.config
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
-        state = load_checkpoint(job.engine, resume, identity=job.identity)
+        state = load_checkpoint(job.engine, resume)
         job.say(f"resumed from {resume}, step {state.step}")
     saved = state.step
     batches = job.train_rows.train_batches(

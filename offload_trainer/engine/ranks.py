@@ -16,15 +16,12 @@ def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def rank_zero_first(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0, then on the others. A failure on rank 0 is every rank's failure."""
-    if not _several():
-        return work()
-    result = None
+def on_rank_zero(work: Callable[[], object]) -> None:
+    """Do `work` on rank 0 only. A failure there is every rank's failure."""
     failed: Exception | None = None
-    if dist.get_rank() == 0:
+    if not _several() or dist.get_rank() == 0:
         try:
-            result = work()
+            work()
         except Exception as error:
             failed = error
     told = share_from_zero(None if failed is None else (isinstance(failed, UserError), str(failed)))
@@ -32,7 +29,13 @@ def rank_zero_first(work: Callable[[], T]) -> T:
         raise failed
     if told is not None:
         raise (UserError if told[0] else TrainerError)(told[1])
-    return work() if dist.get_rank() else result  # type: ignore[return-value]
+
+
+def rank_zero_first(work: Callable[[], T]) -> T:
+    """Do `work` on rank 0, then on the others, which find done what it leaves behind."""
+    if _several():
+        on_rank_zero(work)
+    return work()
 
 
 def share_from_zero(value: Any) -> Any:

@@ -1,0 +1,38 @@
+"""Every command of the README is one that the program understands, and every file that it names is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.settings import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^ {4}(?:\.venv/bin/)?(offload-train .*)$|`(offload-train [^`]+)`", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted({one or other for one, other in COMMANDS}))
+def test_commands(command: str) -> None:
+    words = shlex.split(command)[1:]
+    if words[0] == "export":
+        assert re.fullmatch(r"export \S+ \S+ --dtype (fp16|bf16|fp32)", " ".join(words))
+        return
+    if words[0] == "plan":
+        words.pop(0)
+    if words == ["--help"]:
+        return
+    load_config(words)
+
+
+@pytest.mark.parametrize("target", re.findall(r"^ {4}make (\w+)|`make (\w+)`", README, re.MULTILINE))
+def test_make_targets(target: tuple[str, str]) -> None:
+    assert re.search(rf"^{''.join(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+def test_links(link: str) -> None:
+    assert (ROOT / link).exists()

@@ -4,12 +4,8 @@ Minutes on a fresh machine, a moment afterwards: torch keeps them in its extensi
 """
 
 import os
-import sys
 import time
-from pathlib import Path
 
-# The compiler and ninja of this environment, as when its `bin` is on the path.
-os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 

@@ -33,8 +33,7 @@ WARM = 2  # steps whose seconds do not count
 def run(words: list[str], output: Path) -> tuple[list[dict], int, str]:
     """Metrics of one run and the plan's bytes of RAM; without metrics, the last line that it said."""
     command = [sys.executable, "-m", "offload_trainer", *words, *ALWAYS, "--output", str(output)]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": path})
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return [], 0, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

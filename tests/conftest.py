@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-BIN = Path(sys.executable).parent
-
 # An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
 TINY = [
     *("model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"),
@@ -42,9 +40,10 @@ class Run:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The path finds ninja; no launcher's variables leak in."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    return kept | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"} | extra
+    """No launcher's variables leak in."""
+    return {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    } | extra
 
 
 def command(*words: object) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def load_kernels(placement: Placement) -> None:
     """
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
+    # ninja lies beside this interpreter, which need not be on the path when the program is called by its own.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     builders: list[Any] = []
     if placement.optimizer != "gpu":
         builders.append(CPUAdamBuilder())

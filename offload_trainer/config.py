@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -101,7 +102,9 @@ class OptimSection(_Section):
     accumulate_dtype: Literal["fp32", "model"] = Field(
         "fp32", description="dtype that gradients are summed in over the micro-batches of a step"
     )
-    initial_loss_scale: PositiveFloat = Field(65536.0, description="fp16 only: where dynamic loss scaling starts")
+    initial_loss_scale: PositiveFloat = Field(
+        65536.0, description="fp16 only: where dynamic loss scaling starts; a power of two"
+    )
     loss_scale_window: PositiveInt = Field(1000, description="fp16 only: good steps after which the scale doubles")
     nonfinite: Literal["stop", "skip"] = Field(
         "stop",
@@ -224,6 +227,9 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     warmup = config.optim.warmup_steps
     if warmup != "auto" and warmup > config.train.steps:
         mistakes.append(f"optim.warmup_steps={warmup} is more than train.steps={config.train.steps}")
+    scale = config.optim.initial_loss_scale
+    if scale < 1 or math.frexp(scale)[0] != 0.5:
+        mistakes.append(f"optim.initial_loss_scale={scale:g}: it must be a power of two, at least 1")
     if max(config.optim.betas) >= 1:
         mistakes.append(f"optim.betas={list(config.optim.betas)}: both must be below 1")
     return mistakes

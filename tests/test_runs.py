@@ -308,7 +308,7 @@ def test_run_directory_is_what_is_documented(finished) -> None:
 def test_fp16_on_the_cpu_with_an_overflow(drive: Path, tmp_path: Path) -> None:
     """A scale that must overflow: the step is skipped, the scale halves, training goes on."""
     args = [*TINY, "--steps", 6, "train.eval_every=0", "--engine", "plain", "--dtype", "fp16"]
-    run = call(*args, "optim.initial_loss_scale=1e9", output=tmp_path / "out")
+    run = call(*args, "optim.initial_loss_scale=1073741824", output=tmp_path / "out")
     scales = [step["loss_scale"] for step in run.steps]
     skipped = [step["skipped"] for step in run.steps]
     assert skipped[0]

@@ -70,12 +70,11 @@ def _precision(config: TrainConfig) -> dict[str, Any]:
         return {"bf16": {"enabled": True, "check_grad_overflow": True}}
     if config.model.dtype == "fp16":
         optim = config.optim
-        scale_power = max(0, round(optim.initial_loss_scale).bit_length() - 1)
         return {
             "fp16": {
                 "enabled": True,
                 "loss_scale": 0,  # dynamic
-                "initial_scale_power": scale_power,
+                "initial_scale_power": int(optim.initial_loss_scale).bit_length() - 1,
                 "loss_scale_window": optim.loss_scale_window,
                 "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
                 "min_loss_scale": 1,

@@ -46,7 +46,7 @@ SHAPES = {name: gpt2_shape(preset) for name, preset in PRESETS.items()}
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("homes", product(("gpu", "cpu", "nvme"), repeat=2), ids="/".join)
+@pytest.mark.parametrize("homes", list(product(("gpu", "cpu", "nvme"), repeat=2)), ids="/".join)
 def test_items_sum_to_the_tiers(name: str, homes: tuple[str, str]) -> None:
     plan = make_plan(wish("--params", homes[0], "--optimizer", homes[1]), SHAPES[name], machine(gpu=32 * GB))
     assert (plan.placement.params, plan.placement.optimizer) == homes

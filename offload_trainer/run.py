@@ -186,6 +186,7 @@ def _prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable
 
     name = config.data.tokenizer
     if name == "auto":
+        _refuse_unknown_ids(config, source)
         name = "builtin" if source.directory is None else str(source.directory)
     tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
     if len(tokenizer) < source.shape.vocabulary / 2:
@@ -199,6 +200,18 @@ def _prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable
     split = split_rows(len(tokens), seq_len=plan.seq_len, validation=config.data.validation)
     say(f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {len(split.validation)} for validation")
     return _Data(tokenizer=tokenizer, tokens=tokens, split=split, end_of_text=end_of_text(tokenizer))
+
+
+def _refuse_unknown_ids(config: TrainConfig, source: Any) -> None:
+    """UserError for a token file that does not say whose ids it holds: exports would carry a wrong tokenizer."""
+    from offload_trainer.data.tokenfile import TokenFile
+
+    path = Path(config.data.path[0])
+    if source.directory is None and path.suffix == ".bin" and TokenFile.open(path).tokenizer is None:
+        raise UserError(
+            f"{path} does not say which tokenizer its ids are of, and samples and exports need it: name it with "
+            "--tokenizer (a directory, a hub id, or builtin)"
+        )
 
 
 @contextmanager

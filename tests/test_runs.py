@@ -317,6 +317,17 @@ def test_fp16_on_the_cpu_with_an_overflow(drive: Path, tmp_path: Path) -> None:
     assert run.losses[1] == pytest.approx(run.losses[1])
 
 
+def test_a_token_file_must_say_whose_ids_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "ids.bin"
+    path.write_bytes(bytes(range(256)) * 40)  # uint16: ids up to 65278
+    args = ["--data", path, *TINY, "--steps", 2, "--engine", "plain", "model.overrides.vocab_size=65536"]
+    refused = call(*args, output=tmp_path / "out", check=False)
+    assert refused.code == 2
+    assert "name it with --tokenizer" in refused.text
+    assert not (tmp_path / "out").exists()
+    assert len(call(*args, "--tokenizer", "builtin", output=tmp_path / "out").losses) == 2
+
+
 # -- refusals: exit code 2, one message, nothing written ---------------------------------------------------------------
 
 

@@ -130,10 +130,8 @@ def test_closed_form_counts_are_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_step_0_loss_of_every_preset_is_that_of_guessing(name: str) -> None:
-    """Two layers, and wider than 1280 in width too, so that the test is small; every other part as it is."""
-    overrides = {"n_layer": 2}
-    if PRESETS[name]["n_embd"] > 1280:
-        overrides |= {"n_embd": 1280, "n_head": 20}
+    """Scaled down in depth only: two layers, one where they are wide, so that the test stays small."""
+    overrides = {"n_layer": 2 if PRESETS[name]["n_embd"] <= 1280 else 1}
     source = resolve_model(ModelSection(name=name, overrides=overrides, checkpointing="off"), seed=0)
     ours = source.build(dtype=torch.float32)
     with torch.no_grad():
@@ -142,6 +140,7 @@ def test_step_0_loss_of_every_preset_is_that_of_guessing(name: str) -> None:
             parameters[key].copy_(value)
         ids = torch.randint(0, source.shape.vocabulary, (2, 65), generator=torch.Generator().manual_seed(0))
         loss = float(ours(ids[:, :-1], ids[:, 1:]))
+    print(f"{name}: {loss:.3f}, ln(vocabulary) {math.log(source.shape.vocabulary):.3f}")
     assert loss == pytest.approx(math.log(source.shape.vocabulary), abs=0.1)
 
 

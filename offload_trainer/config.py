@@ -88,6 +88,16 @@ class OptimSection(_Section):
     lr: PositiveFloat = Field(3e-4, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and the second moment")
     eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
+    states: Literal["fp32", "bf16", "8bit"] = Field(
+        "fp32",
+        description="tiered only: how moments are stored; bf16: rounded stochastically, 8 bytes a parameter with the "
+        "master instead of 12; 8bit: in blocks of 256 with a scale each, 6 bytes; masters are fp32 always",
+    )
+    kernel: Literal["auto", "torch", "native", "deepspeed"] = Field(
+        "auto",
+        description="tiered only: what computes the update; native: compiled here in seconds; auto: native where a "
+        "compiler is found and it gives torch's bits, else torch",
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.1, description="decoupled; on matrices and embeddings, not on biases and norms"
     )
@@ -129,13 +139,20 @@ class TrainSection(_Section):
 class PlacementSection(_Section):
     """Where weights and optimizer state live, and which engine carries that out."""
 
-    engine: Literal["auto", "deepspeed", "plain"] = Field(
-        "auto", description="deepspeed: ZeRO; plain: torch alone, everything on one device; auto: deepspeed"
+    engine: Literal["auto", "tiered", "deepspeed", "plain"] = Field(
+        "auto",
+        description="tiered: ours; deepspeed: stock ZeRO; plain: torch alone, everything on one device; "
+        "auto: tiered, but deepspeed for several GPUs or an optimizer on the GPU",
     )
     params: Home = Field("auto", description="home of the 16-bit weights")
     optimizer: Home = Field("auto", description="home of master weights and moments")
     nvme: tuple[str, ...] = Field((), description="directories on drives that state may live on")
-    ram_fraction: Fraction | Auto = Field("auto", description="share of the optimizer state kept in RAM")
+    gradients: Literal["auto", "cpu", "nvme"] = Field(
+        "auto", description="tiered only: home of a step's gradients; auto: RAM, or a drive where RAM is too small"
+    )
+    ram_fraction: Fraction | Auto = Field(
+        "auto", description="tiered only: share of the optimizer state kept in RAM; auto: as much as fits"
+    )
     gpus: PositiveInt = Field(1, description="processes to start, one a GPU (on a machine without: gloo on the CPU)")
     threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
     force: bool = Field(False, description="run even where the plan says that it does not fit")
@@ -151,6 +168,27 @@ class SaveSection(_Section):
         "auto", description="auto: the run directory's newest checkpoint, if any; never; or a directory"
     )
     tensorboard: bool = Field(False, description="also write TensorBoard files (extra: tensorboard)")
+
+
+class TieredSection(_Section):
+    """Sizes inside the tiered engine."""
+
+    page_size: Annotated[int, Field(ge=4096)] = Field(4 << 20, description="parameters updated at a time, at most")
+    page_buffers: Annotated[int, Field(ge=2)] = Field(6, description="pages in memory on their way to or from a drive")
+    unit_buffers: Annotated[int, Field(ge=1)] = Field(
+        3, description="blocks whose weights are on the device at a time, where they live elsewhere"
+    )
+    io: Literal["threads", "async_io"] = Field(
+        "threads", description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, every byte checked"
+    )
+    io_threads: PositiveInt = Field(4, description="threads that read, and as many that write")
+    io_block_bytes: Annotated[int, Field(ge=4096, multiple_of=4096)] = Field(
+        8 << 20, description="bytes of one request"
+    )
+    checksums: bool = Field(False, description="compare what is read with what was written; async_io always does")
+    drive_speeds: tuple[PositiveFloat, ...] = Field(
+        (), description="relative speed of each --nvme, by which state is divided; empty: all alike"
+    )
 
 
 class DeepSpeedSection(_Section):
@@ -180,6 +218,7 @@ class TrainConfig(_Section):
     train: TrainSection = TrainSection()
     placement: PlacementSection = PlacementSection()
     save: SaveSection = SaveSection()
+    tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
 
 
@@ -190,35 +229,14 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     for flag, home in (("--params", place.params), ("--optimizer", place.optimizer)):
         if home == "nvme" and not place.nvme:
             mistakes.append(f"{flag} nvme needs a drive: add --nvme DIR")
-    if place.ram_fraction != "auto":
-        mistakes.append(
-            f"--ram-fraction {place.ram_fraction}: DeepSpeed keeps the optimizer state wholly in RAM "
-            "(--optimizer cpu) or wholly on the drive (--optimizer nvme); it cannot divide it"
-        )
-    if len(place.nvme) > 1:
-        mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
-    if place.engine == "plain":
-        for flag, home in (("--params", place.params), ("--optimizer", place.optimizer)):
-            if home in ("cpu", "nvme"):
-                mistakes.append(f"{flag} {home} with --engine plain: plain torch keeps everything on one device")
-        if place.gpus > 1:
-            mistakes.append(f"--gpus {place.gpus} with --engine plain: plain torch trains on one device")
-    if place.params == "nvme":
-        # Both were seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
-        if config.model.checkpointing_variant == "non-reentrant":
-            mistakes.append(
-                "model.checkpointing_variant=non-reentrant with --params nvme: DeepSpeed gives wrong gradients there "
-                "(it reuses a weight's buffer that the recomputation still needs); use reentrant"
-            )
-        if config.deepspeed.prefetch_bucket_size not in ("auto", 0):
-            mistakes.append(
-                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
-                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
-            )
+    engine = engine_of(config)
+    mistakes += _ENGINE_MISTAKES[engine](config)
+    if engine != "tiered":
+        mistakes += wishes_of_tiered(config, engine)
     if config.optim.name == "adamw8bit" and place.optimizer in ("cpu", "nvme"):
         mistakes.append(
             f"optim.name=adamw8bit with --optimizer {place.optimizer}: bitsandbytes' 8-bit AdamW runs on the GPU; "
-            "use --optimizer gpu, or optim.name=adamw"
+            "use --optimizer gpu, or optim.name=adamw with optim.states=8bit"
         )
     if config.model.checkpointing == "off" and config.model.offload_activations:
         mistakes.append("model.offload_activations=true needs checkpointed activations: use model.checkpointing=on")
@@ -233,3 +251,87 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     if max(config.optim.betas) >= 1:
         mistakes.append(f"optim.betas={list(config.optim.betas)}: both must be below 1")
     return mistakes
+
+
+def engine_of(config: TrainConfig, *, world: int = 1) -> Literal["tiered", "deepspeed", "plain"]:
+    """The engine that is meant. Several ranks and an optimizer on the GPU are DeepSpeed's."""
+    if config.placement.engine != "auto":
+        return config.placement.engine
+    on_gpu = config.placement.optimizer == "gpu" or config.optim.name == "adamw8bit"
+    return "deepspeed" if max(config.placement.gpus, world) > 1 or on_gpu else "tiered"
+
+
+def wishes_of_tiered(config: TrainConfig, engine: str) -> list[str]:
+    """Wishes that another engine would have to ignore."""
+    place = config.placement
+    mistakes = []
+    if place.ram_fraction != "auto":
+        mistakes.append(
+            f"--ram-fraction {place.ram_fraction} with the {engine} engine: it keeps the optimizer state wholly in one "
+            "place; only --engine tiered divides it"
+        )
+    if place.gradients != "auto":
+        mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
+    if config.optim.states != "fp32":
+        mistakes.append(f"optim.states={config.optim.states} belongs to --engine tiered, not to {engine}")
+    if config.optim.kernel != "auto":
+        mistakes.append(f"optim.kernel={config.optim.kernel} belongs to --engine tiered, not to {engine}")
+    return mistakes
+
+
+def _tiered_mistakes(config: TrainConfig) -> list[str]:
+    place = config.placement
+    mistakes = []
+    if place.gpus > 1:
+        mistakes.append(f"--gpus {place.gpus} with --engine tiered: it trains with one rank; use --engine deepspeed")
+    if place.optimizer == "gpu" or config.optim.name == "adamw8bit":
+        mistakes.append(
+            "--engine tiered updates on the CPU, from RAM and drives: for an optimizer on the GPU use --engine "
+            "deepspeed, for 8-bit moments optim.states=8bit"
+        )
+    if place.gradients == "nvme" and not place.nvme:
+        mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
+    share = place.ram_fraction
+    if share != "auto" and share < 1 and not place.nvme:
+        mistakes.append(f"--ram-fraction {share:g} leaves state for a drive: add --nvme DIR")
+    if share != "auto" and share < 1 and place.optimizer == "cpu":
+        mistakes.append(f"--ram-fraction {share:g} with --optimizer cpu, which is all of it in RAM: leave one out")
+    speeds = config.tiered.drive_speeds
+    if speeds and len(speeds) != len(place.nvme):
+        mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
+    return mistakes
+
+
+def _deepspeed_mistakes(config: TrainConfig) -> list[str]:
+    place = config.placement
+    mistakes = []
+    if len(place.nvme) > 1:
+        mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
+    if place.params == "nvme":
+        # Both were seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
+        if config.model.checkpointing_variant == "non-reentrant":
+            mistakes.append(
+                "model.checkpointing_variant=non-reentrant with --params nvme: DeepSpeed gives wrong gradients there "
+                "(it reuses a weight's buffer that the recomputation still needs); use reentrant"
+            )
+        if config.deepspeed.prefetch_bucket_size not in ("auto", 0):
+            mistakes.append(
+                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
+            )
+    return mistakes
+
+
+def _plain_mistakes(config: TrainConfig) -> list[str]:
+    place = config.placement
+    mistakes = [
+        f"{flag} {home} with --engine plain: plain torch keeps everything on one device"
+        for flag, home in (("--params", place.params), ("--optimizer", place.optimizer))
+        if home in ("cpu", "nvme")
+    ]
+    if place.gpus > 1:
+        mistakes.append(f"--gpus {place.gpus} with --engine plain: plain torch trains on one device")
+    return mistakes
+
+
+_ENGINE_MISTAKES = {"tiered": _tiered_mistakes, "deepspeed": _deepspeed_mistakes, "plain": _plain_mistakes}

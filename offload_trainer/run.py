@@ -28,6 +28,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.memory import item_bytes
 from offload_trainer.plan.plan import Plan, make_plan, saves_state
+from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.settings import dump_config
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.units import format_bytes, format_seconds
@@ -63,16 +64,16 @@ def plan_run(config: TrainConfig) -> tuple[Plan, MachineProfile, Any]:
 
 def refuse(config: TrainConfig, plan: Plan) -> None:
     """UserError for a plan that must not start."""
-    reason = saves_state(config, plan.placement)
+    reason = saves_state(config, plan)
     resumes = find_resume(config.save.resume, output=Path(config.save.output))
     if reason and resumes:
         raise UserError(
-            f"{plan.placement} cannot continue {resumes}: {reason}. Use --optimizer cpu, or name another --output"
+            f"{plan.homes} cannot continue {resumes}: {reason}. Use --optimizer cpu, or name another --output"
         )
     if reason and config.save.every != 0:
         raise UserError(
-            f"{plan.placement}: no exact checkpoints here: {reason}. Add --save-every 0 to train without them (the "
-            "weights are exported at the end), or use --optimizer cpu"
+            f"{plan.homes}: no exact checkpoints here: {reason}. Add --save-every 0 to train without them (the "
+            "weights are exported at the end), or use --engine tiered"
         )
     if config.save.resume == "never" and complete_checkpoints(Path(config.save.output) / "checkpoints"):
         raise UserError(
@@ -136,15 +137,15 @@ def _train(
     from offload_trainer.tiers.lease import DriveLease
     from offload_trainer.trainer import train
 
-    swap = None
-    if "nvme" in (plan.placement.params, plan.placement.optimizer):
+    swaps: list[Path] = []
+    if plan.uses_drives:
         from offload_trainer.engine.ranks import share_from_zero
 
-        drive = Path(config.placement.nvme[0])
-        lease = stack.enter_context(DriveLease(drive)) if log.loud else None
-        swap = share_from_zero(lease.path if lease else None)
+        drives = [Path(drive).expanduser() for drive in config.placement.nvme]
+        leases = [stack.enter_context(DriveLease(drive)) for drive in drives] if log.loud else []
+        swaps = share_from_zero([lease.path for lease in leases])
     start = time.perf_counter()
-    engine = _build_engine(config, plan, source, swap=swap, load_weights=resume is None, output=output, log=log)
+    engine = _build_engine(config, plan, source, swaps=swaps, load_weights=resume is None, output=output, log=log)
     stack.callback(engine.close)
     log.say(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
@@ -160,7 +161,7 @@ def _train(
     if job.save_every == 0:
         _export_live(config, source, engine, output, log)
     if log.loud:
-        _report(config, plan, output, swap, log)
+        _report(config, plan, output, swaps, log)
     if interrupted:
         raise interrupted
     log.say(f"done: {config.train.steps} steps; {output}")
@@ -267,7 +268,7 @@ def _build_engine(
     plan: Plan,
     source: Any,
     *,
-    swap: Path | None,
+    swaps: list[Path],
     load_weights: bool,
     output: Path,
     log: Log,
@@ -283,6 +284,19 @@ def _build_engine(
         from offload_trainer.engine.plain import PlainEngine
 
         return PlainEngine(source, config, load_weights=load_weights)
+    if isinstance(plan.sizes, TierSizes):
+        from offload_trainer.engine.tiered import TieredEngine
+
+        return TieredEngine(
+            source,
+            config,
+            placement=plan.placement,
+            sizes=plan.sizes,
+            drives=swaps,
+            load_weights=load_weights,
+            say=log.say,
+        )
+    assert plan.sizes is not None
     from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
     from offload_trainer.engine.ds_config import deepspeed_config
 
@@ -293,7 +307,7 @@ def _build_engine(
         plan.sizes,
         world=world,
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
-        swap_directory=str(swap) if swap else None,
+        swap_directory=str(swaps[0]) if swaps else None,
     )
     if log.loud:
         write_text(output / "deepspeed.json", json.dumps(words, indent=1))
@@ -390,7 +404,7 @@ def _export_live(config: TrainConfig, source: Any, engine: Any, output: Path, lo
     log.say(f"weights exported in fp32 to {output / 'export'}")
 
 
-def _report(config: TrainConfig, plan: Plan, output: Path, swap: Path | None, log: Log) -> None:
+def _report(config: TrainConfig, plan: Plan, output: Path, swaps: list[Path], log: Log) -> None:
     """report.html: the plan beside what was measured."""
     from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, write_report
 
@@ -400,12 +414,12 @@ def _report(config: TrainConfig, plan: Plan, output: Path, swap: Path | None, lo
     measured: dict[str, int | None] = {}
     measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
     measured["gpu"] = max(row.device_peak_bytes for row in rows)
-    if swap is not None:
-        measured[str(Path(config.placement.nvme[0]).expanduser().resolve())] = _bytes_in(swap)
+    for drive, swap in zip(config.placement.nvme, swaps, strict=False):
+        measured[str(Path(drive).expanduser().resolve())] = _bytes_in(swap)
     measured[str(output.expanduser().absolute())] = _bytes_in(output / "checkpoints")
     write_report(
         output / "report.html",
-        title=f"{config.model.name}: {plan.placement}",
+        title=f"{config.model.name}: {plan.homes}",
         rows=rows,
         evaluations=read_evaluations(output / "evaluations.jsonl"),
         plan=plan.to_json(),

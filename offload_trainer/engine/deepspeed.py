@@ -23,7 +23,7 @@ from offload_trainer.data.rows import Batch
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
 from offload_trainer.engine.kernels import load_kernels
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, write_state
+from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, state_files, write_state
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.plan import reentrant
@@ -69,7 +69,7 @@ class DeepSpeedEngine:
         module = source.build(
             dtype=self._dtype,
             context=_zero_init(words, placement),
-            reentrant=reentrant(config.model, placement),
+            reentrant=reentrant(config.model, placement, engine="deepspeed"),
         )
         if placement.stage == 2:
             module.to(_device())
@@ -152,15 +152,13 @@ class DeepSpeedEngine:
             good_steps=getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1,
         )
         self._link_moments()
-        return write_state(
-            directory,
-            state,
-            shapes={name: full_shape(self._parameters[name]) for name in self._trained},
-            read=self._read,
+        files = state_files(
+            {name: full_shape(self._parameters[name]) for name in self._trained},
+            self._read,
             fixed={name: (full_shape(self._parameters[name]), self._dtype) for name in self._fixed},
             read_fixed=self._read_fixed,
-            writes=self.rank == 0,
         )
+        return write_state(directory, state, files, writes=self.rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory)

@@ -30,8 +30,6 @@ def load_kernels(placement: Placement) -> None:
     """
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
-    # ninja lies beside this interpreter, which need not be on the path when the program is called by its own.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     builders: list[Any] = []
     if placement.optimizer != "gpu":
         builders.append(CPUAdamBuilder())
@@ -43,15 +41,24 @@ def load_kernels(placement: Placement) -> None:
         _load(builder)
 
 
-def _load(builder: Any) -> None:
+def load_async_io() -> Any:
+    """DeepSpeed's libaio kernel, built or loaded."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return _load(AsyncIOBuilder())
+
+
+def _load(builder: Any) -> Any:
     from torch.utils.cpp_extension import _get_build_directory
 
+    # ninja lies beside this interpreter, which need not be on the path when the program is called by its own.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     directory = Path(_get_build_directory(builder.name, False))
     with open(directory.with_name(f"{builder.name}.turn"), "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         remove_stale_lock(directory)
         try:
-            builder.load(verbose=False)
+            return builder.load(verbose=False)
         except Exception as error:
             raise TrainerError(
                 f"DeepSpeed's kernel {builder.name} could not be built: {' '.join(str(error).split())[:500]}\n"

@@ -15,7 +15,15 @@ import torch
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, write_state
+from offload_trainer.engine.scaler import LossScale
+from offload_trainer.engine.state import (
+    KINDS,
+    EngineState,
+    read_engine_state,
+    read_tensors,
+    state_files,
+    write_state,
+)
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.zero import decay_groups
@@ -57,16 +65,13 @@ class PlainEngine:
         )
         self._clip = optim.clip
         self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
-        self._scaled = config.model.dtype == "fp16"
-        self._scale = optim.initial_loss_scale if self._scaled else 1.0
-        self._window = optim.loss_scale_window
-        self._good_steps = 0
+        self._scale = LossScale.of(config)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
-        scale = self._scale
+        scale = self._scale.value
         losses = []
         for batch in batches:
             with clock.phase("forward"):
@@ -96,29 +101,20 @@ class PlainEngine:
     def _update(self, *, lr: float) -> float | None:
         """AdamW on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])) / self._scale
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])) / self._scale.value
         finite = bool(norm.isfinite())
         if finite:
             clip = 1.0 if not self._clip else min(1.0, self._clip / (float(norm) + 1e-6))
             for grad in grads:
-                grad.mul_(clip / self._scale)
+                grad.mul_(clip / self._scale.value)
             for group in self._adam.param_groups:
                 group["lr"] = lr
             self._adam.step()
             for name, master in self._masters.items():
                 self._weights[name].copy_(master)
         self._adam.zero_grad()
-        self._rescale(finite=finite)
+        self._scale.after_step(finite=finite)
         return float(norm) if finite else None
-
-    def _rescale(self, *, finite: bool) -> None:
-        if not self._scaled:
-            return
-        self._good_steps = self._good_steps + 1 if finite else 0
-        if not finite:
-            self._scale = max(1.0, self._scale / 2)
-        elif self._good_steps == self._window:
-            self._scale, self._good_steps = self._scale * 2, 0
 
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
@@ -138,18 +134,22 @@ class PlainEngine:
             yield name, held.detach().float().cpu()
 
     def save(self, directory: Path) -> dict[str, Any]:
-        states = self._adam.state
-        steps = max((int(state["step"]) for state in states.values()), default=0)
-        fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
-        return write_state(
-            directory,
-            EngineState(optimizer_steps=steps, loss_scale=self._scale, good_steps=self._good_steps),
-            shapes={name: tuple(master.shape) for name, master in self._masters.items()},
-            read=self._read,
-            fixed=fixed,
-            read_fixed=lambda name: self._weights[name].detach(),
-            writes=True,
+        steps = {name: self._steps_of(master) for name, master in self._masters.items()}
+        most = max(steps.values(), default=0)
+        state = EngineState(
+            optimizer_steps=most,
+            loss_scale=self._scale.value,
+            good_steps=self._scale.good_steps,
+            weight_steps={name: count for name, count in steps.items() if count != most},
         )
+        fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
+        shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
+        files = state_files(shapes, self._read, fixed=fixed, read_fixed=lambda name: self._weights[name].detach())
+        return write_state(directory, state, files, writes=True)
+
+    def _steps_of(self, master: torch.Tensor) -> int:
+        state = self._adam.state.get(master)
+        return int(state["step"]) if state else 0
 
     def _read(self, name: str, kind: str) -> torch.Tensor:
         master = self._masters[name]
@@ -161,7 +161,7 @@ class PlainEngine:
     @torch.no_grad()
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory)
-        self._scale, self._good_steps = state.loss_scale, state.good_steps
+        self._scale.value, self._scale.good_steps = state.loss_scale, state.good_steps
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
         for kind in KINDS:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
@@ -169,8 +169,8 @@ class PlainEngine:
                 if kind == "master":
                     master.copy_(tensor)
                     self._weights[name].copy_(master)
-                elif state.optimizer_steps:
-                    moments = self._adam.state.setdefault(master, {"step": torch.tensor(float(state.optimizer_steps))})
+                elif steps := state.steps_of(name):
+                    moments = self._adam.state.setdefault(master, {"step": torch.tensor(float(steps))})
                     moments[kind] = tensor.to(self._device)
         fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
         if fixed:

@@ -1,18 +1,19 @@
 """An engine's state on disk: masters and moments by the weight's name, whatever engine wrote them.
 
-    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    fp32, every trainable weight, whole
+    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    every trainable weight, whole
+        exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           where moments are in 8 bits
         fixed.safetensors                                                   the weights that are not trained, if any
         engine.json                                                         optimizer steps, loss scale
 
 Nothing in it depends on ranks, homes or flat buffers, so any engine and placement continues from any other's,
-and export needs no engine at all.
+and export needs no engine at all. Masters are fp32; moments are as they were stored, and are read as fp32.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors import safe_open
 
 from offload_trainer.errors import UserError
 from offload_trainer.tiers.durable import write_text
+from offload_trainer.tiers.moments import decode_8bit
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -33,57 +35,77 @@ class EngineState:
     optimizer_steps: int  # steps that changed the weights; Adam's bias correction counts these
     loss_scale: float = 1.0
     good_steps: int = 0  # since the loss scale last changed
+    states: str = "fp32"  # how moments were stored
+    weight_steps: dict[str, int] = field(default_factory=dict)  # of weights that had no gradient in every step
+
+    def steps_of(self, name: str) -> int:
+        """Steps that changed one weight."""
+        return self.weight_steps.get(name, self.optimizer_steps)
 
 
-def write_state(
-    directory: Path,
-    state: EngineState,
-    *,
+@dataclass(frozen=True)
+class StateFile:
+    """One file of the state: its tensors, and what gives them by name (whole; it may be collective)."""
+
+    name: str
+    entries: Sequence[TensorEntry]
+    read: Callable[[str], torch.Tensor]
+
+
+def state_files(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str, str], torch.Tensor],
+    *,
     fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     read_fixed: Callable[[str], torch.Tensor],
-    writes: bool,
-) -> dict[str, Any]:
-    """Write all files; returns {file name: {"bytes", "crc32"}} on the rank that `writes`.
+) -> list[StateFile]:
+    """The usual files: `read(name, kind)` gives masters and moments in fp32, `read_fixed` what is not trained."""
+    entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
+    files = [StateFile(kind, entries, _of(read, kind)) for kind in KINDS]
+    return files + fixed_file(fixed, read_fixed)
 
-    `read(name, kind)` and `read_fixed(name)` give whole tensors and may be collective: every rank calls them, in the
-    same order. Raises TrainerError where the disk refuses.
-    """
-    files: dict[str, Any] = {}
-    plans: list[tuple[str, list[TensorEntry], Callable[[str], torch.Tensor]]] = [
-        (kind, [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()], _of(read, kind))
-        for kind in KINDS
-    ]
-    if fixed:
-        plans.append(("fixed", [TensorEntry(n, dtype, shape) for n, (shape, dtype) in fixed.items()], read_fixed))
-    for kind, entries, get in plans:
-        path = directory / f"{kind}.safetensors"
-        writer = TensorFileWriter(path, entries) if writes else None
-        for entry in entries:
-            tensor = get(entry.name)
-            if writer is not None:
-                writer.write(entry.name, tensor)
-        if writer is not None:
-            files[path.name] = asdict(writer.close())
-    if writes:
-        write_text(directory / "engine.json", json.dumps(asdict(state), indent=1))
-    return files
+
+def fixed_file(
+    fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]], read: Callable[[str], torch.Tensor]
+) -> list[StateFile]:
+    """The file of weights that are not trained, if there are any."""
+    entries = [TensorEntry(name, dtype, shape) for name, (shape, dtype) in fixed.items()]
+    return [StateFile("fixed", entries, read)] if entries else []
 
 
 def _of(read: Callable[[str, str], torch.Tensor], kind: str) -> Callable[[str], torch.Tensor]:
     return lambda name: read(name, kind)
 
 
+def write_state(directory: Path, state: EngineState, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
+    """Write all files; returns {file name: {"bytes", "crc32"}} on the rank that `writes`.
+
+    Every rank asks for the tensors in the same order. Raises TrainerError where the disk refuses.
+    """
+    written: dict[str, Any] = {}
+    for file in files:
+        path = directory / f"{file.name}.safetensors"
+        writer = TensorFileWriter(path, list(file.entries)) if writes else None
+        for entry in file.entries:
+            tensor = file.read(entry.name)
+            if writer is not None:
+                writer.write(entry.name, tensor)
+        if writer is not None:
+            written[path.name] = asdict(writer.close())
+    if writes:
+        write_text(directory / "engine.json", json.dumps(asdict(state), indent=1))
+    return written
+
+
 def read_engine_state(directory: Path) -> EngineState:
     return EngineState(**json.loads((directory / "engine.json").read_text()))
 
 
-def read_tensors(
-    directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]
+def read_stored(
+    directory: Path, name: str, *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of one kind, one at a time. UserError if names or shapes are not the model's."""
-    path = directory / f"{kind}.safetensors"
+    """(name, tensor as it was stored) of one file, one at a time. UserError if names or shapes are not the model's."""
+    path = directory / f"{name}.safetensors"
     with safe_open(path, framework="pt", device="cpu") as file:
         held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
@@ -92,3 +114,17 @@ def read_tensors(
             raise UserError(f"{path}: {len(wrong)} weights do not fit this model: {told}")
         for name in shapes:
             yield name, file.get_tensor(name)
+
+
+def read_tensors(
+    directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of one kind, one at a time: masters and moments in fp32, however they were stored."""
+    scales = directory / f"{kind}_scales.safetensors"
+    for name, tensor in read_stored(directory, kind, shapes=shapes):
+        if tensor.dtype is torch.uint8:
+            with safe_open(scales, framework="pt", device="cpu") as file:
+                wide = torch.empty(tensor.numel())
+                decode_8bit(tensor.flatten(), file.get_tensor(name), wide, signed=kind == "exp_avg")
+                tensor = wide.view(tensor.shape)
+        yield name, tensor if kind == "fixed" else tensor.float()

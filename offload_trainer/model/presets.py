@@ -62,12 +62,13 @@ def gpt2_shape(config: dict[str, Any]) -> ModelShape:
         "mlp.c_proj.bias": (hidden,),
     }
     weights = [
-        Weight("transformer.wte.weight", (config["vocab_size"], hidden)),
-        Weight("transformer.wpe.weight", (config["n_positions"], hidden)),
+        Weight("transformer.wte.weight", (config["vocab_size"], hidden), unit="transformer.wte"),
+        Weight("transformer.wpe.weight", (config["n_positions"], hidden), unit="transformer.wpe"),
     ]
     for layer in range(layers):
-        weights += [Weight(f"transformer.h.{layer}.{name}", shape) for name, shape in block.items()]
-    weights += [Weight("transformer.ln_f.weight", (hidden,)), Weight("transformer.ln_f.bias", (hidden,))]
+        unit = f"transformer.h.{layer}"
+        weights += [Weight(f"{unit}.{name}", shape, unit=unit, block=True) for name, shape in block.items()]
+    weights += [Weight(f"transformer.ln_f.{name}", (hidden,), unit="transformer.ln_f") for name in ("weight", "bias")]
     return ModelShape(
         weights=tuple(weights),
         layers=layers,

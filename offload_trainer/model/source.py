@@ -55,9 +55,8 @@ class ModelSource:
     ) -> CausalLoss:
         """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
 
-        `context` surrounds the construction (DeepSpeed's zero.Init); `reentrant` is torch's variant of checkpointing.
-        Parameters that stay fixed and checkpointing
-        are set; ties are in place.
+        `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`); `reentrant` is
+        torch's variant of checkpointing. Parameters that stay fixed and checkpointing are set; ties are in place.
         """
         with context or nullcontext(), no_init_weights():
             model = AutoModelForCausalLM.from_config(
@@ -75,6 +74,9 @@ class ModelSource:
                 # Without a GPU they are in host memory already.
                 offload=self.section.offload_activations and torch.cuda.is_available(),
             )
+            if reentrant:
+                # That variant gives no gradients at all where its input needs none: with frozen embeddings.
+                model.enable_input_require_grads()
         return CausalLoss(model, chunk=self.section.loss_chunk)
 
     def weights(self) -> Iterator[NamedTensor]:
@@ -87,7 +89,7 @@ class ModelSource:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...)."""
         small = copy.deepcopy(self.config)
-        with no_init_weights(), _only_buffers():
+        with no_init_weights(), parameters_without_memory():
             model = AutoModelForCausalLM.from_config(small, trust_remote_code=self.section.trust_remote_code)
         return dict(model.named_buffers())
 
@@ -95,7 +97,7 @@ class ModelSource:
         return meta_model(self.config, trust_remote_code=self.section.trust_remote_code)
 
 
-class _only_buffers:
+class parameters_without_memory:
     """Parameters made inside go to the meta device, everything else where it belongs."""
 
     def __enter__(self) -> None:
@@ -201,20 +203,39 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
     idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
     if idle:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
-    weights = tuple(
-        Weight(name, tuple(parameter.shape), trainable=not any(pattern.search(name) for pattern in patterns))
-        for name, parameter in model.named_parameters()
-    )
+    blocks = block_names(model)
+    weights = []
+    for name, parameter in model.named_parameters():
+        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        weights.append(
+            Weight(
+                name,
+                tuple(parameter.shape),
+                trainable=not any(pattern.search(name) for pattern in patterns),
+                unit=block or name.rpartition(".")[0],
+                block=block is not None,
+            )
+        )
     if not any(weight.trainable for weight in weights):
         raise UserError("model.freeze leaves nothing to train")
     text = model.config.get_text_config()
     return ModelShape(
-        weights=weights,
+        weights=tuple(weights),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         context=getattr(text, "max_position_embeddings", None) or 2048,
     )
+
+
+def block_names(model: PreTrainedModel) -> list[str]:
+    """The repeated blocks: the outermost modules that transformers says must not be split over devices."""
+    kinds = tuple(model._no_split_modules or ())
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:

@@ -7,21 +7,22 @@ Candidates are tried from the fastest to the roomiest; the first that fits is ta
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
-from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.config import ModelSection, TrainConfig, engine_of, wishes_of_tiered
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.zero import Placement, ZeroSizes, zero_sizes
+from offload_trainer.plan.tiered import MARGIN, TierSizes, share_that_fits, tier_sizes, tiered_items
+from offload_trainer.plan.zero import Placement, Tier, ZeroSizes, zero_sizes
 from offload_trainer.units import format_bytes, format_count
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
 LONGEST_ROW = 1024
 
-# From the fastest to the roomiest.
+# DeepSpeed's, from the fastest to the roomiest.
 _CANDIDATES = (
     Placement("gpu", "gpu"),
     Placement("gpu", "cpu"),
@@ -38,7 +39,7 @@ class Plan:
 
     engine: str
     placement: Placement
-    sizes: ZeroSizes
+    sizes: ZeroSizes | TierSizes | None
     checkpointing: bool
     seq_len: int
     tokens_per_step: int
@@ -47,6 +48,24 @@ class Plan:
     tiers: dict[str, dict[str, int]]
     rejected: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+
+    @property
+    def homes(self) -> str:
+        """Where weights and optimizer state live, in words."""
+        if not isinstance(self.sizes, TierSizes):
+            return str(self.placement)
+        share = self.sizes.ram_fraction
+        state = "RAM" if share == 1 else "nvme" if share == 0 else f"{share:.1%} RAM, else nvme"
+        gradients = ", gradients nvme" if self.sizes.gradients == "nvme" else ""
+        return f"params {self.placement.params}, optimizer {state}{gradients}"
+
+    @property
+    def uses_drives(self) -> bool:
+        """Whether anything lives on a drive."""
+        on_drive = "nvme" in (self.placement.params, self.placement.optimizer)
+        if isinstance(self.sizes, TierSizes):
+            return self.placement.params == "nvme" or self.sizes.ram_fraction < 1 or self.sizes.gradients == "nvme"
+        return on_drive
 
     @property
     def fits(self) -> bool:
@@ -68,7 +87,7 @@ class Plan:
                 "seq_len": self.seq_len,
                 "tokens_per_step": self.tokens_per_step,
                 "ranks": self.world,
-                "sizes": asdict(self.sizes) if self.engine == "deepspeed" else None,
+                "sizes": asdict(self.sizes) if self.sizes else None,
             },
             "tiers": self.tiers,
             "items": [asdict(item) for item in self.items],
@@ -79,9 +98,13 @@ class Plan:
 
     def describe(self) -> str:
         """The plan as a person reads it."""
-        engine = f"DeepSpeed ZeRO-{self.placement.stage}" if self.engine == "deepspeed" else "plain torch"
+        engine = {
+            "tiered": "tiered engine",
+            "deepspeed": f"DeepSpeed ZeRO-{self.placement.stage}",
+            "plain": "plain torch",
+        }[self.engine]
         lines = [
-            f"plan: {engine}; {self.placement}; {format_count(self.tokens_per_step)} tokens a step; "
+            f"plan: {engine}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step; "
             f"gradient checkpointing {'on' if self.checkpointing else 'off'}"
         ]
         for tier, room in self.tiers.items():
@@ -99,10 +122,10 @@ def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
     return section.checkpointing == "on" or (section.checkpointing == "auto" and shape.parameters >= CHECKPOINTING_FROM)
 
 
-def reentrant(section: ModelSection, placement: Placement) -> bool:
-    """Which of torch's variants of checkpointing; the non-reentrant one is wrong with weights on NVMe (config)."""
+def reentrant(section: ModelSection, placement: Placement, *, engine: str) -> bool:
+    """Which of torch's variants of checkpointing; DeepSpeed is wrong with the other for weights on NVMe (config)."""
     if section.checkpointing_variant == "auto":
-        return placement.params == "nvme"
+        return engine == "deepspeed" and placement.params == "nvme"
     return section.checkpointing_variant == "reentrant"
 
 
@@ -121,26 +144,78 @@ def make_plan(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *
 
     Raises UserError for wishes that cannot be combined on this machine.
     """
-    refuse_impossible(config, machine)
-    engine = "plain" if config.placement.engine == "plain" else "deepspeed"
-    plans = [
-        _laid_out(config, shape, machine, engine=engine, placement=placement, world=world)
-        for placement in _wanted(config, machine, engine=engine)
-    ]
+    engine = engine_of(config, world=world)
+    refuse_impossible(config, machine, engine=engine, world=world)
+    if engine == "tiered":
+        plans = _tiered_plans(config, shape, machine)
+    else:
+        plans = [
+            _laid_out(config, shape, machine, engine=engine, placement=placement, sizes=None, world=world)
+            for placement in _wanted(config, machine, engine=engine)
+        ]
     chosen = next((plan for plan in plans if plan.fits), None) or min(plans, key=_excess)
     rejected = []
     for plan in plans:
         if plan is chosen:
             break
-        rejected.append((str(plan.placement), "; ".join(plan.shortfalls())))
+        rejected.append((plan.homes, "; ".join(plan.shortfalls())))
     return Plan(**{**vars(chosen), "rejected": tuple(rejected)})
 
 
-def refuse_impossible(config: TrainConfig, machine: MachineProfile) -> None:
-    """Combinations that only this machine makes impossible."""
-    if machine.gpu is None and config.model.dtype == "fp16" and config.placement.engine != "plain":
+def _tiered_plans(config: TrainConfig, shape: ModelShape, machine: MachineProfile) -> list[Plan]:
+    """Everything on the GPU, where there is one; then weights on the device, in RAM, on drives, and gradients too.
+
+    Each with as much of the optimizer state in RAM as fits, unless the share is given.
+    """
+    place = config.placement
+    plans = []
+    if place.engine == "auto" and machine.gpu is not None and place.params in ("auto", "gpu"):
+        if place.optimizer == "auto" and place.ram_fraction == "auto" and config.optim.states == "fp32":
+            everything = Placement("gpu", "gpu")
+            plans.append(
+                _laid_out(config, shape, machine, engine="deepspeed", placement=everything, sizes=None, world=1)
+            )
+    homes: list[Tier] = [place.params] if place.params != "auto" else ["gpu", "cpu", "nvme"]
+    if place.params == "auto" and machine.gpu is None:
+        homes.remove("cpu")  # the device's memory is RAM already
+    for params in homes:
+        for gradients in _gradient_homes(config, params):
+            if (params == "nvme" or gradients == "nvme") and not place.nvme:
+                continue
+            placement = Placement(params, "nvme" if place.optimizer == "nvme" else "cpu")
+            sizes = tier_sizes(config, placement, gradients=gradients)
+            plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
+            if place.optimizer == "auto" and place.ram_fraction == "auto" and place.nvme and not plan.fits:
+                ram = plan.tiers["ram"]
+                state = sum(item.bytes for item in plan.items if item.name == "state in RAM")
+                bare = _laid_out(
+                    config, shape, machine, engine="tiered", placement=placement,
+                    sizes=replace(sizes, ram_fraction=0.0), world=1,
+                )  # fmt: skip
+                spare = int(ram["have"] * (1 - MARGIN)) - bare.tiers["ram"]["need"]
+                if spare < state:
+                    sizes = share_that_fits(config, shape, sizes, spare_bytes=max(0, spare))
+                    plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
+            plans.append(plan)
+    return plans
+
+
+def _gradient_homes(config: TrainConfig, params: Tier) -> list[Literal["cpu", "nvme"]]:
+    wish = config.placement.gradients
+    if wish != "auto":
+        return [wish]
+    return ["cpu", "nvme"] if params == "nvme" else ["cpu"]
+
+
+def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: str, world: int) -> None:
+    """Combinations that only this machine, or the launcher's number of ranks, makes impossible."""
+    if world > 1 and engine == "tiered":
+        raise UserError(f"--engine tiered trains with one rank, and {world} were started; use --engine deepspeed")
+    if engine != "tiered" and (ignored := wishes_of_tiered(config, engine)):
+        raise UserError("; ".join(ignored))
+    if machine.gpu is None and config.model.dtype == "fp16" and engine == "deepspeed":
         raise UserError(
-            "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine plain"
+            "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine tiered"
         )
 
 
@@ -173,21 +248,35 @@ def _laid_out(
     *,
     engine: str,
     placement: Placement,
+    sizes: TierSizes | None,
     world: int,
 ) -> Plan:
+    """The plan of one candidate. `sizes` are the tiered engine's; DeepSpeed's are worked out here."""
     device = "ram" if machine.gpu is None else "gpu"
     drive = machine.drives[0].directory if machine.drives else None
     seq_len = row_length(config, shape)
     checkpointing = wants_checkpointing(config.model, shape)
-    sizes = zero_sizes(shape, config.deepspeed, placement, world=world, item_bytes=item_bytes(config.model.dtype))
+    zero = None
     if engine == "plain":
         items = plain_items(config, shape, device=device, checkpointing=checkpointing, seq_len=seq_len)
-    else:
-        items = deepspeed_items(
+    elif sizes is not None:
+        items = tiered_items(
             config,
             shape,
             placement,
             sizes,
+            device=device,
+            drives=[drive.directory for drive in machine.drives],
+            checkpointing=checkpointing,
+            seq_len=seq_len,
+        )
+    else:
+        zero = zero_sizes(shape, config.deepspeed, placement, world=world, item_bytes=item_bytes(config.model.dtype))
+        items = deepspeed_items(
+            config,
+            shape,
+            placement,
+            zero,
             device=device,
             drive=drive,
             world=world,
@@ -198,7 +287,7 @@ def _laid_out(
     return Plan(
         engine=engine,
         placement=placement,
-        sizes=sizes,
+        sizes=sizes or zero,
         checkpointing=checkpointing,
         seq_len=seq_len,
         tokens_per_step=config.train.micro_batch * config.train.accumulate * world * seq_len,
@@ -231,11 +320,11 @@ def _excess(plan: Plan) -> int:
     return sum(max(0, room["need"] - room["have"]) for room in plan.tiers.values())
 
 
-def saves_state(config: TrainConfig, placement: Placement) -> str | None:
+def saves_state(config: TrainConfig, plan: Plan) -> str | None:
     """None if checkpoints can be made and resumed from exactly, else the reason why not."""
-    if config.placement.engine == "plain":
+    if plan.engine != "deepspeed":
         return None
-    if placement.optimizer == "nvme":
+    if plan.placement.optimizer == "nvme":
         return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
     if config.optim.name == "adamw8bit":
         return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"

@@ -13,6 +13,8 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    unit: str = ""  # name of the block that it is in, or of its own module
+    block: bool = False  # whether that is one of the repeated blocks
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,36 @@
+"""Dynamic loss scaling for fp16, as torch's GradScaler does it: halve at an overflow, double after good steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload_trainer.config import TrainConfig
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss. 1 and constant unless the run is in fp16."""
+
+    value: float
+    window: int  # good steps after which it doubles
+    dynamic: bool
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> LossScale:
+        dynamic = config.model.dtype == "fp16"
+        return cls(
+            value=config.optim.initial_loss_scale if dynamic else 1.0,
+            window=config.optim.loss_scale_window,
+            dynamic=dynamic,
+        )
+
+    def after_step(self, *, finite: bool) -> None:
+        """Adjust to a step whose gradients were all finite, or were not."""
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == self.window:
+            self.value, self.good_steps = self.value * 2, 0

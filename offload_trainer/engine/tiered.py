@@ -1,0 +1,434 @@
+"""The tiered engine behind the `Engine` protocol: weights, gradients and optimizer state in RAM and on drives at once.
+
+    forward, backward   Stream brings weights where they are away; each gradient goes to Gradients as it is made
+    update              the norm, then Updater walks the pages; new 16-bit weights go to their homes
+
+Where something lives never changes a bit of the result. What is put together here is in `tiers/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.data.rows import Batch
+from offload_trainer.engine.protocol import StepResult
+from offload_trainer.engine.scaler import LossScale
+from offload_trainer.engine.state import (
+    EngineState,
+    StateFile,
+    fixed_file,
+    read_engine_state,
+    read_stored,
+    read_tensors,
+    write_state,
+)
+from offload_trainer.model.pretrained import as_parameter
+from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
+from offload_trainer.plan.layout import FIELDS, RAM, Place, Unit, drive_of_unit, page_bytes, pages_of, units_of
+from offload_trainer.plan.plan import reentrant
+from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes
+from offload_trainer.plan.zero import Placement
+from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
+from offload_trainer.tiers.gradients import Gradients
+from offload_trainer.tiers.kernels import Adam, choose_kernel
+from offload_trainer.tiers.moments import Noise, encode_8bit
+from offload_trainer.tiers.store import PageStore, field_dtype, size_of_home
+from offload_trainer.tiers.stream import Stream
+from offload_trainer.tiers.tensorfile import TensorEntry
+from offload_trainer.tiers.transfer import (
+    AioTransfers,
+    CheckedTransfers,
+    DriveFile,
+    ThreadedTransfers,
+    Transfers,
+)
+from offload_trainer.tiers.update import Stretch, Updater
+from offload_trainer.tiers.weights import DEVICE, Weights
+
+
+class TieredEngine:
+    """Trains `source` with one rank, its state in RAM and in the private directories `drives`."""
+
+    rank, world = 0, 1
+
+    def __init__(
+        self,
+        source: ModelSource,
+        config: TrainConfig,
+        *,
+        placement: Placement,
+        sizes: TierSizes,
+        drives: Sequence[Path],
+        load_weights: bool = True,
+        say: Callable[[str], None] = lambda line: None,
+        device: Device | None = None,
+    ) -> None:
+        """`device` is for tests; without it CUDA where there is a GPU, else the CPU."""
+        self._config = config
+        self._dtype = DTYPES[config.model.dtype]
+        self._units = units_of(source.shape)
+        self._places: dict[str, tuple[Unit, Place]] = {
+            place.weight.name: (unit, place) for unit in self._units for place in unit.places
+        }
+        self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
+        self._fixed = [weight.name for weight in source.shape.weights if not weight.trainable]
+        self._steps = dict.fromkeys(self._trained, 0)
+        self._scale = LossScale.of(config)
+        self._last_batch = True
+        self._open = ExitStack()
+        self._device = device or _device(self._units, placement, itemsize=self._dtype.itemsize)
+        self._open.callback(self._device.close)
+        self._transfers = _transfers(config)
+        self._open.callback(self._transfers.close)
+        self._make_homes(placement, sizes, drives, order=self._trained)
+        kernel, why = choose_kernel(config.optim.kernel, Adam(betas=config.optim.betas, eps=config.optim.eps))
+        say(f"update: {why}; drives: {self._transfers.name}")
+        self._updater = Updater(
+            self._store,
+            self._weights,
+            self._gradients,
+            kernel,
+            slots=sizes.page_buffers,
+            pinned=self._device.is_cuda,
+        )
+        self._module = source.build(
+            dtype=self._dtype,
+            context=parameters_without_memory(),
+            reentrant=reentrant(config.model, placement, engine="tiered"),
+        )
+        self._parameters = self._give_memory(self._module.model)
+        self._module.to(self._device.place)
+        for name, value in source.buffers().items():
+            _set_buffer(self._module.model, name, value.to(self._device.place))
+        self._stream = self._make_stream(sizes)
+        for name in self._trained:
+            self._parameters[name].register_post_accumulate_grad_hook(self._hand_over(name))
+        if load_weights:
+            self._load_weights(source)
+
+    # -- putting together ----------------------------------------------------------------------------------------------
+
+    def _make_homes(
+        self, placement: Placement, sizes: TierSizes, drives: Sequence[Path], *, order: Sequence[str]
+    ) -> None:
+        """Files on the drives, and the homes of state, weights and gradients in them and in memory."""
+        pages = pages_of(self._units, page=sizes.page, ram_fraction=sizes.ram_fraction, speeds=sizes.speeds)
+        moved = [unit for unit in self._units if not unit.small]
+        drive_of = {} if not drives else dict(zip(moved, drive_of_unit(moved, sizes.speeds), strict=True))
+
+        def homes(*, away: bool, inside: int, small: int) -> list[int]:
+            return [small if unit.small else drive_of[unit] if away else inside for unit in self._units]
+
+        weight_homes = homes(
+            away=placement.params == "nvme", inside=RAM if placement.params == "cpu" else DEVICE, small=DEVICE
+        )
+        gradient_homes = homes(away=sizes.gradients == "nvme", inside=RAM, small=RAM)
+        gradient_dtype = torch.float32 if gradient_bytes(self._config) == 4 else self._dtype
+        state_sizes = [page_bytes(page.elements, states=sizes.states) for page in pages]
+        self._store = PageStore(
+            pages,
+            states=sizes.states,
+            files=self._files(drives, "state", state_sizes, [page.home for page in pages]),
+            transfers=self._transfers,
+            pinned=False,
+        )
+        weight_sizes = [unit.elements * self._dtype.itemsize for unit in self._units]
+        self._weights = Weights(
+            self._units,
+            weight_homes,
+            dtype=self._dtype,
+            device=self._device,
+            files=self._files(drives, "weights", weight_sizes, weight_homes),
+            transfers=self._transfers,
+        )
+        gradient_sizes = [unit.trained * gradient_dtype.itemsize for unit in self._units]
+        self._gradients = Gradients(
+            self._units,
+            gradient_homes,
+            dtype=gradient_dtype,
+            device=self._device,
+            files=self._files(drives, "gradients", gradient_sizes, gradient_homes),
+            transfers=self._transfers,
+            stagings=GRADIENT_BUFFERS,
+            order=order,
+        )
+
+    def _files(
+        self, drives: Sequence[Path], name: str, sizes: Sequence[int], homes: Sequence[int]
+    ) -> list[DriveFile]:
+        """A file on each drive for what has its home there."""
+        files = []
+        for home, drive in enumerate(drives):
+            files.append(DriveFile(drive / name, size_of_home(sizes, homes, home)))
+            self._open.callback(files[-1].close)
+        return files
+
+    def _give_memory(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Parameters on their units' memory, where that stays on the device; the stream gives it to the others."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        named = dict(model.named_parameters())
+        for name, old in named.items():
+            unit, place = self._places[name]
+            resident = self._weights.resident(unit.index)
+            if resident is None:
+                data = torch.empty(1, dtype=self._dtype, device=self._device.place).expand(place.weight.shape)
+            else:
+                data = resident[place.start : place.start + place.weight.numel].view(place.weight.shape)
+            made[old] = nn.Parameter(data, requires_grad=old.requires_grad)
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = made[parameter]
+        return {name: made[old] for name, old in named.items()}
+
+    def _make_stream(self, sizes: TierSizes) -> Stream | None:
+        if all(self._weights.resident(unit.index) is not None for unit in self._units):
+            return None
+        stream = Stream(self._weights, self._parameters, device=self._device, blocks=sizes.unit_buffers, others=1)
+        by_identity = {parameter: self._places[name][0].index for name, parameter in self._parameters.items()}
+        model = self._module.model
+        stream.attach(model, {n: by_identity[p] for n, p in model.named_parameters(remove_duplicate=False)})
+        return stream
+
+    @torch.no_grad()
+    def _load_weights(self, source: ModelSource) -> None:
+        """Weights to their homes one at a time, and masters made from them."""
+        for name, value in source.weights():
+            unit, place = self._places[name]
+            rounded = as_parameter(value, self._dtype).reshape(-1)
+            self._weights.put(unit.index, place.start, rounded)
+            if place.weight.trainable:
+                self._store.put("master", unit.index, place.start, place.weight.numel, rounded.float())
+        self._weights.put_away()
+        self._store.put_away()
+
+    def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: nn.Parameter) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self._gradients.add(name, gradient, last=self._last_batch)
+
+        return hook
+
+    # -- a step ----------------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
+        self._module.train()
+        scale = self._scale.value
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            self._last_batch = number == len(batches)
+            with clock.phase("forward"), self._passing(backward=False):
+                loss = self._module(batch.inputs.to(self._device.place), batch.targets.to(self._device.place))
+                losses.append(loss.detach())
+            with clock.phase("backward"), self._passing(backward=True):
+                if self._last_batch:
+                    self._updater.read_ahead()
+                (loss * (scale / len(batches))).backward()
+        with clock.phase("update"), torch.no_grad():
+            norm = self._update(lr=lr)
+        mean = float(torch.stack(losses).mean())
+        return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
+
+    def _passing(self, *, backward: bool) -> AbstractContextManager[Any]:
+        return self._stream.passing(backward=backward) if self._stream else nullcontext()
+
+    def _update(self, *, lr: float) -> float | None:
+        """AdamW on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
+        self._gradients.finish()
+        norm = self._gradients.norm() / self._scale.value
+        arrived = self._gradients.arrived
+        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        if finite:
+            limit = self._config.optim.clip
+            clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+            for name in arrived:
+                self._steps[name] += 1
+            self._updater.update(
+                [self._stretches(unit, arrived) for unit in self._units],
+                scale=clip / self._scale.value,
+                lr=lr,
+                noise=self._noise(),
+            )
+            if self._stream:
+                self._stream.forget()
+        self._gradients.clear()
+        self._scale.after_step(finite=finite)
+        return norm if finite else None
+
+    def _stretches(self, unit: Unit, arrived: frozenset[str]) -> list[Stretch]:
+        """The unit's trainable elements that got a gradient, as long as they are updated alike."""
+        decay = self._config.optim.weight_decay
+        places = [place for place in unit.places if place.weight.trainable]
+        ends = [place.start for place in places[1:]] + [unit.trained]
+        found: list[Stretch] = []
+        for place, end in zip(places, ends, strict=True):
+            if place.weight.name not in arrived:
+                continue
+            alike = (decay if place.weight.decays else 0.0, self._steps[place.weight.name])
+            if found and found[-1].end == place.start and (found[-1].decay, found[-1].step) == alike:
+                found[-1] = Stretch(found[-1].start, end, *alike)
+            else:
+                found.append(Stretch(place.start, end, *alike))
+        return found
+
+    def _noise(self) -> Noise | None:
+        if self._store.states != "bf16":
+            return None
+        return Noise(seed=self._config.train.seed, step=max(self._steps.values()))
+
+    @torch.no_grad()
+    def eval_loss(self, batch: Batch) -> float:
+        self._module.eval()
+        with self._passing(backward=False):
+            return float(self._module(batch.inputs.to(self._device.place), batch.targets.to(self._device.place)))
+
+    @torch.no_grad()
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._module.eval()
+        with self._passing(backward=False):
+            return self._module.next_logits(tokens.to(self._device.place)).float().cpu()
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._trained:
+            yield name, self._stored("master", name)
+        for name in self._fixed:
+            yield name, self._read_fixed(name).float()
+        self._put_away()
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        most = max(self._steps.values())
+        state = EngineState(
+            optimizer_steps=most,
+            loss_scale=self._scale.value,
+            good_steps=self._scale.good_steps,
+            states=self._store.states,
+            weight_steps={name: count for name, count in self._steps.items() if count != most},
+        )
+        files = [
+            StateFile(
+                field,
+                [self._entry(field, name) for name in self._trained],
+                lambda name, field=field: self._stored(field, name),  # type: ignore[misc]
+            )
+            for field in FIELDS[self._store.states]
+        ]
+        shapes = {name: (self._places[name][1].weight.shape, self._dtype) for name in self._fixed}
+        written = write_state(directory, state, files + fixed_file(shapes, self._read_fixed), writes=True)
+        self._put_away()
+        return written
+
+    def _entry(self, field: str, name: str) -> TensorEntry:
+        weight = self._places[name][1].weight
+        per = FIELDS[self._store.states][field][1]
+        shape = weight.shape if per == 1 else (-(-weight.numel // per),)
+        return TensorEntry(name, field_dtype(field, states=self._store.states), shape)
+
+    def _stored(self, field: str, name: str) -> torch.Tensor:
+        unit, place = self._places[name]
+        values = self._store.get(field, unit.index, place.start, place.weight.numel)
+        return values.view(self._entry(field, name).shape)
+
+    def _read_fixed(self, name: str) -> torch.Tensor:
+        unit, place = self._places[name]
+        return self._weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        state = read_engine_state(directory)
+        self._scale.value, self._scale.good_steps = state.loss_scale, state.good_steps
+        self._steps = {name: state.steps_of(name) for name in self._trained}
+        shapes = {name: self._places[name][1].weight.shape for name in self._trained}
+        for name, tensor in read_tensors(directory, "master", shapes=shapes):
+            self._put("master", name, tensor)
+            unit, place = self._places[name]
+            self._weights.put(unit.index, place.start, tensor.reshape(-1))
+        for field in list(FIELDS[self._store.states])[1:]:
+            if state.states == self._store.states:
+                shapes = {name: self._entry(field, name).shape for name in self._trained}
+                for name, tensor in read_stored(directory, field, shapes=shapes):
+                    self._put(field, name, tensor)
+            elif not field.endswith("_scales"):
+                for name, tensor in read_tensors(directory, field, shapes=shapes):
+                    self._put_converted(field, name, tensor)
+        fixed = {name: self._places[name][1].weight.shape for name in self._fixed}
+        if fixed:
+            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
+                unit, place = self._places[name]
+                self._weights.put(unit.index, place.start, tensor.reshape(-1))
+        self._put_away()
+        if self._stream:
+            self._stream.forget()
+
+    def _put(self, field: str, name: str, values: torch.Tensor) -> None:
+        unit, place = self._places[name]
+        self._store.put(field, unit.index, place.start, place.weight.numel, values.reshape(-1))
+
+    def _put_converted(self, kind: str, name: str, values: torch.Tensor) -> None:
+        """A moment that was stored in another precision."""
+        if self._store.states != "8bit":
+            self._put(kind, name, values.to(field_dtype(kind, states=self._store.states)))
+            return
+        flat = values.reshape(-1)
+        codes = torch.empty(flat.numel(), dtype=torch.uint8)
+        scales = torch.empty(self._entry(f"{kind}_scales", name).shape)
+        encode_8bit(flat, codes, scales, signed=kind == "exp_avg")
+        self._put(kind, name, codes)
+        self._put(f"{kind}_scales", name, scales)
+
+    def _put_away(self) -> None:
+        self._store.put_away()
+        self._weights.put_away()
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
+    if not torch.cuda.is_available():
+        return CpuDevice()
+    largest = max(unit.elements for unit in units) * itemsize
+    return CudaDevice(
+        torch.device("cuda", torch.cuda.current_device()),
+        staging_bytes=largest if placement.params == "nvme" else 0,
+        stagings=2,
+    )
+
+
+def _transfers(config: TrainConfig) -> Transfers:
+    """What moves bytes to and from drives; DeepSpeed's kernel tells no errors, so each of its bytes is checked."""
+    tiered = config.tiered
+    if tiered.io == "async_io":
+        from offload_trainer.engine.kernels import load_async_io
+
+        kernel = load_async_io()
+        return CheckedTransfers(
+            AioTransfers(
+                lambda: kernel.aio_handle(
+                    block_size=min(tiered.io_block_bytes, 1 << 20),
+                    queue_depth=32,
+                    single_submit=False,
+                    overlap_events=True,
+                    intra_op_parallelism=1,
+                )
+            )
+        )
+    threads = ThreadedTransfers(threads=tiered.io_threads, block=tiered.io_block_bytes)
+    return CheckedTransfers(threads) if tiered.checksums else threads
+
+
+def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    holder = model.get_submodule(owner)
+    assert leaf in holder._buffers, name
+    holder._buffers[leaf] = value

@@ -1,0 +1,186 @@
+"""Where each weight lies: units of the model, pages of the optimizer state, homes of the pages. Pure arithmetic.
+
+    ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
+
+A unit is one of the model's repeated blocks, or a module outside them. Its weights lie end to end, the trainable ones
+first, matrices before vectors; so an element of the optimizer state has the same place in its unit as the weight it
+belongs to. A page is a stretch of one unit's trainable part. Everything that is moved starts and ends at a multiple
+of 4096 elements, which is a multiple of a drive's sector for elements of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offload_trainer.plan.shape import ModelShape, Weight
+
+ALIGN = 4096  # elements
+BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization)
+_WEIGHT_ALIGN = BLOCK_8BIT  # elements; a scale then belongs to one weight, and matrix units find aligned rows
+SMALL = 1 << 20  # elements; a unit outside the blocks below this stays where it is used
+
+RAM = -1  # home of a page; drives are 0, 1, ...
+
+
+def aligned(elements: int, to: int = ALIGN) -> int:
+    return -(-elements // to) * to
+
+
+@dataclass(frozen=True)
+class Place:
+    """A weight, and the element of its unit that it starts at."""
+
+    weight: Weight
+    start: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are fetched together. Counts are elements."""
+
+    index: int
+    name: str
+    block: bool  # one of the model's repeated blocks
+    places: tuple[Place, ...]
+    trained: int  # the trainable weights lie in [0, trained); a multiple of ALIGN
+    elements: int  # with those that stay fixed; a multiple of ALIGN
+
+    @property
+    def small(self) -> bool:
+        """Too small to be worth moving: its weights stay on the device."""
+        return not self.block and self.elements <= SMALL
+
+
+@dataclass(frozen=True)
+class Page:
+    """Elements [start, start + elements) of a unit's trainable part, and where their state lives."""
+
+    unit: int
+    start: int
+    elements: int
+    home: int = RAM
+
+
+def units_of(shape: ModelShape) -> tuple[Unit, ...]:
+    """The model's units, in the order of their first weight."""
+    names = dict.fromkeys(weight.unit for weight in shape.weights)
+    return tuple(
+        _unit(index, name, [weight for weight in shape.weights if weight.unit == name])
+        for index, name in enumerate(names)
+    )
+
+
+def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
+    places: list[Place] = []
+    end = trained = 0
+    for weight in sorted(weights, key=lambda weight: (not weight.trainable, not weight.decays)):
+        if not weight.trainable:
+            end = max(end, aligned(trained))
+        places.append(Place(weight, end))
+        end = aligned(end + weight.numel, _WEIGHT_ALIGN)
+        if weight.trainable:
+            trained = end
+    return Unit(
+        index=index,
+        name=name,
+        block=weights[0].block,
+        places=tuple(places),
+        trained=aligned(trained),
+        elements=aligned(end),
+    )
+
+
+def pages_of(units: Sequence[Unit], *, page: int, ram_fraction: float, speeds: Sequence[float]) -> tuple[Page, ...]:
+    """Pages of at most `page` elements, `ram_fraction` of all elements in RAM, the rest divided as `speeds`.
+
+    RAM and the drives alternate, so that the arithmetic of pages in RAM hides the drives. The share in RAM is exact
+    to ALIGN elements, rounded up: one page is cut for it. `speeds` has one number a drive and may be empty for
+    a share of 1.
+    """
+    bare = [piece for unit in units for piece in _cut(unit, page)]
+    total = sum(piece.elements for piece in bare)
+    in_ram = min(total, aligned(int(-(-total * ram_fraction // 1))))
+    assert in_ram == total or speeds, "state outside RAM needs a drive"
+    drives = sum(speeds)
+    wanted = {RAM: in_ram / total if total else 1.0}
+    wanted |= {drive: (1 - wanted[RAM]) * speed / drives for drive, speed in enumerate(speeds)}
+    held = dict.fromkeys(wanted, 0)
+    done = 0
+    pages: list[Page] = []
+    for piece in bare:
+        done += piece.elements
+        home = max(wanted, key=lambda home: wanted[home] * done - held[home])
+        held[home] += piece.elements
+        pages.append(replace(piece, home=home))
+    return tuple(_settle(pages, in_ram - held[RAM], drives=len(speeds)))
+
+
+def _cut(unit: Unit, page: int) -> list[Page]:
+    """A unit's pages, as even as they can be."""
+    if not unit.trained:
+        return []
+    size = aligned(-(-unit.trained // -(-unit.trained // page)))
+    return [Page(unit.index, start, min(size, unit.trained - start)) for start in range(0, unit.trained, size)]
+
+
+def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
+    """Move `missing` elements into RAM (out of it, if negative), from the last pages on."""
+    settled = []
+    for page in reversed(pages):
+        movable = page.elements if (page.home == RAM) == (missing < 0) else 0
+        moved = min(abs(missing), movable)
+        target = RAM if missing > 0 else page.unit % max(1, drives)
+        missing += moved if missing < 0 else -moved
+        if moved == page.elements:
+            settled.append(replace(page, home=target))
+        elif moved:
+            kept = page.elements - moved
+            settled.append(Page(page.unit, page.start + kept, moved, target))
+            settled.append(replace(page, elements=kept))
+        else:
+            settled.append(page)
+    return settled[::-1]
+
+
+def drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:
+    """The drive of each unit's weights and gradients, where those live on drives: in proportion to `speeds`."""
+    held = [0.0] * len(speeds)
+    drives = []
+    for unit in units:
+        drive = min(range(len(speeds)), key=lambda drive: (held[drive] + unit.elements) / speeds[drive])
+        held[drive] += unit.elements
+        drives.append(drive)
+    return tuple(drives)
+
+
+def largest(units: Sequence[Unit], *, block: bool) -> int:
+    """Elements of the largest unit that is moved, among the blocks or the others; 0 without any."""
+    return max((unit.elements for unit in units if unit.block == block and not unit.small), default=0)
+
+
+# -- bytes of the optimizer state -------------------------------------------------------------------------------------
+
+# Fields of a page: bytes for so many elements.
+FIELDS: dict[str, dict[str, tuple[int, int]]] = {
+    "fp32": {"master": (4, 1), "exp_avg": (4, 1), "exp_avg_sq": (4, 1)},
+    "bf16": {"master": (4, 1), "exp_avg": (2, 1), "exp_avg_sq": (2, 1)},
+    "8bit": {
+        "master": (4, 1),
+        "exp_avg": (1, 1),
+        "exp_avg_scales": (4, BLOCK_8BIT),
+        "exp_avg_sq": (1, 1),
+        "exp_avg_sq_scales": (4, BLOCK_8BIT),
+    },
+}
+
+
+def field_bytes(field: str, elements: int, *, states: str) -> int:
+    """Bytes of one field of a page, padded to whole sectors."""
+    size, per = FIELDS[states][field]
+    return aligned(size * elements // per)
+
+
+def page_bytes(elements: int, *, states: str) -> int:
+    """Bytes of a page: its fields one after the other."""
+    return sum(field_bytes(field, elements, states=states) for field in FIELDS[states])

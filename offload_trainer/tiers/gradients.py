@@ -1,0 +1,160 @@
+"""A step's gradients on their way from autograd to the update: into host memory, or through a buffer to a drive.
+
+Each weight's gradient is added to its place in its unit as soon as autograd has it, and autograd's copy is let go.
+Norms are taken on the device on the way; `norm` adds them up in the model's order, so that neither the homes
+nor the order of arrival changes a bit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload_trainer.plan.layout import RAM, Place, Unit
+from offload_trainer.tiers.device import Device
+from offload_trainer.tiers.memory import host_buffer
+from offload_trainer.tiers.store import UnitStore
+from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
+
+
+@dataclass
+class _Staging:
+    """Host memory in which a unit's gradient is collected before it goes to its drive."""
+
+    buffer: torch.Tensor
+    unit: int | None = None
+    writing: Ticket | None = None
+
+
+class Gradients:
+    """Sums of one step. `dtype` is what they are kept and added in."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        homes: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: Device,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        stagings: int,
+        order: Sequence[str],
+    ) -> None:
+        """`order`: the weights' names as the norm adds them up. `stagings`: buffers for blocks whose gradients go to a drive; all other units share one."""
+        self.dtype = dtype
+        self._units, self._device = tuple(units), device
+        self._place: dict[str, tuple[Unit, Place]] = {
+            place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
+        }
+        pinned = device.is_cuda
+        trained = [unit.trained for unit in units]
+        self.store = UnitStore(trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned)
+        away = [unit for unit in units if homes[unit.index] != RAM]
+        self._stagings = {
+            True: self._make([unit for unit in away if unit.block], stagings, pinned=pinned),
+            False: self._make([unit for unit in away if not unit.block], 1, pinned=pinned),
+        }
+        self._order = tuple(name for name in order if name in self._place)
+        self._norms: dict[str, torch.Tensor] = {}
+        self._arrived: set[str] = set()  # in this step
+        self._written: set[int] = set()  # units whose sums so far are on their drive
+
+    def _make(self, units: Sequence[Unit], count: int, *, pinned: bool) -> list[_Staging]:
+        size = max((unit.trained for unit in units), default=0) * self.dtype.itemsize
+        return [_Staging(host_buffer(size, pinned=pinned).view(self.dtype)) for _ in range(min(count, len(units)))]
+
+    # -- during backward -----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
+        """Add a weight's gradient of this micro-batch; `last`: it is the step's last one, so its norm counts."""
+        unit, place = self._place[name]
+        flat = gradient.detach().reshape(-1)
+        target = self._collecting(unit)[place.start : place.start + flat.numel()]
+        if name not in self._arrived:
+            self._arrived.add(name)
+            if last:
+                self._norms[name] = _norm(flat)
+            self._device.download(flat, target)
+            return
+        self._device.finish()
+        target.add_(flat.to(target.device).to(self.dtype))
+        if last:
+            self._norms[name] = _norm(target)
+
+    def _collecting(self, unit: Unit) -> torch.Tensor:
+        """Host memory in which the unit's sums are now."""
+        inside = self.store.host(unit.index)
+        if inside is not None:
+            return inside
+        ring = self._stagings[unit.block]
+        staging = next((staging for staging in ring if staging.unit == unit.index), None)
+        if staging is None:
+            staging = ring[0]
+            self._send(staging)
+            ring.append(ring.pop(0))  # the one used longest ago is first
+            if staging.writing is not None:
+                staging.writing.wait()
+                staging.writing = None
+            part = staging.buffer[: unit.trained]
+            if unit.index in self._written:
+                self.store.read(unit.index, 0, part).wait()
+            else:
+                part.zero_()
+            staging.unit = unit.index
+        return staging.buffer[: unit.trained]
+
+    def _send(self, staging: _Staging) -> None:
+        """Start a unit's sums on their way to their drive."""
+        if staging.unit is None:
+            return
+        self._device.finish()
+        trained = self._units[staging.unit].trained
+        staging.writing = self.store.write(staging.unit, 0, staging.buffer[:trained])
+        self._written.add(staging.unit)
+        staging.unit = None
+
+    # -- after it --------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """All sums are in their homes when this returns."""
+        for ring in self._stagings.values():
+            for staging in ring:
+                self._send(staging)
+        for ring in self._stagings.values():
+            for staging in ring:
+                if staging.writing is not None:
+                    staging.writing.wait()
+                    staging.writing = None
+        self._device.finish()
+
+    def norm(self) -> float:
+        """Global norm of the sums, as they are scaled: infinite or NaN if one of them is."""
+        norms = [self._norm_of(name) for name in self._order if name in self._arrived]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def _norm_of(self, name: str) -> torch.Tensor:
+        """What was taken on the way, or, for a weight that the last micro-batch did not use, the norm of its sums."""
+        if name not in self._norms:
+            unit, place = self._place[name]
+            self._norms[name] = _norm(self.store.get(unit.index, place.start, place.weight.numel))
+            self.store.put_away()
+        return self._norms[name].to(self._device.place)
+
+    @property
+    def arrived(self) -> frozenset[str]:
+        """Names of the weights that got a gradient in this step."""
+        return frozenset(self._arrived)
+
+    def clear(self) -> None:
+        """Begin the next step; what is in the homes is overwritten."""
+        self._norms.clear()
+        self._arrived.clear()
+        self._written.clear()
+
+
+def _norm(flat: torch.Tensor) -> torch.Tensor:
+    """fp32 norm of one gradient, on its device."""
+    return torch.linalg.vector_norm(flat, dtype=torch.float32)

@@ -1,0 +1,53 @@
+"""Host memory of exact size: aligned for direct I/O, in huge pages, and known to CUDA where there is a device.
+
+torch's pinned allocator rounds every block up to a power of two, which for tens of gigabytes is tens of gigabytes
+more; here it is one mapping of just the bytes that are needed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.units import format_bytes
+
+PAGE = 4096  # bytes
+
+
+def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
+    """A zeroed uint8 tensor of `size` bytes, its start aligned to a memory page, resident as it is touched.
+
+    `pinned` registers it with CUDA, so that copies to and from the device are fast and asynchronous. TrainerError
+    where the system has no such memory left.
+    """
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        mapping = mmap.mmap(-1, -(-size // PAGE) * PAGE)
+    except OSError as error:
+        raise TrainerError(f"{format_bytes(size)} of host memory cannot be had: {error.strerror}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages: the same memory, a little slower
+    buffer = torch.frombuffer(mapping, dtype=torch.uint8)[:size]
+    if pinned:
+        _register(buffer)
+    return buffer
+
+
+def _register(buffer: torch.Tensor) -> None:
+    address, size = buffer.data_ptr(), buffer.numel()
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, size, 0))
+    if code:
+        raise TrainerError(
+            f"CUDA cannot pin {format_bytes(size)} of host memory (error {code}); "
+            "`ulimit -l` and the free memory bound it"
+        )
+    # The mapping lives as long as the tensor's storage; CUDA must let go of it before.
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)

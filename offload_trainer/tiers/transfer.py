@@ -1,0 +1,304 @@
+"""Bytes between host memory and files, many at a time, each one checked.
+
+    Transfers.read(file, offset, buffer) / .write(...)  ->  Ticket      returns at once; `wait` when it is needed
+
+Three carry it out: `ThreadedTransfers` (preadv and pwritev with O_DIRECT on threads; needs no compiler),
+`AioTransfers` (DeepSpeed's libaio kernel), and `CheckedTransfers`, which wraps another one and compares every block
+that is read with the one that was written. Offsets and sizes are multiples of 4096.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.units import format_bytes
+
+SECTOR = 4096  # bytes
+
+
+class DriveFile:
+    """A file of fixed size, its blocks allocated now, so that no later write can find the disk full.
+
+    Raises TrainerError with the numbers where the disk has not that much room. `direct` tells whether the filesystem
+    lets the page cache be passed by; where it does not, the cache's copies are dropped after use.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, -(-size // SECTOR) * SECTOR
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            try:
+                self.descriptor, self.direct = os.open(path, flags | os.O_DIRECT, 0o666), True
+            except OSError:
+                self.descriptor, self.direct = os.open(path, flags, 0o666), False
+            if self.size:
+                os.posix_fallocate(self.descriptor, 0, self.size)
+        except OSError as error:
+            raise TrainerError(
+                f"{path}: {format_bytes(self.size)} cannot be set aside there: {error.strerror}; free space on that "
+                "drive, name another with --nvme, or keep more in memory (--ram-fraction)"
+            ) from error
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from `offset`. TrainerError for an error, or a file that is too short."""
+        self._transfer(os.preadv, "read", view, offset)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of `view` at `offset`. TrainerError where not every byte arrives."""
+        self._transfer(os.pwritev, "written", view, offset)
+
+    def _transfer(self, call: Callable[..., int], verb: str, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                moved = call(self.descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise TrainerError(
+                    f"{self.path}: {len(view)} bytes at {offset} could not be {verb}: {error.strerror}"
+                ) from error
+            if moved == 0:
+                size = os.fstat(self.descriptor).st_size
+                raise TrainerError(
+                    f"{self.path}: cut short: {len(view)} bytes at {offset} wanted, the file has {size} "
+                    f"of {self.size}"
+                )
+            done += moved
+        if not self.direct:
+            os.posix_fadvise(self.descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class Ticket:
+    """A transfer under way. `wait` returns when its bytes are in place and raises what went wrong."""
+
+    def __init__(self, parts: int = 1) -> None:
+        self._left = parts
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._after: list[Callable[[BaseException | None], None]] = []
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def then(self, action: Callable[[BaseException | None], None]) -> None:
+        """Call `action(error)` once the transfer has ended: now if it has, otherwise on a transfer's thread."""
+        with self._lock:
+            if not self._done.is_set():
+                self._after.append(action)
+                return
+        action(self._error)
+
+    def finish_part(self, error: BaseException | None = None) -> None:
+        """One part has ended; with the last one the ticket is done. For those who carry transfers out."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left:
+                return
+            self._done.set()
+            after, self._after = self._after, []
+        for action in after:
+            action(self._error)
+
+
+class Transfers(Protocol):
+    """`buffer`: a contiguous CPU tensor, untouched by anybody else until the ticket is done."""
+
+    name: str
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket: ...
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket: ...
+
+    def close(self) -> None: ...
+
+
+def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8."""
+    assert buffer.is_contiguous()
+    return buffer.view(-1).view(torch.uint8)
+
+
+class Workers:
+    """Threads that take jobs from one queue, in order."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class ThreadedTransfers:
+    """`threads` for reads and as many for writes, so that neither waits for the other; `block` bytes a call."""
+
+    name = "threads"
+
+    def __init__(self, *, threads: int = 4, block: int = 8 << 20) -> None:
+        assert block % SECTOR == 0
+        self._block = block
+        self._readers = Workers(threads, "read")
+        self._writers = Workers(threads, "write")
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        return self._start(self._readers, file.read, offset, buffer)
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        return self._start(self._writers, file.write, offset, buffer)
+
+    def _start(
+        self, workers: Workers, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor
+    ) -> Ticket:
+        data = memoryview(bytes_of(buffer).numpy())
+        assert offset % SECTOR == 0, offset
+        assert len(data) % SECTOR == 0, len(data)
+        starts = range(0, len(data), self._block)
+        ticket = Ticket(parts=len(starts))
+        for start in starts:
+            workers.put(_part(ticket, move, data[start : start + self._block], offset + start))
+        return ticket
+
+    def close(self) -> None:
+        self._readers.close()
+        self._writers.close()
+
+
+def _part(ticket: Ticket, move: Callable[[memoryview, int], None], view: memoryview, offset: int) -> Callable[[], None]:
+    def carry_out() -> None:
+        error: BaseException | None = None
+        try:
+            move(view, offset)
+        except BaseException as caught:
+            error = caught
+        ticket.finish_part(error)
+
+    return carry_out
+
+
+class AioTransfers:
+    """DeepSpeed's `async_io`: one handle for reads and one for writes, each waited for on a thread of its own.
+
+    `make_handle` gives an `aio_handle`. The kernel never looks at a completion's result, so use it only inside
+    `CheckedTransfers`.
+    """
+
+    name = "async_io"
+
+    def __init__(self, make_handle: Callable[[], Any]) -> None:
+        self._reads, self._writes = make_handle(), make_handle()
+        self._reader, self._writer = Workers(1, "aio-read"), Workers(1, "aio-write")
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        return self._start(self._reader, self._reads, self._reads.async_pread, file, offset, buffer)
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        return self._start(self._writer, self._writes, self._writes.async_pwrite, file, offset, buffer)
+
+    def _start(
+        self,
+        worker: Workers,
+        handle: Any,
+        submit: Callable[..., int],
+        file: DriveFile,
+        offset: int,
+        buffer: torch.Tensor,
+    ) -> Ticket:
+        ticket, data = Ticket(), bytes_of(buffer)
+
+        def carry_out() -> None:
+            error: BaseException | None = None
+            try:
+                size = os.fstat(file.descriptor).st_size
+                if size < offset + data.numel():
+                    raise TrainerError(f"{file.path}: cut short: the file has {size} of {file.size} bytes")
+                if submit(data, str(file.path), offset) != 0 or handle.wait() != 1:
+                    raise TrainerError(f"{file.path}: async_io refused {data.numel()} bytes at {offset}")
+            except BaseException as caught:
+                error = caught
+            ticket.finish_part(error)
+
+        worker.put(carry_out)
+        return ticket
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+class CheckedTransfers:
+    """Another backend, its reads compared with what was written: a sum of every 4096 bytes, kept in memory.
+
+    Finds blocks that were not written, not read, or changed on the drive; costs a pass over the bytes each way and
+    a five-hundredth of the file in memory. A block that this process never wrote must hold zeros.
+    """
+
+    def __init__(self, inner: Transfers) -> None:
+        self._inner = inner
+        self.name = f"{inner.name}, checked"
+        self._sums: dict[Path, torch.Tensor] = {}
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        checked = Ticket()
+        self._inner.read(file, offset, buffer).then(
+            lambda error: checked.finish_part(error or self._mismatch(file, offset, buffer))
+        )
+        return checked
+
+    def _mismatch(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> TrainerError | None:
+        wrong = (_sums(buffer) != self._of(file, offset, buffer)).nonzero().flatten()
+        if not wrong.numel():
+            return None
+        return TrainerError(
+            f"{file.path}: {wrong.numel()} blocks of {SECTOR} bytes do not hold what was written, the first at "
+            f"{offset + int(wrong[0]) * SECTOR}: the drive lost or changed them"
+        )
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        self._of(file, offset, buffer).copy_(_sums(buffer))
+        return self._inner.write(file, offset, buffer)
+
+    def _of(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> torch.Tensor:
+        """The sums kept for these bytes."""
+        if file.path not in self._sums:
+            self._sums[file.path] = torch.zeros(file.size // SECTOR, dtype=torch.int64)
+        first = offset // SECTOR
+        return self._sums[file.path][first : first + bytes_of(buffer).numel() // SECTOR]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _sums(buffer: torch.Tensor) -> torch.Tensor:
+    return bytes_of(buffer).view(torch.int64).view(-1, SECTOR // 8).sum(1)

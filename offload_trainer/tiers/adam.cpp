@@ -192,4 +192,52 @@ void adam_update(const Step* step, float* master, float* exp_avg, float* exp_avg
     finish_stream();
 }
 
+// moments.py defines what the following compute.
+
+void encode_bf16(const float* __restrict values, const uint16_t* __restrict noise, uint16_t* __restrict out, int64_t n,
+                 int64_t* next) {
+    for (int64_t start, stop; claim(next, n, &start, &stop);)
+        for (int64_t i = start; i < stop; i++) {
+            const uint32_t word = bits(values[i]);
+            const uint32_t rounded = (word + noise[i]) >> 16;
+            out[i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
+        }
+}
+
+void encode_8bit(const float* __restrict values, const uint32_t* __restrict table, uint8_t* __restrict codes,
+                 float* __restrict absmax, int64_t n, int64_t* next) {
+    alignas(64) uint32_t entry[BLOCK], rest[BLOCK], flip[BLOCK];
+    for (int64_t start, stop; claim(next, n, &start, &stop);)
+        for (int64_t at = start; at < stop; at += BLOCK) {
+            const int64_t end = std::min(at + BLOCK, stop);
+            uint32_t greatest = 0;  // of magnitudes as integers, which are in the order of the numbers, NaN above all
+            for (int64_t i = at; i < end; i++) greatest = std::max(greatest, bits(values[i]) & MAGNITUDE);
+            const float scale = number(greatest);
+            absmax[at / BLOCK] = scale;
+            if (greatest == 0 || greatest >= INFINITE) {
+                std::memset(codes + at, int(table[0] >> 16), end - at);  // the code of zero
+                continue;
+            }
+            for (int64_t i = 0; i < end - at; i++) {
+                const uint32_t word = bits(values[at + i] / scale);
+                entry[i] = (word >> 31) * 0x3f81 + (word >> 16 & 0x7fff);  // a quotient's top half is at most 0x3f80
+                rest[i] = word & 0xffff;
+                flip[i] = uint32_t(int32_t(word) >> 31);
+            }
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < end - at; i++) entry[i] = table[entry[i]];
+            for (int64_t i = 0; i < end - at; i++) codes[at + i] = uint8_t((entry[i] + rest[i]) >> 16 ^ flip[i]);
+        }
+}
+
+void decode_8bit(const uint8_t* __restrict codes, const float* __restrict absmax, const float* __restrict map,
+                 float* __restrict out, int64_t n, int64_t* next) {
+    for (int64_t start, stop; claim(next, n, &start, &stop);)
+        for (int64_t at = start; at < stop; at += BLOCK) {
+            const float scale = absmax[at / BLOCK];
+            const int64_t end = std::min(at + BLOCK, stop);
+            for (int64_t i = at; i < end; i++) out[i] = map[codes[i]] * scale;
+        }
+}
+
 }

@@ -1,5 +1,163 @@
-"""placeholder"""
-class Noise: ...
-def encode_bf16(*a, **k): raise NotImplementedError
-def encode_8bit(*a, **k): raise NotImplementedError
-def decode_8bit(*a, **k): raise NotImplementedError
+"""Adam's moments in two bytes or one: bf16 rounded by chance, and bitsandbytes' blockwise 8-bit format.
+
+    fp32 values ──encode──> small ──decode──> fp32 values       (bf16 is decoded by `copy_`)
+
+A running average that moves by less than half of bf16's last place would stand still if it were rounded to nearest;
+rounded up as often as its distance says, it is right on average. The 8-bit format is a table of 256 values in [-1, 1]
+or [0, 1], finer near zero, times the greatest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via
+Block-wise Quantization, https://arxiv.org/abs/2110.02861).
+
+The functions here define what is computed; `NativeMoments` computes the same bits faster.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Protocol
+
+import torch
+
+from offload_trainer.tiers.kernels import Kernel, NativeKernel, NativeLibrary
+
+BLOCK = 256  # elements that share a scale
+_NOISE = 2**18  # elements after which the noise repeats
+_INFINITY = 0x7F800000  # the bits of fp32's infinity; a NaN's magnitude is above it
+
+
+class Noise:
+    """The random bits of one step: element `i` of a unit uses entry i mod 2^18, however the unit is cut into pages."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        drawn = hashlib.shake_256(f"rounding {seed} {step}".encode()).digest(2 * _NOISE)
+        self._table = torch.frombuffer(bytearray(drawn), dtype=torch.int16).repeat(2)
+
+    def slice(self, start: int, n: int) -> torch.Tensor:
+        """int16[n] for elements start to start + n: a view where n is at most 2^18, else a copy."""
+        start %= _NOISE
+        if n <= _NOISE:
+            return self._table[start : start + n]
+        return self._table[:_NOISE].repeat(-(-(start + n) // _NOISE))[start : start + n]
+
+
+class Moments(Protocol):
+    """The three functions below."""
+
+    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor) -> None: ...
+
+    def encode_8bit(self, values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None: ...
+
+    def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None: ...
+
+
+def moments_for(kernel: Kernel) -> Moments:
+    """The fast functions where the native kernel is used, else torch's."""
+    return NativeMoments(kernel.library) if isinstance(kernel, NativeKernel) else TorchMoments()
+
+
+def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor) -> None:
+    """Round `values` (fp32[n]) to `out` (bf16[n]), up in magnitude with the probability of what is cut off.
+
+    `noise` (int16[n], of any sign) is added below bf16's last place. Infinity and NaN stay.
+    """
+    words = values.view(torch.int32)
+    rounded = (words + (noise.int() & 0xFFFF)) >> 16
+    nan = (words & 0x7FFFFFFF) > _INFINITY
+    out.view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
+
+
+def encode_8bit(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None:
+    """Encode `values` (fp32[n]) as `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]); the nearest code is taken.
+
+    `signed` says which table. Where a block holds an infinity or a NaN, all of it decodes to NaN.
+    """
+    n = values.numel()
+    blocks = torch.nn.functional.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
+    torch.amax(blocks.abs(), dim=1, out=absmax)
+    usable = (absmax.isfinite() & (absmax > 0))[:, None]
+    scaled = torch.where(usable, blocks / absmax[:, None], 0.0)
+    codes.copy_(torch.bucketize(scaled, _bounds(signed)).view(-1)[:n])
+
+
+def decode_8bit(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
+    """The values (`out`, fp32[n]) that `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]) stand for."""
+    values = dynamic_map(signed)[codes.long()]
+    torch.mul(values, absmax.repeat_interleave(BLOCK)[: codes.numel()], out=out)
+
+
+class TorchMoments:
+    """The functions above."""
+
+    encode_bf16 = staticmethod(encode_bf16)
+    encode_8bit = staticmethod(encode_8bit)
+    decode_8bit = staticmethod(decode_8bit)
+
+
+class NativeMoments:
+    """The same, to the bit, by adam.cpp."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor) -> None:
+        assert values.numel() == out.numel() == noise.numel()
+        self._library.call("encode_bf16", values, noise, out, n=values.numel())
+
+    def encode_8bit(self, values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None:
+        assert values.numel() == codes.numel() <= absmax.numel() * BLOCK
+        self._library.call("encode_8bit", values, _code_table(signed), codes, absmax, n=values.numel())
+
+    def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
+        assert out.numel() == codes.numel() <= absmax.numel() * BLOCK
+        self._library.call("decode_8bit", codes, absmax, dynamic_map(signed), out, n=out.numel())
+
+
+# -- tables of the 8-bit format ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dynamic_map(signed: bool) -> torch.Tensor:
+    """What the 256 codes stand for, ascending (fp32): zero, one, and the middles of equal parts of seven decades.
+
+    The decade up to 1 has 64 parts (128 unsigned), each smaller one half as many; with a sign, all but one are there
+    twice. The arithmetic is in fp32, as bitsandbytes', whose tables these are to the last bit.
+    """
+    values = [0.0, 1.0]
+    for halvings in range(7):
+        edges = torch.linspace(0.1, 1.0, (64 if signed else 128) // 2**halvings + 1)
+        middles = ((edges[1:] + edges[:-1]) / 2 * 10**-halvings).tolist()
+        values += middles
+        if signed:
+            values += [-middle for middle in middles]
+    return torch.tensor(sorted(values))
+
+
+@functools.cache
+def _bounds(signed: bool) -> torch.Tensor:
+    """The 255 middles between neighbouring codes: above one, the higher code is nearer."""
+    values = dynamic_map(signed)
+    return (values[1:] + values[:-1]) / 2
+
+
+@functools.cache
+def _code_table(signed: bool) -> torch.Tensor:
+    """adam.cpp's way from a number in [-1, 1] to its code (int32[2, 0x3F81], by sign and the top half of its magnitude).
+
+    Numbers whose top halves agree are so close that one bound at most lies between them. So an entry holds the code of
+    the least of them in its upper half, and in its lower half what is wanting to the next code: the number's own lower
+    half is added, and where it is past the bound it carries. Negative numbers have their codes counted from 255 down,
+    so that these too grow with the magnitude.
+    """
+    top = torch.arange(0x3F81, dtype=torch.int32) << 16
+    least, greatest = top.view(torch.float32), (top | 0xFFFF).view(torch.float32)
+    bounds = _bounds(signed)
+    halves = []
+    # A positive number at a bound has the lower code, and a negative one as well, which counted down is the higher.
+    for first, last, ends, at_bound in (
+        (torch.bucketize(least, bounds), torch.bucketize(greatest, bounds), bounds, 0),
+        (255 - torch.bucketize(-least, bounds), 255 - torch.bucketize(-greatest, bounds), -bounds.flip(0), 1),
+    ):
+        assert int((last - first).max()) <= 1
+        past = (ends[first.clamp(max=254)].view(torch.int32) & 0xFFFF) + 1 - at_bound
+        halves.append((first << 16) + torch.where(last > first, 0x10000 - past, 0))
+    return torch.stack(halves).int()

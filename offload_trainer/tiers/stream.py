@@ -188,12 +188,13 @@ class Stream:
 def _modules_of_units(
     model: nn.Module, unit_of: dict[str, int], *, blocks: Sequence[Unit]
 ) -> dict[nn.Module, list[int]]:
-    """The units that must be there while a module runs: for a block all of its weights', else those of its own."""
+    """The units that must be there while a module runs: those of its own weights; for a block, of all inside it.
+
+    The modules inside a block are watched too, since transformers recomputes a block below its hooks.
+    """
     inside = {unit.name for unit in blocks}
     wanted: dict[nn.Module, list[int]] = {}
     for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for block in inside):
-            continue
         named = module.named_parameters(prefix=name, recurse=name in inside, remove_duplicate=False)
         units = dict.fromkeys(unit_of[parameter] for parameter, _ in named)
         if units:

@@ -56,7 +56,7 @@ def finished(drive: Path, tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-# -- parity ------------------------------------------------------------------------------------------------------------
+# -- parity ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ops
@@ -91,7 +91,7 @@ def test_nvme_is_really_used_and_left_clean(name: str, finished, drive: Path) ->
     assert not list((drive / "offload-trainer").glob("run-*"))
 
 
-# -- interruption ------------------------------------------------------------------------------------------------------
+# -- interruption ----------------------------------------------------------------------------------------------------
 
 
 def assert_same_run(run: Run, expected: Run) -> None:
@@ -189,7 +189,7 @@ def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp
     assert_same_run(run, finished("plain"))
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ops
@@ -210,7 +210,7 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
         assert single["loss"] == pytest.approx(double["loss"], abs=2e-2)
 
 
-# -- what else a run must do -------------------------------------------------------------------------------------------
+# -- what else a run must do -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ops
@@ -328,7 +328,7 @@ def test_a_token_file_must_say_whose_ids_it_holds(tmp_path: Path) -> None:
     assert len(call(*args, "--tokenizer", "builtin", output=tmp_path / "out").losses) == 2
 
 
-# -- refusals: exit code 2, one message, nothing written ---------------------------------------------------------------
+# -- refusals: exit code 2, one message, nothing written -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

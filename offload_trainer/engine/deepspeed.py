@@ -95,7 +95,7 @@ class DeepSpeedEngine:
         self._module = module
         self._betas = config.optim.betas
 
-    # -- a step ----------------------------------------------------------------------------------------------------
+    # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._engine.train()
@@ -136,7 +136,7 @@ class DeepSpeedEngine:
             value = value / self.world
         return float(value)
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._trained:

@@ -67,7 +67,7 @@ class PlainEngine:
         self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
         self._scale = LossScale.of(config)
 
-    # -- a step ----------------------------------------------------------------------------------------------------
+    # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
@@ -126,7 +126,7 @@ class PlainEngine:
         self._module.eval()
         return self._module.next_logits(tokens.to(self._device)).float().cpu()
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._weights.items():

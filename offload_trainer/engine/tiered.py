@@ -31,7 +31,18 @@ from offload_trainer.engine.state import (
 )
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
-from offload_trainer.plan.layout import FIELDS, RAM, Place, Unit, drive_of_unit, page_bytes, pages_of, units_of
+from offload_trainer.plan.layout import (
+    BLOCK_8BIT,
+    FIELDS,
+    RAM,
+    aligned,
+    Place,
+    Unit,
+    drive_of_unit,
+    page_bytes,
+    pages_of,
+    units_of,
+)
 from offload_trainer.plan.plan import reentrant
 from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes
 from offload_trainer.plan.zero import Placement
@@ -39,7 +50,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import Adam, choose_kernel
-from offload_trainer.tiers.moments import Noise, encode_8bit
+from offload_trainer.tiers.moments import Noise, encode_8bit, zero_code
 from offload_trainer.tiers.store import PageStore, field_dtype, size_of_home
 from offload_trainer.tiers.stream import Stream
 from offload_trainer.tiers.tensorfile import TensorEntry
@@ -114,7 +125,7 @@ class TieredEngine:
         if load_weights:
             self._load_weights(source)
 
-    # -- putting together ----------------------------------------------------------------------------------------------
+    # -- putting together ---------------------------------------------------------------------------------------------
 
     def _make_homes(
         self, placement: Placement, sizes: TierSizes, drives: Sequence[Path], *, order: Sequence[str]
@@ -161,9 +172,7 @@ class TieredEngine:
             order=order,
         )
 
-    def _files(
-        self, drives: Sequence[Path], name: str, sizes: Sequence[int], homes: Sequence[int]
-    ) -> list[DriveFile]:
+    def _files(self, drives: Sequence[Path], name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
         """A file on each drive for what has its home there."""
         files = []
         for home, drive in enumerate(drives):
@@ -218,7 +227,7 @@ class TieredEngine:
 
         return hook
 
-    # -- a step ----------------------------------------------------------------------------------------------------------
+    # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
@@ -270,7 +279,7 @@ class TieredEngine:
         places = [place for place in unit.places if place.weight.trainable]
         ends = [place.start for place in places[1:]] + [unit.trained]
         found: list[Stretch] = []
-        for place, end in zip(places, ends, strict=True):
+        for place, end in zip(places, ends, strict=False):
             if place.weight.name not in arrived:
                 continue
             alike = (decay if place.weight.decays else 0.0, self._steps[place.weight.name])
@@ -297,7 +306,7 @@ class TieredEngine:
         with self._passing(backward=False):
             return self._module.next_logits(tokens.to(self._device.place)).float().cpu()
 
-    # -- state -----------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._trained:
@@ -372,7 +381,13 @@ class TieredEngine:
 
     def _put(self, field: str, name: str, values: torch.Tensor) -> None:
         unit, place = self._places[name]
-        self._store.put(field, unit.index, place.start, place.weight.numel, values.reshape(-1))
+        flat, count = values.reshape(-1), place.weight.numel
+        if flat.dtype is torch.uint8:
+            # What follows the weight shares its last scale and must stay zero, which is not code 0.
+            rest = aligned(count, BLOCK_8BIT) - count
+            flat = torch.nn.functional.pad(flat, (0, rest), value=zero_code(signed=field == "exp_avg"))
+            count += rest
+        self._store.put(field, unit.index, place.start, count, flat)
 
     def _put_converted(self, kind: str, name: str, values: torch.Tensor) -> None:
         """A moment that was stored in another precision."""

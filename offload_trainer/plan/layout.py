@@ -159,7 +159,7 @@ def largest(units: Sequence[Unit], *, block: bool) -> int:
     return max((unit.elements for unit in units if unit.block == block and not unit.small), default=0)
 
 
-# -- bytes of the optimizer state -------------------------------------------------------------------------------------
+# -- bytes of the optimizer state ------------------------------------------------------------------------------------
 
 # Fields of a page: bytes for so many elements.
 FIELDS: dict[str, dict[str, tuple[int, int]]] = {

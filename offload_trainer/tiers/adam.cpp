@@ -204,6 +204,11 @@ void encode_bf16(const float* __restrict values, const uint16_t* __restrict nois
         }
 }
 
+void decode_bf16(const uint16_t* __restrict values, float* __restrict out, int64_t n, int64_t* next) {
+    for (int64_t start, stop; claim(next, n, &start, &stop);)
+        for (int64_t i = start; i < stop; i++) out[i] = from_bf16(values[i]);
+}
+
 void encode_8bit(const float* __restrict values, const uint32_t* __restrict table, uint8_t* __restrict codes,
                  float* __restrict absmax, int64_t n, int64_t* next) {
     alignas(64) uint32_t entry[BLOCK], rest[BLOCK], flip[BLOCK];

@@ -66,7 +66,7 @@ class Gradients:
         size = max((unit.trained for unit in units), default=0) * self.dtype.itemsize
         return [_Staging(host_buffer(size, pinned=pinned).view(self.dtype)) for _ in range(min(count, len(units)))]
 
-    # -- during backward -----------------------------------------------------------------------------------------------
+    # -- during backward ----------------------------------------------------------------------------------------------
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
         """Add a weight's gradient of this micro-batch; `last`: it is the step's last one, so its norm counts."""
@@ -116,7 +116,7 @@ class Gradients:
         self._written.add(staging.unit)
         staging.unit = None
 
-    # -- after it --------------------------------------------------------------------------------------------------------
+    # -- after it -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """All sums are in their homes when this returns."""

@@ -114,7 +114,7 @@ def matches_torch(kernel: Kernel) -> bool:
     return True
 
 
-# -- torch -------------------------------------------------------------------------------------------------------------
+# -- torch -----------------------------------------------------------------------------------------------------------
 
 
 class TorchKernel:
@@ -185,7 +185,7 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
         yield piece, scaled.mul_(scale) if scale != 1.0 else scaled
 
 
-# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+# -- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 
 class DeepSpeedKernel:
@@ -250,7 +250,7 @@ class DeepSpeedKernel:
             self._op.destroy_adam(self._id)
 
 
-# -- native ------------------------------------------------------------------------------------------------------------
+# -- native ----------------------------------------------------------------------------------------------------------
 
 _SOURCE = Path(__file__).with_name("adam.cpp")
 # Without errno and traps a square root or a choice between two values can be vectorised; neither changes a result.

@@ -1,6 +1,6 @@
 """Adam's moments in two bytes or one: bf16 rounded by chance, and bitsandbytes' blockwise 8-bit format.
 
-    fp32 values ──encode──> small ──decode──> fp32 values       (bf16 is decoded by `copy_`)
+    fp32 values ──encode──> small ──decode──> fp32 values
 
 A running average that moves by less than half of bf16's last place would stand still if it were rounded to nearest;
 rounded up as often as its distance says, it is right on average. The 8-bit format is a table of 256 values in [-1, 1]
@@ -22,6 +22,7 @@ from offload_trainer.tiers.kernels import Kernel, NativeKernel, NativeLibrary
 
 BLOCK = 256  # elements that share a scale
 _NOISE = 2**18  # elements after which the noise repeats
+_VIEW = 2**20  # elements of which the noise can be a view: the table is kept that often, and once more
 _INFINITY = 0x7F800000  # the bits of fp32's infinity; a NaN's magnitude is above it
 
 
@@ -30,18 +31,18 @@ class Noise:
 
     def __init__(self, seed: int, step: int) -> None:
         drawn = hashlib.shake_256(f"rounding {seed} {step}".encode()).digest(2 * _NOISE)
-        self._table = torch.frombuffer(bytearray(drawn), dtype=torch.int16).repeat(2)
+        self._table = torch.frombuffer(bytearray(drawn), dtype=torch.int16).repeat(_VIEW // _NOISE + 1)
 
     def slice(self, start: int, n: int) -> torch.Tensor:
-        """int16[n] for elements start to start + n: a view where n is at most 2^18, else a copy."""
+        """int16[n] for elements start to start + n: a view where n is at most 2^20, else a copy."""
         start %= _NOISE
-        if n <= _NOISE:
+        if n <= _VIEW:
             return self._table[start : start + n]
         return self._table[:_NOISE].repeat(-(-(start + n) // _NOISE))[start : start + n]
 
 
 class Moments(Protocol):
-    """The three functions below."""
+    """The four functions below."""
 
     def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor) -> None: ...
 
@@ -64,6 +65,11 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor)
     rounded = (words + (noise.int() & 0xFFFF)) >> 16
     nan = (words & 0x7FFFFFFF) > _INFINITY
     out.view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
+
+
+def decode_bf16(values: torch.Tensor, out: torch.Tensor) -> None:
+    """`values` (bf16[n]) as fp32[n] in `out`."""
+    out.copy_(values)
 
 
 def encode_8bit(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None:
@@ -89,6 +95,7 @@ class TorchMoments:
     """The functions above."""
 
     encode_bf16 = staticmethod(encode_bf16)
+    decode_bf16 = staticmethod(decode_bf16)
     encode_8bit = staticmethod(encode_8bit)
     decode_8bit = staticmethod(decode_8bit)
 
@@ -103,6 +110,10 @@ class NativeMoments:
         assert values.numel() == out.numel() == noise.numel()
         self._library.call("encode_bf16", values, noise, out, n=values.numel())
 
+    def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        assert values.numel() == out.numel()
+        self._library.call("decode_bf16", values, out, n=out.numel())
+
     def encode_8bit(self, values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None:
         assert values.numel() == codes.numel() <= absmax.numel() * BLOCK
         self._library.call("encode_8bit", values, _code_table(signed), codes, absmax, n=values.numel())
@@ -112,7 +123,7 @@ class NativeMoments:
         self._library.call("decode_8bit", codes, absmax, dynamic_map(signed), out, n=out.numel())
 
 
-# -- tables of the 8-bit format ----------------------------------------------------------------------------------------
+# -- tables of the 8-bit format --------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -132,6 +143,11 @@ def dynamic_map(signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(values))
 
 
+def zero_code(*, signed: bool) -> int:
+    """The code of zero."""
+    return int((dynamic_map(signed) == 0).nonzero())
+
+
 @functools.cache
 def _bounds(signed: bool) -> torch.Tensor:
     """The 255 middles between neighbouring codes: above one, the higher code is nearer."""
@@ -141,7 +157,7 @@ def _bounds(signed: bool) -> torch.Tensor:
 
 @functools.cache
 def _code_table(signed: bool) -> torch.Tensor:
-    """adam.cpp's way from a number in [-1, 1] to its code (int32[2, 0x3F81], by sign and the top half of its magnitude).
+    """adam.cpp's way from a number in [-1, 1] to its code: int32[2, 0x3F81], by sign and the top half of its magnitude.
 
     Numbers whose top halves agree are so close that one bound at most lies between them. So an entry holds the code of
     the least of them in its upper half, and in its lower half what is wanting to the next code: the number's own lower

@@ -108,7 +108,7 @@ class PageStore:
     def write(self, number: int, buffer: torch.Tensor) -> Ticket:
         return self._transfers.write(self._files[self.pages[number].home], self._offsets[number], buffer)
 
-    # -- single weights ------------------------------------------------------------------------------------------------
+    # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, field: str, unit: int, start: int, count: int) -> torch.Tensor:
         """A copy of one field for `count` elements of a unit from `start` on, as it is stored.

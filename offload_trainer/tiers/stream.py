@@ -83,7 +83,7 @@ class Stream:
         largest = max((unit.elements for unit in units), default=0)
         return [_Slot(self._device.buffer(largest, self._weights.dtype)) for _ in range(min(count, len(units)))]
 
-    # -- hooks ---------------------------------------------------------------------------------------------------------
+    # -- hooks --------------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, unit_of: dict[str, int]) -> None:
         """Watch the modules of `model`; `unit_of` maps the names of its parameters, tied ones too, to units."""
@@ -125,7 +125,7 @@ class Stream:
         slot = self.need(saved.unit)
         return slot.buffer.as_strided(saved.size, saved.stride, saved.offset)
 
-    # -- the ring ------------------------------------------------------------------------------------------------------
+    # -- the ring -----------------------------------------------------------------------------------------------------
 
     def need(self, unit: int) -> _Slot:
         """The unit's weights are on the device for what is computed next, and the unit after it is on its way."""

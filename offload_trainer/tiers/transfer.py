@@ -67,8 +67,7 @@ class DriveFile:
             if moved == 0:
                 size = os.fstat(self.descriptor).st_size
                 raise TrainerError(
-                    f"{self.path}: cut short: {len(view)} bytes at {offset} wanted, the file has {size} "
-                    f"of {self.size}"
+                    f"{self.path}: cut short: {len(view)} bytes at {offset} wanted, the file has {size} of {self.size}"
                 )
             done += moved
         if not self.direct:

@@ -19,15 +19,16 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_trainer.plan.layout import RAM
+from offload_trainer.plan.layout import BLOCK_8BIT, RAM
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import Kernel
 from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.moments import Noise, decode_8bit, encode_8bit, encode_bf16
+from offload_trainer.tiers.moments import Noise, moments_for
 from offload_trainer.tiers.store import PageStore
 from offload_trainer.tiers.transfer import Ticket
 from offload_trainer.tiers.weights import Weights
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHUNK = 1 << 18  # elements of 16-bit or 8-bit moments that are widened at a time; they stay in the cache
 
 
@@ -60,6 +61,7 @@ class Updater:
         self, store: PageStore, weights: Weights, gradients: Gradients, kernel: Kernel, *, slots: int, pinned: bool
     ) -> None:
         self._store, self._weights, self._gradients, self._kernel = store, weights, gradients, kernel
+        self._moments = moments_for(kernel)
         pages = store.pages
         self._staying = [number for number in range(len(pages)) if self._stays(number)]
         self._moving = [number for number in range(len(pages)) if not self._stays(number)]
@@ -91,7 +93,7 @@ class Updater:
             and self._weights.direct(unit) is not None
         )
 
-    # -- pages that move -------------------------------------------------------------------------------------------------
+    # -- pages that move ----------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> None:
         """Fill the slots with the first pages' state, while the gradients are still being computed."""
@@ -145,7 +147,7 @@ class Updater:
         self._leaving.append(ticket)
         ticket.then(lambda error: self._ready.put(error) if error else self._fill(job.slot))
 
-    # -- the step --------------------------------------------------------------------------------------------------------
+    # -- the step -----------------------------------------------------------------------------------------------------
 
     def update(self, stretches: Sequence[Sequence[Stretch]], *, scale: float, lr: float, noise: Noise | None) -> None:
         """One step: `stretches` of each unit, gradients times `scale`. All of it is in its home when this returns.
@@ -194,86 +196,79 @@ class Updater:
         out = self._weights.direct(page.unit)
         assert data is not None
         assert job is not None or (gradient is not None and out is not None)
-        self._update_fields(
-            self._store.fields(number, data),
-            gradient[stretch] if gradient is not None else job.gradient,  # type: ignore[union-attr]
-            out[stretch] if out is not None else job.out,  # type: ignore[union-attr]
-            within(stretches[page.unit], page.start, page.start + page.elements),
-            copy_rest=out is None,
-            scale=scale,
-            lr=lr,
-            noise=noise.slice(page.start, page.elements) if noise else None,
-        )
+        fields = self._store.fields(number, data)
+        new = out[stretch] if out is not None else job.out  # type: ignore[union-attr]
+        parts = within(stretches[page.unit], page.start, page.start + page.elements)
+        if out is None:  # weights without a gradient keep their value, and go home with the others
+            _copy_rest(fields["master"], new, parts)
+        grad = gradient[stretch] if gradient is not None else job.gradient  # type: ignore[union-attr]
+        if self._store.states == "fp32":
+            first, second = fields["exp_avg"], fields["exp_avg_sq"]
+            self._adam(parts, fields["master"], first, second, grad, new, scale=scale, lr=lr)
+            return
+        for start in range(0, page.elements, _CHUNK):
+            chunk = slice(start, min(start + _CHUNK, page.elements))
+            first, second = wide = [self._widen(fields, kind, chunk) for kind in _MOMENTS]
+            here = within(parts, chunk.start, chunk.stop)
+            self._adam(here, fields["master"][chunk], first, second, grad[chunk], new[chunk], scale=scale, lr=lr)
+            for kind, values in zip(_MOMENTS, wide, strict=True):
+                bits = noise.slice(page.start + start, values.numel()) if noise else None
+                self._narrow(fields, kind, chunk, values, noise=bits)
 
-    def _update_fields(
+    def _adam(
         self,
-        fields: dict[str, torch.Tensor],
+        parts: Sequence[Stretch],
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
         gradient: torch.Tensor,
         out: torch.Tensor,
-        stretches: list[Stretch],
         *,
-        copy_rest: bool,
         scale: float,
         lr: float,
+    ) -> None:
+        """The kernel on each of `parts` of these tensors of one length."""
+        for part in parts:
+            here = slice(part.start, part.end)
+            self._kernel.update(
+                master[here],
+                exp_avg[here],
+                exp_avg_sq[here],
+                gradient[here],
+                out[here],
+                scale=scale,
+                lr=lr,
+                decay=part.decay,
+                step=part.step,
+            )
+
+    def _widen(self, fields: dict[str, torch.Tensor], kind: str, chunk: slice) -> torch.Tensor:
+        """fp32 values of 16-bit or 8-bit moments."""
+        if self._store.states == "bf16":
+            return fields[kind][chunk].float()
+        wide = torch.empty(chunk.stop - chunk.start)
+        self._moments.decode_8bit(fields[kind][chunk], _scales(fields, kind, chunk), wide, signed=kind == "exp_avg")
+        return wide
+
+    def _narrow(
+        self,
+        fields: dict[str, torch.Tensor],
+        kind: str,
+        chunk: slice,
+        wide: torch.Tensor,
+        *,
         noise: torch.Tensor | None,
     ) -> None:
-        master = fields["master"]
-        if copy_rest:  # weights without a gradient keep their value, and go home with the others
-            _copy_rest(master, out, stretches)
-        if fields["exp_avg"].dtype is torch.float32:
-            for part in stretches:
-                here = slice(part.start, part.end)
-                self._kernel.update(
-                    master[here],
-                    fields["exp_avg"][here],
-                    fields["exp_avg_sq"][here],
-                    gradient[here],
-                    out[here],
-                    scale=scale,
-                    lr=lr,
-                    decay=part.decay,
-                    step=part.step,
-                )
-            return
-        for start in range(0, master.numel(), _CHUNK):
-            end = min(start + _CHUNK, master.numel())
-            wide = {kind: _widen(fields, kind, start, end) for kind in ("exp_avg", "exp_avg_sq")}
-            for part in within(stretches, start, end):
-                here, there = slice(part.start, part.end), slice(start + part.start, start + part.end)
-                self._kernel.update(
-                    master[there],
-                    wide["exp_avg"][here],
-                    wide["exp_avg_sq"][here],
-                    gradient[there],
-                    out[there],
-                    scale=scale,
-                    lr=lr,
-                    decay=part.decay,
-                    step=part.step,
-                )
-            for kind, values in wide.items():
-                _narrow(fields, kind, start, end, values, noise=noise)
+        if self._store.states == "bf16":
+            assert noise is not None
+            self._moments.encode_bf16(wide, fields[kind][chunk], noise=noise)
+        else:
+            scales = _scales(fields, kind, chunk)
+            self._moments.encode_8bit(wide, fields[kind][chunk], scales, signed=kind == "exp_avg")
 
 
-def _widen(fields: dict[str, torch.Tensor], kind: str, start: int, end: int) -> torch.Tensor:
-    """fp32 values of 16-bit or 8-bit moments."""
-    if f"{kind}_scales" not in fields:
-        return fields[kind][start:end].float()
-    wide = torch.empty(end - start)
-    scales = fields[f"{kind}_scales"][start // 256 : end // 256]
-    decode_8bit(fields[kind][start:end], scales, wide, signed=kind == "exp_avg")
-    return wide
-
-
-def _narrow(
-    fields: dict[str, torch.Tensor], kind: str, start: int, end: int, wide: torch.Tensor, *, noise: torch.Tensor | None
-) -> None:
-    if f"{kind}_scales" not in fields:
-        assert noise is not None
-        encode_bf16(wide, fields[kind][start:end], noise=noise[start:end])
-        return
-    scales = fields[f"{kind}_scales"][start // 256 : end // 256]
-    encode_8bit(wide, fields[kind][start:end], scales, signed=kind == "exp_avg")
+def _scales(fields: dict[str, torch.Tensor], kind: str, chunk: slice) -> torch.Tensor:
+    return fields[f"{kind}_scales"][chunk.start // BLOCK_8BIT : chunk.stop // BLOCK_8BIT]
 
 
 def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]) -> None:

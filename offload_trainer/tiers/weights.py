@@ -36,9 +36,7 @@ class Weights:
         self._device = device
         away = [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes, strict=True)]
         places = [RAM if home == DEVICE else home for home in homes]
-        self.store = UnitStore(
-            away, places, dtype=dtype, files=files, transfers=transfers, pinned=device.is_cuda
-        )
+        self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=device.is_cuda)
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
@@ -69,7 +67,7 @@ class Weights:
             return self._device.upload(values, resident[start : start + values.numel()])
         return self.store.write(unit, start, values)
 
-    # -- single weights ------------------------------------------------------------------------------------------------
+    # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
         """A copy of `count` elements on the CPU."""

@@ -1,0 +1,126 @@
+"""Engines in this process, on small models and given rows: what the tests of the tiered engine compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.engine.cpu_matmul import use_fp32_products
+from offload_trainer.engine.plain import PlainEngine
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.plan import make_plan
+from offload_trainer.settings import load_config
+from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.tiers.lease import DriveLease
+
+VOCABULARY = 211
+
+torch.set_num_threads(1)  # two tests run at a time
+
+# Weights of odd sizes; a block of several pages; units outside the blocks that are large enough to be moved.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2", "n_layer": 5, "n_embd": 72, "n_head": 4, "n_positions": 64,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "qwen3": {
+        "model_type": "qwen3", "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 64,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+def model_directory(folder: Path, name: str, *, tied: bool = True) -> Path:
+    """A directory with the configuration of a small model; its weights are random ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(_SHAPES[name] | shape))
+    return folder
+
+
+def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
+    """Rows that can be learnt, the same every time: each token follows from the one before."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(count):
+        columns = [torch.randint(VOCABULARY, (rows,), generator=generator)]
+        for _ in range(length):
+            columns.append((5 * columns[-1] + 3) % VOCABULARY)
+        tokens = torch.stack(columns, 1)
+        made.append(Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0)))
+    return made
+
+
+@contextmanager
+def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) -> Iterator[Any]:
+    """The engine that `words` ask for, as the command would build it."""
+    named = [word for drive in drives for word in ("--nvme", str(drive))]
+    always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
+    config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
+    use_fp32_products(torch.bfloat16)
+    source = resolve_model(config.model, seed=config.train.seed)
+    if config.placement.engine == "plain":
+        yield PlainEngine(source, config)
+        return
+    machine = probe_machine(drives=config.placement.nvme, output=str(model))
+    plan = make_plan(config, source.shape, machine)
+    assert plan.engine == "tiered"
+    leases = [DriveLease(drive) for drive in drives] if plan.uses_drives else []
+    made = TieredEngine(
+        source,
+        config,
+        placement=plan.placement,
+        sizes=plan.sizes,  # type: ignore[arg-type]
+        drives=[lease.path for lease in leases],
+        **extra,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+        for lease in leases:
+            lease.close()
+
+
+Step = tuple[float, float | None]
+
+
+def train(
+    engine: Any,
+    data: Sequence[Batch],
+    *,
+    accumulate: int = 1,
+    lr: float = 1e-2,
+    before: Callable[[int], None] = lambda step: None,
+) -> list[Step]:
+    """(loss, gradient norm) of each step; `before(step)` is called ahead of each, counted from 1."""
+    done = []
+    for start in range(0, len(data), accumulate):
+        before(start // accumulate + 1)
+        result = engine.train_step(data[start : start + accumulate], lr=lr, clock=PhaseClock())
+        done.append((result.loss, result.grad_norm))
+    return done
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """To the last bit."""
+    assert one.keys() == other.keys()
+    for name, tensor in other.items():
+        assert torch.equal(one[name], tensor), name

@@ -1,0 +1,84 @@
+"""A device and a drive whose copies and reads complete late and out of order: whoever does not wait reads old bytes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offload_trainer.tiers.device import Read
+from offload_trainer.tiers.memory import host_buffer
+from offload_trainer.tiers.transfer import DriveFile, Ticket, bytes_of
+
+
+def late(work: Callable[[], None]) -> Ticket:
+    """Do `work` on a thread of its own, after a while that differs from one call to the next."""
+    ticket = Ticket()
+    delay = random.Random(threading.active_count() * 7 + time.monotonic_ns()).uniform(0.0005, 0.004)
+
+    def carry_out() -> None:
+        time.sleep(delay)
+        error = None
+        try:
+            work()
+        except BaseException as caught:
+            error = caught
+        ticket.finish_part(error)
+
+    threading.Thread(target=carry_out, daemon=True).start()
+    return ticket
+
+
+class LateTransfers:
+    name = "late"
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        bytes_of(buffer).fill_(0xFF)  # what is there before the bytes arrive is NaN
+        return late(lambda: file.read(memoryview(bytes_of(buffer).numpy()), offset))
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+        def write() -> None:
+            file.write(memoryview(bytes_of(buffer).numpy()), offset)
+
+        return late(write)
+
+    def close(self) -> None:
+        pass
+
+
+class LateDevice:
+    """The CPU, with copies as asynchronous as a GPU's; downloads too."""
+
+    place, is_cuda = torch.device("cpu"), False
+
+    def __init__(self) -> None:
+        self._downloads: list[Ticket] = []
+
+    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return host_buffer(elements * dtype.itemsize).view(dtype)
+
+    def mark(self) -> None:
+        return None
+
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Ticket:
+        return self.upload(source, into) if isinstance(source, torch.Tensor) else source(into)
+
+    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        bytes_of(into).fill_(0xFF)
+        return late(lambda: into.copy_(values))
+
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        into.fill_(float("nan"))
+        self._downloads.append(late(lambda: into.copy_(values)))
+
+    def finish(self) -> None:
+        for ticket in self._downloads:
+            ticket.wait()
+        self._downloads.clear()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,213 @@
+"""AdamW on host memory: torch.optim.AdamW's bits from every kernel that promises them, however a weight is cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.tiers import kernels
+from offload_trainer.tiers.kernels import Adam, DeepSpeedKernel, Kernel, NativeKernel, TorchKernel
+
+ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
+
+
+def numbers(n: int, *, seed: int) -> torch.Tensor:
+    """fp32[n] of many magnitudes, subnormals and zeros among them."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, generator=random) * torch.empty(n).uniform_(-40, 6, generator=random).exp()
+    values[::97] = 0.0
+    values[5::101] *= 1e-38
+    return values
+
+
+def state_of(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return numbers(n, seed=1), numbers(n, seed=2), numbers(n, seed=3).square()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: int = 3) -> list[torch.Tensor]:
+    """Master, moments and bf16 weight after `steps` steps, each done in the pieces between `cuts`."""
+    state = [torch.randn(n, generator=torch.Generator().manual_seed(0)), torch.zeros(n), torch.zeros(n)]
+    out = torch.empty(n, dtype=torch.bfloat16)
+    for step in range(1, steps + 1):
+        for start, end in zip([0, *cuts], [*cuts, n], strict=True):
+            master, exp_avg, exp_avg_sq = (tensor[start:end] for tensor in state)
+            kernel.update(
+                *(master, exp_avg, exp_avg_sq, grad[start:end], out[start:end]),
+                **{"scale": 0.37, "lr": 1e-3 * step, "decay": 0.1, "step": step},
+            )
+    return [*state, out]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
+def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", 4096)
+    n = 80_000  # many chunks, two of adam.cpp's pieces, and whole vectors
+    grad = numbers(n, seed=4).clamp(-6e4, 6e4).to(dtype)
+    before = grad.clone()
+    master, exp_avg, exp_avg_sq, out = run(kind(ADAM), n, grad=grad, cuts=[])
+
+    weight = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
+    optimizer = torch.optim.AdamW([weight], betas=ADAM.betas, eps=ADAM.eps, weight_decay=0.1, fused=True)
+    for step in range(1, 4):
+        optimizer.param_groups[0]["lr"] = 1e-3 * step
+        weight.grad = before.float() * 0.37
+        optimizer.step()
+    assert same_bits(master, weight.data)
+    assert same_bits(exp_avg, optimizer.state[weight]["exp_avg"])
+    assert same_bits(exp_avg_sq, optimizer.state[weight]["exp_avg_sq"])
+    assert same_bits(out, weight.data.bfloat16())
+    assert same_bits(grad, before)
+
+
+@pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
+def test_bits_do_not_depend_on_where_a_weight_is_cut(kind: type[Kernel]) -> None:
+    n = 70_003
+    grad = numbers(n, seed=4).bfloat16()
+    whole = run(kind(ADAM), n, grad=grad, cuts=[])
+    pieces = run(kind(ADAM), n, grad=grad, cuts=[1, 8, 21, 4096, 65_537])
+    assert all(map(same_bits, whole, pieces))
+
+
+@pytest.mark.parametrize("n", [1, 7, 255, 257, 2 * 65536 + 13])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5)])
+def test_native_has_the_bits_of_torch(n: int, betas: tuple[float, float]) -> None:
+    adam = Adam(betas, eps=1e-6)
+    grad = numbers(n, seed=4)
+    for given, wanted, scale, decay in (
+        (torch.bfloat16, torch.bfloat16, 0.37, 0.1),
+        (torch.float16, torch.float16, 1.0, 0.0),
+        (torch.float32, torch.float32, 1.0, 0.1),
+        (torch.float32, None, 2.0, 0.1),
+    ):
+        results = []
+        for kernel in (TorchKernel(adam), NativeKernel(adam)):
+            state = state_of(n)
+            out = None if wanted is None else torch.empty(n, dtype=wanted)
+            kernel.update(*state, grad.to(given), out, scale=scale, lr=3e-4, decay=decay, step=11)
+            results.append([*state, *([] if out is None else [out])])
+        assert all(map(same_bits, *results))
+
+
+def test_native_carries_what_is_not_finite() -> None:
+    grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, 1.0] * 5)
+    results = []
+    for kernel in (TorchKernel(ADAM), NativeKernel(ADAM)):
+        state = [torch.ones(25), torch.zeros(25), torch.zeros(25)]
+        out = torch.empty(25, dtype=torch.bfloat16)
+        kernel.update(state[0], state[1], state[2], grad, out, scale=1.0, lr=1e-3, decay=0.1, step=1)
+        results.append([*state, out])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_native_reads_every_fp16_gradient() -> None:
+    grad = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    grad = grad[grad.isfinite()]
+    exp_avg = torch.zeros(grad.numel())  # with beta1 = 0 it becomes the gradient itself
+    kernel = NativeKernel(Adam((0.0, 0.9), 1e-8))
+    kernel.update(torch.zeros_like(exp_avg), exp_avg, exp_avg + 1, grad, None, scale=1.0, lr=0.0, decay=0.0, step=1)
+    assert torch.equal(exp_avg, grad.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    n, places = 100_000, 16 if dtype is torch.bfloat16 else 13  # that are cut off
+    anything = torch.randint(-(2**31), 2**31, (n,), generator=random).int().view(torch.float32)
+    inside = torch.randn(n, generator=random) * torch.empty(n).uniform_(-18, 12, generator=random).exp()
+    ties = (inside.to(dtype).float().view(torch.int32) + (1 << places - 1)).view(torch.float32)
+    master = torch.cat([anything, inside, ties, torch.tensor([3.4e38, -3.4e38, 65519.0, 65520.0, float("inf"), -0.0])])
+    expected = master.to(dtype)
+    out = torch.empty_like(expected)
+    zeros = [torch.zeros_like(master) for _ in range(3)]
+    NativeKernel(ADAM).update(master, zeros[0], zeros[1], zeros[2], out, scale=1.0, lr=0.0, decay=0.0, step=1)
+    nan = expected.isnan()
+    assert torch.equal(out.isnan(), nan)
+    assert same_bits(out[~nan], expected[~nan])
+    assert (expected.isinf() & ~nan).any()
+
+
+# -- choosing --------------------------------------------------------------------------------------------------------
+
+
+def test_auto_says_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, words = kernels.choose_kernel("auto", ADAM)
+    assert kernel.name == "native"
+    assert "native" in words
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    kernel, words = kernels.choose_kernel("auto", ADAM)
+    assert kernel.name == "torch"
+    assert "no-such-compiler" in words
+    with pytest.raises(UserError, match="no-such-compiler"):
+        kernels.choose_kernel("native", ADAM)
+
+
+def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "adam.cpp"
+    source.write_text('#error "not today"\n')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "_SOURCE", source)
+    with pytest.raises(TrainerError, match="not today"):
+        NativeKernel(ADAM)
+
+
+def test_a_kernel_that_is_off_by_one_bit_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off(NativeKernel):
+        def update(self, master: torch.Tensor, *others: object, **settings: object) -> None:
+            super().update(master, *others, **settings)  # type: ignore[arg-type]
+            master.view(torch.int32)[-1] ^= 1
+
+    monkeypatch.setattr(kernels, "NativeKernel", Off)
+    kernel, words = kernels.choose_kernel("auto", ADAM)
+    assert kernel.name == "torch"
+    assert "last bits" in words
+
+
+def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+    code = "from offload_trainer.tiers import kernels; kernels.NativeLibrary()"
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
+        for _ in range(2)
+    ]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["adam.so"]
+
+
+# -- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops
+def test_bits_of_deepspeed_also_after_a_resume() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    n = 6400
+    grad = numbers(n, seed=4).bfloat16()
+    pieces = run(DeepSpeedKernel(ADAM), n, grad=grad, cuts=[640, 1920], steps=5)
+
+    weight = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
+    optimizer = DeepSpeedCPUAdam([weight], betas=ADAM.betas, eps=ADAM.eps, weight_decay=0.1)
+    for step in range(1, 6):
+        optimizer.param_groups[0]["lr"] = 1e-3 * step
+        weight.grad = grad.float() * 0.37
+        optimizer.step()
+    assert same_bits(pieces[0], weight.data)
+    assert same_bits(pieces[3], weight.data.bfloat16())
+
+    state = [tensor.clone() for tensor in (weight.data, *optimizer.state[weight].values()) if torch.is_tensor(tensor)]
+    weight.grad = grad.float() * 0.37
+    optimizer.step()
+    resumed = DeepSpeedKernel(ADAM)
+    resumed.update(state[0], state[1], state[2], grad, None, scale=0.37, lr=5e-3, decay=0.1, step=6)
+    assert same_bits(state[0], weight.data)

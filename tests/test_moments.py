@@ -1,0 +1,131 @@
+"""Adam's moments in 16 and 8 bits: bitsandbytes' format, and rounding that is right on average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from offload_trainer.tiers import moments
+from offload_trainer.tiers.kernels import Adam, NativeKernel, TorchKernel
+from offload_trainer.tiers.moments import Moments, NativeMoments, Noise, TorchMoments
+
+BOTH: list[Callable[[], Moments]] = [TorchMoments, lambda: moments.moments_for(NativeKernel(Adam((0.9, 0.95), 1e-8)))]
+
+
+def values(n: int, *, signed: bool) -> torch.Tensor:
+    """fp32[n]: blocks of ordinary values, of many magnitudes, of zeros, and of such as are not finite."""
+    random = torch.Generator().manual_seed(n)
+    x = torch.randn(n, generator=random)
+    x[n // 2 :] *= torch.empty(n - n // 2).uniform_(-30, 3, generator=random).exp()
+    x[512:768] = 0.0
+    x[1024:1030] = float("inf")
+    x[1300:1301] = float("nan")
+    x[1536:1792] *= 1e-38  # subnormal
+    return x if signed else x.abs()
+
+
+def encoded(codec: Moments, x: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales, and what they decode to."""
+    codes, absmax = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(-(-x.numel() // 256))
+    back = torch.empty_like(x)
+    codec.encode_8bit(x, codes, absmax, signed=signed)
+    codec.decode_8bit(codes, absmax, back, signed=signed)
+    return codes, absmax, back
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bit_is_bitsandbytes(signed: bool) -> None:
+    from bitsandbytes import functional
+
+    table = functional.create_dynamic_map(signed=signed)
+    assert torch.equal(moments.dynamic_map(signed), table)
+    x = values(20_013, signed=signed)
+    x[512:768] = x[1024:1536] = 0.5  # bitsandbytes promises nothing of blocks that are zero, or not finite
+    # Of a double it takes the nearest code by trying all. Of a float its CPU kernel does not: zero becomes 2e-5, say.
+    theirs, scales = torch.ops.bitsandbytes.quantize_blockwise.default(x.double(), table, 256)
+    codes, absmax, back = encoded(TorchMoments(), x, signed=signed)
+    assert torch.equal(absmax, scales)
+    # It multiplies by 1 / absmax: a number that lies in the middle, but for fp32's last places, may go either way.
+    other = theirs != codes
+    assert other.sum() < 5
+    scaled = x / absmax.repeat_interleave(256)[: x.numel()]
+    near, far = ((table[c.long()] - scaled).abs()[other] for c in (codes, theirs))
+    assert ((far - near).abs() < 1e-6 * scaled[other].abs()).all()
+    again = functional.dequantize_blockwise(codes, absmax=absmax, code=table, blocksize=256)
+    assert torch.equal(back, again)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("n", [2048, 70_001])
+def test_native_8_bit_is_the_same(n: int, signed: bool) -> None:
+    one, other = (encoded(kind(), values(n, signed=signed), signed=signed) for kind in BOTH)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert one[2][1024:1536].isnan().all()  # a block that is not finite says so
+    assert (one[2][512:768] == 0).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_native_8_bit_is_the_same_at_every_bound(signed: bool) -> None:
+    table = moments.dynamic_map(signed)
+    bounds = ((table[1:] + table[:-1]) / 2).view(torch.int32)
+    near = (bounds[:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32).sort(dim=1).values.view(-1)
+    x = torch.ones(near.numel(), 256)  # a one in each block leaves the others as they are
+    x[:, 7] = near
+    one, other = (encoded(kind(), x.view(-1), signed=signed) for kind in BOTH)
+    assert torch.equal(one[0], other[0])
+    codes = one[0].view(-1, 256)[:, 7].view(-1, 5).long()
+    assert torch.equal(codes[:, 0], torch.arange(255))
+    assert torch.equal(codes[:, 4], torch.arange(1, 256))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_rounding_by_chance_is_right_on_average(kind: Callable[[], Moments]) -> None:
+    n, steps = 4099, 200
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    below = ((x.view(torch.int32) >> 16) << 16).view(torch.float32)
+    step = ((x.view(torch.int32) >> 16) + 1 << 16).view(torch.float32) - below
+    share = (x - below) / step  # of one place of bf16 that is cut off
+    codec, out = kind(), torch.empty(n, dtype=torch.bfloat16)
+    ups = torch.zeros(n)
+    for number in range(steps):
+        codec.encode_bf16(x, out, noise=Noise(7, number).slice(3, n))
+        up = (out.float() - below) / step
+        assert ((up == 0) | (up == 1)).all()
+        ups += up
+    spread = (share * (1 - share) / steps).sqrt() + 1e-6
+    assert ((ups / steps - share).abs() / spread).max() < 5
+    assert abs((ups / steps - share).mean()) < 5 / (4 * steps * n) ** 0.5
+
+
+def test_bf16_keeps_what_is_not_finite_and_native_is_the_same() -> None:
+    x = values(70_001, signed=True)
+    noise = Noise(1, 2).slice(260_000, x.numel())
+    one, other = torch.empty(2, x.numel(), dtype=torch.bfloat16)
+    moments.encode_bf16(x, one, noise=noise)
+    BOTH[1]().encode_bf16(x, other, noise=noise)
+    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    assert torch.equal(one.isnan(), x.isnan())
+    assert torch.equal(one.isinf(), x.isinf())
+    back = torch.empty_like(x)
+    BOTH[1]().decode_bf16(one, back)
+    torch.testing.assert_close(back, one.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_noise_depends_on_the_element_alone() -> None:
+    noise = Noise(3, 4)
+    start, n = 2**18 - 5, 1000
+    whole = noise.slice(start, n)
+    assert torch.equal(whole, torch.cat([noise.slice(start, 17), noise.slice(start + 17, n - 17)]))
+    assert torch.equal(whole, noise.slice(start + 2**18, n))
+    assert torch.equal(noise.slice(11, 2**20 + 1)[2**18 :], noise.slice(11, 2**20 + 1 - 2**18))
+    for other in (Noise(3, 5), Noise(4, 4)):
+        assert not torch.equal(whole, other.slice(start, n))
+
+
+def test_the_kernel_decides_who_computes() -> None:
+    adam = Adam((0.9, 0.95), 1e-8)
+    assert isinstance(moments.moments_for(TorchKernel(adam)), TorchMoments)
+    assert isinstance(moments.moments_for(NativeKernel(adam)), NativeMoments)

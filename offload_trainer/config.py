@@ -276,12 +276,16 @@ def wishes_of_tiered(config: TrainConfig, engine: str) -> list[str]:
         mistakes.append(f"optim.states={config.optim.states} belongs to --engine tiered, not to {engine}")
     if config.optim.kernel != "auto":
         mistakes.append(f"optim.kernel={config.optim.kernel} belongs to --engine tiered, not to {engine}")
+    if config.tiered != TieredSection():
+        mistakes.append(f"tiered.* keys with the {engine} engine, which does not read them: add --engine tiered")
     return mistakes
 
 
 def _tiered_mistakes(config: TrainConfig) -> list[str]:
     place = config.placement
     mistakes = []
+    if config.deepspeed != DeepSpeedSection():
+        mistakes.append("deepspeed.* keys with --engine tiered, which does not read them: add --engine deepspeed")
     if place.gpus > 1:
         mistakes.append(f"--gpus {place.gpus} with --engine tiered: it trains with one rank; use --engine deepspeed")
     if place.optimizer == "gpu" or config.optim.name == "adamw8bit":

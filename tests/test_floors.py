@@ -19,7 +19,8 @@ FLOORS = {
 # engine/ runs models on batches under a clock, and so knows these neighbours; nothing knows engine/ on its own floor.
 NEIGHBOURS = {("engine", "model"), ("engine", "data"), ("engine", "telemetry")}
 # model/presets and model/source count shapes; nothing else on a floor looks sideways.
-ROOMS = {"deepspeed": {"engine"}, "transformers": {"model", "data"}, "bitsandbytes": {"engine"}}
+# In tiers/ only the loader of its Adam kernel.
+ROOMS = {"deepspeed": {"engine", "tiers"}, "transformers": {"model", "data"}, "bitsandbytes": {"engine"}}
 LIBRARY_FREE = ("plan", "schedule", "config", "settings", "errors", "units", "machine.profile")
 
 

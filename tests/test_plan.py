@@ -18,8 +18,10 @@ from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.model.presets import PRESETS, gpt2_shape
+from offload_trainer.plan.layout import ALIGN, RAM, aligned, pages_of, units_of
 from offload_trainer.plan.plan import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.plan.zero import Placement, zero_sizes
 from offload_trainer.settings import load_config
 
@@ -76,16 +78,54 @@ def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
 def test_auto_takes_the_first_that_fits_and_says_why_not_the_others() -> None:
     shape = SHAPES["gpt2-xl"]
     chosen = {gpu: make_plan(wish(), shape, machine(gpu=gpu * GB)) for gpu in (80, 16)}
-    assert str(chosen[80].placement) == "params gpu, optimizer gpu"
-    assert str(chosen[16].placement) == "params gpu, optimizer cpu"
+    assert (chosen[80].engine, chosen[80].homes) == ("deepspeed", "params gpu, optimizer gpu")
+    assert (chosen[16].engine, chosen[16].homes) == ("tiered", "params gpu, optimizer RAM")
     assert [name for name, _ in chosen[16].rejected] == ["params gpu, optimizer gpu"]
     assert "gpu needs" in chosen[16].rejected[0][1]
     assert make_plan(wish(), shape, machine(gpu=16 * GB)) == chosen[16]
-    tight = make_plan(wish(), shape, machine(gpu=16 * GB, ram=16 * GB))
-    assert tight.placement.optimizer == "nvme"
     none = make_plan(wish(), SHAPES["gpt2-10b"], machine(gpu=1 * GB, ram=2 * GB))
     assert not none.fits
     assert none.shortfalls()
+
+
+@pytest.mark.parametrize("ram", [20, 16, 12, 8])
+def test_auto_divides_the_state_so_that_ram_is_used_and_not_exceeded(ram: int) -> None:
+    plan = make_plan(wish(), SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=ram * GB))
+    assert plan.fits
+    assert isinstance(plan.sizes, TierSizes)
+    assert 0 < plan.sizes.ram_fraction < 1
+    assert 0.9 * ram * GB < plan.tiers["ram"]["need"] <= 0.96 * ram * GB
+
+
+def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
+    """Every byte of the state is somewhere, once, for each share and number of drives."""
+    units = units_of(SHAPES["gpt2"])
+    total = sum(unit.trained for unit in units)
+    for share, speeds in product((0.0, 0.1, 0.5, 0.999, 1.0), ([1.0], [1.0, 2.0, 0.5])):
+        pages = pages_of(units, page=100_000, ram_fraction=share, speeds=speeds)
+        ends = dict.fromkeys(range(len(units)), 0)
+        for page in pages:
+            assert page.start == ends[page.unit]
+            assert page.start % ALIGN == page.elements % ALIGN == 0
+            assert 0 < page.elements <= aligned(100_000)
+            ends[page.unit] += page.elements
+        assert [ends[unit.index] for unit in units] == [unit.trained for unit in units]
+        in_ram = sum(page.elements for page in pages if page.home == RAM)
+        assert 0 <= in_ram - share * total < ALIGN
+        for drive, speed in enumerate(speeds):
+            held = sum(page.elements for page in pages if page.home == drive)
+            assert held == pytest.approx((total - in_ram) * speed / sum(speeds), abs=250_000)
+
+
+def test_weights_of_a_unit_do_not_overlap() -> None:
+    for unit in units_of(SHAPES["gpt2-mini"]):
+        end = 0
+        for place in unit.places:
+            assert place.start >= end
+            end = place.start + place.weight.numel
+        assert end <= unit.elements
+        trained = [place.weight.decays for place in unit.places]
+        assert trained == sorted(trained, reverse=True)
 
 
 def test_without_a_gpu_its_tier_stays_empty() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch
+from offload_trainer.engine.kernels import load_async_io, load_kernels
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.scaler import LossScale
 from offload_trainer.engine.state import (
@@ -35,9 +36,9 @@ from offload_trainer.plan.layout import (
     BLOCK_8BIT,
     FIELDS,
     RAM,
-    aligned,
     Place,
     Unit,
+    aligned,
     drive_of_unit,
     page_bytes,
     pages_of,
@@ -100,8 +101,10 @@ class TieredEngine:
         self._transfers = _transfers(config)
         self._open.callback(self._transfers.close)
         self._make_homes(placement, sizes, drives, order=self._trained)
+        if config.optim.kernel == "deepspeed":
+            load_kernels(Placement("gpu", "cpu"))
         kernel, why = choose_kernel(config.optim.kernel, Adam(betas=config.optim.betas, eps=config.optim.eps))
-        say(f"update: {why}; drives: {self._transfers.name}")
+        say(why)
         self._updater = Updater(
             self._store,
             self._weights,
@@ -424,8 +427,6 @@ def _transfers(config: TrainConfig) -> Transfers:
     """What moves bytes to and from drives; DeepSpeed's kernel tells no errors, so each of its bytes is checked."""
     tiered = config.tiered
     if tiered.io == "async_io":
-        from offload_trainer.engine.kernels import load_async_io
-
         kernel = load_async_io()
         return CheckedTransfers(
             AioTransfers(

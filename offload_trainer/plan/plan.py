@@ -15,7 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import MARGIN, TierSizes, share_that_fits, tier_sizes, tiered_items
+from offload_trainer.plan.tiered import MARGIN, STATE_IN_RAM, TierSizes, tier_sizes, tiered_items, with_share_that_fits
 from offload_trainer.plan.zero import Placement, Tier, ZeroSizes, zero_sizes
 from offload_trainer.units import format_bytes, format_count
 
@@ -163,48 +163,67 @@ def make_plan(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *
 
 
 def _tiered_plans(config: TrainConfig, shape: ModelShape, machine: MachineProfile) -> list[Plan]:
-    """Everything on the GPU, where there is one; then weights on the device, in RAM, on drives, and gradients too.
+    """Everything on the GPU, where that is left open; then weights on the device, in RAM, on drives, and gradients too.
 
-    Each with as much of the optimizer state in RAM as fits, unless the share is given.
+    Each with as much of the optimizer state in RAM as fits, unless that is given.
     """
-    place = config.placement
     plans = []
-    if place.engine == "auto" and machine.gpu is not None and place.params in ("auto", "gpu"):
-        if place.optimizer == "auto" and place.ram_fraction == "auto" and config.optim.states == "fp32":
-            everything = Placement("gpu", "gpu")
-            plans.append(
-                _laid_out(config, shape, machine, engine="deepspeed", placement=everything, sizes=None, world=1)
+    if machine.gpu is not None and _leaves_optimizer_open(config) and config.placement.params in ("auto", "gpu"):
+        everything = Placement("gpu", "gpu")
+        plans.append(_laid_out(config, shape, machine, engine="deepspeed", placement=everything, sizes=None, world=1))
+    for placement, gradients in _tiered_candidates(config, machine):
+        sizes = tier_sizes(config, placement, gradients=gradients)
+        plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
+        if not plan.fits and _leaves_share_open(config):
+            held = sum(item.bytes for item in plan.items if item.name == STATE_IN_RAM)
+            # With a share on a drive there are page buffers too: the bytes without any state in RAM count.
+            bare = _laid_out(
+                config,
+                shape,
+                machine,
+                engine="tiered",
+                placement=placement,
+                sizes=replace(sizes, ram_fraction=0.0),
+                world=1,
             )
-    homes: list[Tier] = [place.params] if place.params != "auto" else ["gpu", "cpu", "nvme"]
-    if place.params == "auto" and machine.gpu is None:
-        homes.remove("cpu")  # the device's memory is RAM already
-    for params in homes:
-        for gradients in _gradient_homes(config, params):
-            if (params == "nvme" or gradients == "nvme") and not place.nvme:
-                continue
-            placement = Placement(params, "nvme" if place.optimizer == "nvme" else "cpu")
-            sizes = tier_sizes(config, placement, gradients=gradients)
-            plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
-            if place.optimizer == "auto" and place.ram_fraction == "auto" and place.nvme and not plan.fits:
-                ram = plan.tiers["ram"]
-                state = sum(item.bytes for item in plan.items if item.name == "state in RAM")
-                bare = _laid_out(
-                    config, shape, machine, engine="tiered", placement=placement,
-                    sizes=replace(sizes, ram_fraction=0.0), world=1,
-                )  # fmt: skip
-                spare = int(ram["have"] * (1 - MARGIN)) - bare.tiers["ram"]["need"]
-                if spare < state:
-                    sizes = share_that_fits(config, shape, sizes, spare_bytes=max(0, spare))
-                    plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
-            plans.append(plan)
+            spare = int(machine.ram_bytes * (1 - MARGIN)) - bare.tiers["ram"]["need"]
+            if spare < held:
+                sizes = with_share_that_fits(shape, sizes, spare_bytes=max(0, spare))
+                plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
+        plans.append(plan)
     return plans
 
 
-def _gradient_homes(config: TrainConfig, params: Tier) -> list[Literal["cpu", "nvme"]]:
-    wish = config.placement.gradients
-    if wish != "auto":
-        return [wish]
-    return ["cpu", "nvme"] if params == "nvme" else ["cpu"]
+def _leaves_optimizer_open(config: TrainConfig) -> bool:
+    """Whether nothing asks for the tiered engine, so that all of it may go to the GPU."""
+    place = config.placement
+    return place.engine == "auto" and place.optimizer == "auto" and not wishes_of_tiered(config, "deepspeed")
+
+
+def _leaves_share_open(config: TrainConfig) -> bool:
+    place = config.placement
+    return place.optimizer == "auto" and place.ram_fraction == "auto" and bool(place.nvme)
+
+
+def _tiered_candidates(config: TrainConfig, machine: MachineProfile) -> list[tuple[Placement, Literal["cpu", "nvme"]]]:
+    """Homes of weights and gradients, from the fastest to the roomiest."""
+    place = config.placement
+    if place.params != "auto":
+        params: list[Tier] = [place.params]
+    elif machine.gpu is None:
+        params = ["gpu", "nvme"]  # the device's memory is RAM already
+    else:
+        params = ["gpu", "cpu", "nvme"]
+    candidates: list[tuple[Placement, Literal["cpu", "nvme"]]] = []
+    for home in params:
+        placement = Placement(home, "nvme" if place.optimizer == "nvme" else "cpu")
+        if place.gradients != "auto":
+            candidates.append((placement, place.gradients))
+        else:
+            candidates.append((placement, "cpu"))
+            if home == "nvme":
+                candidates.append((placement, "nvme"))
+    return [c for c in candidates if place.nvme or "nvme" not in (c[0].params, c[1])]
 
 
 def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: str, world: int) -> None:

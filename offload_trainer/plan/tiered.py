@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.plan.layout import RAM, Page, Unit, drive_of_unit, largest, page_bytes, pages_of, units_of
+from offload_trainer.plan.layout import ALIGN, RAM, Page, Unit, drive_of_unit, largest, page_bytes, pages_of, units_of
 from offload_trainer.plan.memory import Item, activation_items, item_bytes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
 
 PROCESS = 480_000_000  # interpreter, torch, transformers, tokenizer and their libraries, resident once loaded
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
+STATE_IN_RAM = "state in RAM"  # name of that item
 GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
 
 
@@ -76,7 +77,8 @@ def tiered_items(
     items += _page_items(units, pages, placement, sizes, drives=drives, e=e, g=g, on_gpu=on_gpu)
     items += _weight_items(units, placement, sizes, device=device, drives=drives, e=e)
     items += _gradient_items(units, sizes, device=device, drives=drives, e=e, g=g)
-    items += _transient_items(config, shape, units, on_gpu=on_gpu, e=e)
+    # A tied embedding's gradient comes from both ends and is added.
+    items.append(Item(device, "gradient in flight", 2 * e * shape.largest, "of the largest weight, before it is home"))
     items += activation_items(config, shape, device=device, world=1, checkpointing=checkpointing, seq_len=seq_len)
     return items
 
@@ -95,9 +97,9 @@ def _page_items(
     def held(home: int) -> int:
         return sum(page_bytes(page.elements, states=sizes.states) for page in pages if page.home == home)
 
-    each = page_bytes(4096, states=sizes.states) / 4096
+    each = page_bytes(ALIGN, states=sizes.states) / ALIGN
     why = f"fp32 master, {sizes.states} moments: {each:.3g} B a parameter"
-    items = [Item("ram", "state in RAM", held(RAM), f"{why}, {sizes.ram_fraction:.0%} of it")]
+    items = [Item("ram", STATE_IN_RAM, held(RAM), f"{why}, {sizes.ram_fraction:.0%} of it")]
     for home, directory in enumerate(drives):
         items.append(Item(directory, "state", held(home), why))
     staged = placement.params == "nvme" or (placement.params == "gpu" and on_gpu)
@@ -159,19 +161,8 @@ def _on_drives(
     ]
 
 
-def _transient_items(
-    config: TrainConfig, shape: ModelShape, units: Sequence[Unit], *, on_gpu: bool, e: int
-) -> list[Item]:
-    """What comes and goes: a weight's gradient before it is handed over, and building."""
-    device = "gpu" if on_gpu else "ram"
-    twice = 2  # a tied embedding's gradient comes from both ends and is added
-    return [Item(device, "gradient in flight", twice * e * shape.largest, "of the largest weight, before it is home")]
-
-
-def share_that_fits(config: TrainConfig, shape: ModelShape, sizes: TierSizes, *, spare_bytes: int) -> TierSizes:
-    """The largest share of the state in RAM for which the state in RAM takes at most `spare_bytes`."""
-    units = units_of(shape)
-    each = page_bytes(4096, states=sizes.states) / 4096
-    total = each * sum(unit.trained for unit in units)
-    share = max(0.0, min(1.0, spare_bytes / total)) if total else 1.0
-    return replace(sizes, ram_fraction=int(share * 1000) / 1000)
+def with_share_that_fits(shape: ModelShape, sizes: TierSizes, *, spare_bytes: int) -> TierSizes:
+    """The largest share, in thousandths, for which the state in RAM takes at most `spare_bytes`."""
+    each = page_bytes(ALIGN, states=sizes.states) / ALIGN
+    total = each * sum(unit.trained for unit in units_of(shape))
+    return replace(sizes, ram_fraction=int(1000 * min(1.0, spare_bytes / total)) / 1000)

@@ -22,7 +22,7 @@ namespace {
 enum Type : int32_t { NONE, F32, F16, BF16 };  // kernels.py has the same numbers
 
 constexpr int64_t BLOCK = 256;          // elements: 1 KiB of each fp32 tensor; those that share a scale in 8 bits
-constexpr int64_t PIECE = 256 * BLOCK; // what a thread claims at a time; kernels.py has the same number
+constexpr int64_t PIECE = 256 * BLOCK;  // what a thread claims at a time; kernels.py has the same number
 
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 constexpr bool FUSES = true;

@@ -43,7 +43,8 @@ class Gradients:
         stagings: int,
         order: Sequence[str],
     ) -> None:
-        """`order`: the weights' names as the norm adds them up. `stagings`: buffers for blocks whose gradients go to a drive; all other units share one."""
+        """`order`: the weights' names as the norm adds them up. `stagings`: buffers for blocks whose gradients go to a
+        drive; all other units share one."""
         self.dtype = dtype
         self._units, self._device = tuple(units), device
         self._place: dict[str, tuple[Unit, Place]] = {

@@ -86,9 +86,8 @@ def choose_kernel(name: str, adam: Adam) -> tuple[Kernel, str]:
     except TrainerError as error:
         if name == "auto":
             reason = " ".join(str(error).split())
-            return TorchKernel(
-                adam
-            ), f"AdamW on the CPU: torch's kernel, for the faster native one is not used: {reason}"
+            words = f"AdamW on the CPU: torch's kernel; the faster native one is not used: {reason}"
+            return TorchKernel(adam), words
         raise UserError(f"AdamW's {name} kernel cannot be had: {error}") from error
     return native, "AdamW on the CPU: the native kernel, built for this machine and checked to give torch's bits."
 

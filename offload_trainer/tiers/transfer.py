@@ -180,7 +180,7 @@ class ThreadedTransfers:
     def _start(
         self, workers: Workers, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor
     ) -> Ticket:
-        data = memoryview(bytes_of(buffer).numpy())
+        data = bytes_of(buffer).numpy().data
         assert offset % SECTOR == 0, offset
         assert len(data) % SECTOR == 0, len(data)
         starts = range(0, len(data), self._block)

@@ -29,7 +29,7 @@ from offload_trainer.tiers.transfer import Ticket
 from offload_trainer.tiers.weights import Weights
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_CHUNK = 1 << 18  # elements of 16-bit or 8-bit moments that are widened at a time; they stay in the cache
+_CHUNK = 1 << 20  # elements of 16-bit or 8-bit moments that are widened at a time; they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,10 @@ class Updater:
 
     def _widen(self, fields: dict[str, torch.Tensor], kind: str, chunk: slice) -> torch.Tensor:
         """fp32 values of 16-bit or 8-bit moments."""
-        if self._store.states == "bf16":
-            return fields[kind][chunk].float()
         wide = torch.empty(chunk.stop - chunk.start)
+        if self._store.states == "bf16":
+            self._moments.decode_bf16(fields[kind][chunk], wide)
+            return wide
         self._moments.decode_8bit(fields[kind][chunk], _scales(fields, kind, chunk), wide, signed=kind == "exp_avg")
         return wide
 

@@ -1,0 +1,299 @@
+"""Paired A/B of engines: each case is a process of its own, and they take steps in turn on the same rows.
+
+    bench_step.py [--warm 2] [--pairs 5] [--json FILE] [--table FILE] [--note TEXT] [WORDS] --case "NAME: WORDS" ...
+    bench_step.py --sweep [the same, with one --case]
+
+WORDS are what `offload-train` takes (--model gpt2-medium --seq-len 128 ...); a case's come after the common ones and
+win. `--engine native` is plain torch's forward and backward without any update: what every engine has to do at least.
+
+    parent:  build A, build B ...  ->  A step, B step, A step, B step ...  ->  medians, ratios, settings
+    child:   offload-train's own way from wish to engine; in place of its loop, a step whenever the parent asks
+
+Children that wait are stopped (SIGSTOP), so nothing their threads do while idle costs the working one anything.
+Checkpoints, validation and export are off. `--sweep` tunes DeepSpeed's NVMe optimizer, key by key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median
+from subprocess import PIPE
+from types import SimpleNamespace
+from typing import Any
+
+from offload_trainer.errors import TrainerError
+
+ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
+SECONDS = ("step", "forward", "backward", "update")
+
+SWEEP = (  # each group is tried on top of the best so far
+    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
+    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
+    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
+    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
+    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
+)
+
+# -- the child ---------------------------------------------------------------------------------------------------------
+
+
+def child(words: list[str]) -> None:
+    """Build what `words` say, then answer each line on stdin with a step: JSON lines on the stdout of old."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped child must not outlive its parent
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # libraries print to stdout
+    from offload_trainer import cli
+    from offload_trainer.launch import prepare_process
+    from offload_trainer.settings import load_config
+
+    config = load_config(["plain" if word == "native" else word for word in words])
+    prepare_process(config)
+    cli._quiet()
+    from offload_trainer import run, trainer  # torch comes with them, and the threads are set before it
+
+    def serve(job: Any, **_: Any) -> None:
+        for answer in steps(job):
+            print(json.dumps(answer), file=answers)
+        raise SystemExit(0)  # past the export; the engine is closed and the drive given back
+
+    trainer.train = serve
+    run._build_engine = native_engine if "native" in words else run._build_engine
+    run.train_run(config)
+
+
+def steps(job: Any) -> Iterator[dict[str, Any]]:
+    """What was built; then, for each line on stdin, one step of the training loop, measured."""
+    from offload_trainer.data.rows import DataState
+    from offload_trainer.schedule import learning_rate
+    from offload_trainer.telemetry.meters import device_peak_bytes, peak_rss_bytes, read_io
+
+    yield {"build_peak": peak_rss_bytes(), "parameters": job.identity["parameters"]}
+    train = job.config.train
+    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch)
+    counted = read_io()
+    for number, _ in enumerate(sys.stdin):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again (proc(5))
+        start = time.perf_counter()
+        with job.clock.phase("data"):
+            group = [next(batches) for _ in range(train.accumulate)]
+        rate = learning_rate(number, job.config.optim, steps=train.steps)
+        result = job.engine.train_step(group, lr=rate, clock=job.clock)
+        seconds = time.perf_counter() - start
+        # From the last step's end to this one's: what an engine leaves for later is in a later step's count.
+        before, counted = counted, read_io()
+        peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes()}
+        yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}
+
+
+def native_engine(config: Any, plan: Any, source: Any, **_: Any) -> Any:
+    """The part of every engine that is plain torch: forward and backward, the gradients thrown away."""
+    import torch
+
+    from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.engine.protocol import StepResult
+    from offload_trainer.model.pretrained import as_parameter
+    from offload_trainer.model.source import DTYPES
+
+    dtype = DTYPES[config.model.dtype]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        use_fp32_products(dtype)
+    module = source.build(dtype=dtype)
+    for name, value in source.weights():
+        module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
+    module.to(device).train()
+
+    def train_step(batches: Any, *, lr: float, clock: Any) -> StepResult:
+        losses = []
+        for batch in batches:
+            with clock.phase("forward"):
+                loss = module(batch.inputs.to(device), batch.targets.to(device))
+                losses.append(float(loss))
+            with clock.phase("backward"):
+                (loss / len(batches)).backward()
+        module.zero_grad(set_to_none=True)
+        return StepResult(loss=fmean(losses), grad_norm=None, loss_scale=1.0, skipped=False)
+
+    return SimpleNamespace(train_step=train_step, close=lambda: None)
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """One case, and what its process answered. The first `warm` steps do not count."""
+
+    name: str
+    words: list[str]
+    warm: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)  # plan, machine, environment, deepspeed: its run directory's
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Its process, built and standing still; ended, and its files removed, on the way out."""
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            self._log = Path(folder, "log")
+            command = [sys.executable, __file__, "--child", *ALWAYS, *self.words, "--output", f"{folder}/run"]
+            with self._log.open("w") as log:
+                self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, text=True)
+            try:
+                start = time.perf_counter()
+                self.facts = self._answer() | {"build_seconds": time.perf_counter() - start}
+                print(f"{self.name}: built in {self.facts['build_seconds']:.0f} s", file=sys.stderr)
+                self.told = {path.stem: json.loads(path.read_text()) for path in Path(folder, "run").glob("*.json")}
+                yield
+            finally:
+                os.kill(self._process.pid, signal.SIGCONT)
+                self._process.communicate()  # no more lines: it closes its engine and ends
+
+    def step(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+        print("step", file=self._process.stdin, flush=True)
+        self.steps.append(self._answer())
+        print(f"{self.name}:", *(f"{key} {self.steps[-1][key]:.4g}" for key in (*SECONDS, "loss")), file=sys.stderr)
+
+    def _answer(self) -> dict[str, Any]:
+        """The next answer; then the process stands still. Raises TrainerError with its last words."""
+        line = self._process.stdout.readline()
+        if not line:
+            raise TrainerError(f"{self.name}: ... {' '.join(self._log.read_text(errors='replace').split())[-400:]}")
+        os.kill(self._process.pid, signal.SIGSTOP)
+        return json.loads(line)
+
+    def timed(self, key: str) -> list[float]:
+        return [step[key] for step in self.steps[self.warm :]]
+
+    def median(self, key: str) -> float:
+        return median(self.timed(key))
+
+    def fastest(self) -> float:
+        """Each phase at its fastest: what other work on the machine adds is no fault of the case's."""
+        return sum(min(self.timed(phase)) for phase in SECONDS[1:])
+
+
+def measure(cases: list[Case], *, steps: int) -> None:
+    with ExitStack() as stack:
+        for case in cases:
+            stack.enter_context(case.running())
+        for _ in range(steps):
+            for case in cases:
+                case.step()
+
+
+def sweep(base: Case, *, steps: int) -> list[Case]:
+    """`base` and the variations of it that ran, the fastest first."""
+    measure([base], steps=steps)
+    ran = [base]
+    for group in SWEEP:
+        best = min(ran, key=Case.fastest).words[len(base.words) :]
+        for words in group:
+            added = [*best, *words.split()]
+            case = Case(f"... {' '.join(added)}", base.words + added, base.warm)
+            try:
+                measure([case], steps=steps)
+                ran.append(case)
+            except TrainerError as error:
+                print(f"failed: {error}", file=sys.stderr)
+    return sorted(ran, key=Case.fastest)
+
+
+def spread(numbers: list[float]) -> str:
+    return f"{median(numbers):.2f} ({min(numbers):.2f}-{max(numbers):.2f})"
+
+
+def table(cases: list[Case]) -> Iterator[str]:
+    """Medians and spread; drive traffic in bytes a parameter; peaks over all steps, the warm ones too."""
+    yield " | ".join(["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "with build", "built in s"])
+    yield " | ".join(["---"] * 10)
+    for case in cases:
+        drive = [case.median(f"{way}_bytes") / case.facts["parameters"] for way in ("read", "written")]
+        peak = max(step["peak_rss"] for step in case.steps)
+        peaks = [peak / 1e9, max(peak, case.facts["build_peak"]) / 1e9, case.facts["build_seconds"]]
+        seconds = [spread(case.timed(key)) for key in SECONDS]
+        yield " | ".join([case.name, *seconds, *(f"{number:.2f}" for number in drive + peaks)])
+
+
+def ratios(cases: list[Case]) -> Iterator[str]:
+    """How many times as long the first takes as the second, for each two cases."""
+    yield " | ".join(["ratio of medians", *SECONDS, "step, pair by pair"])
+    yield " | ".join(["---"] * 6)
+    for one, other in combinations(cases, 2):
+        pairs = [a / b for a, b in zip(one.timed("step"), other.timed("step"), strict=True)]
+        medians = [(one.median(key), other.median(key)) for key in SECONDS]
+        cells = [f"{a / b:.2f}" if b else "" for a, b in medians]
+        yield " | ".join([f"{one.name} / {other.name}", *cells, spread(pairs)])
+
+
+def settings(case: Case) -> Iterator[str]:
+    """The words, what the plan made of them, what DeepSpeed was told, and what the model did."""
+    yield from (f"### {case.name}", "", f"`{shlex.join(case.words)}`", "")
+    words = {"plan": case.told["plan"]["chosen"], "deepspeed": case.told.get("deepspeed")}
+    yield from ("```json", *(json.dumps({name: content}) for name, content in words.items() if content), "```", "")
+    yield from (f"{key}: {[step[key] for step in case.steps]}\n" for key in ("loss", "grad_norm"))
+
+
+def machine(case: Case) -> str:
+    """What the numbers depend on and no setting says."""
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, text=True)
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    cpu = {key.strip(): value.strip() for key, _, value in lines}
+    units = " ".join({"avx512_bf16", "amx_bf16", "amx_fp16"}.intersection(cpu.get("flags", "").split()))
+    here, there, plan = (case.told[name] for name in ("machine", "environment", "plan"))
+    return (
+        f"Commit {commit.strip()}, {time.strftime('%Y-%m-%d %H:%M')}; {cpu.get('model name', 'CPU')}, 16-bit units "
+        f"{units or 'none'}, {here['cores']} cores, {there['threads']} threads; GPU {here['gpu'] or 'none'}; "
+        f"{there['system']}, Python {there['python']}, {there['packages']}; {case.facts['parameters']:,} parameters, "
+        f"{plan['chosen']['tokens_per_step']} tokens a step."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    parser.add_argument("--case", action="append", default=[])
+    parser.add_argument("--sweep", action="store_true")
+    for name, kind, default in (("warm", int, 2), ("pairs", int, 5), ("json", Path, None), ("table", Path, None)):
+        parser.add_argument(f"--{name}", type=kind, default=default)
+    parser.add_argument("--note", default="")
+    options, common = parser.parse_known_args()
+    named = [text.partition(": ") for text in options.case]
+    cases = [Case(name, common + shlex.split(words), options.warm) for name, _, words in named]
+    if not cases or (options.sweep and len(cases) > 1):
+        raise TrainerError('name the cases: --case "NAME: WORDS" ..., one with --sweep')
+    steps = options.warm + options.pairs
+    if options.sweep:
+        cases = sweep(cases[0], steps=steps)
+        more = [f"Best: `{shlex.join(cases[0].words[len(common) :])}`", "", *settings(cases[0])]
+    else:
+        measure(cases, steps=steps)
+        more = [*ratios(cases), "", *(line for case in cases for line in settings(case))]
+    about = f"Medians (smallest-largest) of {options.pairs} steps of each case, after {options.warm} warm ones."
+    page = "\n".join([f"{machine(cases[0])} {options.note}", "", about, "", *table(cases), "", *more])
+    print(page)
+    if options.table:
+        options.table.write_text(page)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(case) for case in cases], indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        child(sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()
+    except TrainerError as error:
+        raise SystemExit(f"bench_step: {error}") from None

@@ -18,12 +18,18 @@ from pathlib import Path
 
 PLACEMENTS = {
     "plain torch": ["--engine", "plain"],
-    "ZeRO-2, optimizer gpu": ["--params", "gpu", "--optimizer", "gpu"],
-    "ZeRO-2, optimizer cpu": ["--params", "gpu", "--optimizer", "cpu"],
-    "ZeRO-3, both cpu": ["--params", "cpu", "--optimizer", "cpu"],
-    "ZeRO-3, optimizer nvme": ["--params", "gpu", "--optimizer", "nvme"],
-    "ZeRO-3, weights nvme": ["--params", "nvme", "--optimizer", "cpu"],
-    "ZeRO-3, both nvme": ["--params", "nvme", "--optimizer", "nvme"],
+    "tiered, weights gpu, state RAM": ["--engine", "tiered", "--params", "gpu", "--optimizer", "cpu"],
+    "tiered, weights gpu, state half RAM": ["--engine", "tiered", "--params", "gpu", "--ram-fraction", "0.5"],
+    "tiered, weights cpu, state RAM": ["--engine", "tiered", "--params", "cpu", "--optimizer", "cpu"],
+    "tiered, all nvme": [
+        *("--engine", "tiered", "--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme")
+    ],
+    "ZeRO-2, optimizer gpu": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "gpu"],
+    "ZeRO-2, optimizer cpu": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "cpu"],
+    "ZeRO-3, both cpu": ["--engine", "deepspeed", "--params", "cpu", "--optimizer", "cpu"],
+    "ZeRO-3, optimizer nvme": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "nvme"],
+    "ZeRO-3, weights nvme": ["--engine", "deepspeed", "--params", "nvme", "--optimizer", "cpu"],
+    "ZeRO-3, both nvme": ["--engine", "deepspeed", "--params", "nvme", "--optimizer", "nvme"],
 }
 ALWAYS = ["train.eval_every=0", "--save-every", "0"]
 BOUND = 2e-2

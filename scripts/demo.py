@@ -25,7 +25,8 @@ def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     (OUT / "drive").mkdir(parents=True)
     run = OUT / "run"
-    offload_train("configs/demo.yaml", "--nvme", str(OUT / "drive"), "--output", str(run))
+    half_on_the_drive = ("--nvme", str(OUT / "drive"), "--ram-fraction", "0.5")
+    offload_train("configs/demo.yaml", *half_on_the_drive, "--output", str(run))
     losses = [json.loads(line)["validation_loss"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     start = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     print(f"loss {start:.3f} at the start, validation {losses[0]:.3f} -> {losses[-1]:.3f}")

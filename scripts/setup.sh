@@ -10,13 +10,13 @@ command -v "$python" >/dev/null || fail "$python is not installed; name another 
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module: apt-get install python3-venv"
 command -v g++ >/dev/null || fail "no C++ compiler: apt-get install g++"
 
-# DeepSpeed's NVMe kernel needs libaio's header.
+# DeepSpeed's NVMe kernel needs libaio's header: --engine deepspeed and tiered.io=async_io, nothing else.
 if [ ! -e /usr/include/libaio.h ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q libaio-dev; } >/dev/null \
-      || fail "apt-get install libaio-dev failed; without it nothing can live on NVMe"
+      || fail "apt-get install libaio-dev failed; DeepSpeed's engine cannot use NVMe without it"
   else
-    echo "setup: libaio-dev is missing; nothing can live on NVMe until: sudo apt-get install libaio-dev" >&2
+    echo "setup: libaio-dev is missing; DeepSpeed's engine cannot use NVMe until: sudo apt-get install libaio-dev" >&2
   fi
 fi
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -224,6 +225,20 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
     resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")
     for single, double in zip(resumed.steps, two.steps[5:], strict=True):
         assert single["loss"] == pytest.approx(double["loss"], abs=2e-2)
+
+
+def test_the_tiered_engine_needs_no_deepspeed(drive: Path, tmp_path: Path) -> None:
+    """Not imported, let alone built: `auto` trains, saves and exports without it."""
+    code = (
+        "import sys; from offload_trainer.cli import main; code = main(sys.argv[1:])\n"
+        "assert 'deepspeed' not in sys.modules; raise SystemExit(code)"
+    )
+    args = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--steps", 2, "--output", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan: tiered engine" in done.stderr
 
 
 # -- what else a run must do -----------------------------------------------------------------------------------------

@@ -9,8 +9,11 @@ products, fp32 sums, one rounding.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
+
+_PIECE = 1 << 22  # elements that are copied to fp32 at a time
 
 _library: torch.library.Library | None = None
 
@@ -50,8 +53,31 @@ def _slow(tensor: torch.Tensor) -> bool:
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if _slow(left):
-        return torch.mm(left.float(), right.float()).to(left.dtype)
+        return _in_pieces(left, right, torch.mm)
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+
+
+def _in_pieces(
+    left: torch.Tensor, right: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`product` of fp32 copies, rounded, along the longer side of the result a piece at a time.
+
+    The copies of an embedding would take three times its own memory.
+    """
+    rows, columns = left.shape[0], right.shape[1]
+    if max(left.numel(), right.numel(), rows * columns) <= _PIECE:
+        return product(left.float(), right.float()).to(left.dtype)
+    inner = left.shape[1]
+    out = left.new_empty(rows, columns)
+    if rows >= columns:
+        whole, step = right.float(), max(1, _PIECE // max(inner, columns))
+        for start in range(0, rows, step):
+            out[start : start + step] = product(left[start : start + step].float(), whole)
+    else:
+        whole, step = left.float(), max(1, _PIECE // max(inner, rows))
+        for start in range(0, columns, step):
+            out[:, start : start + step] = product(whole, right[:, start : start + step].float())
+    return out
 
 
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

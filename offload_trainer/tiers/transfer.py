@@ -33,6 +33,7 @@ class DriveFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, -(-size // SECTOR) * SECTOR
+        self.descriptor = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             try:
@@ -42,6 +43,7 @@ class DriveFile:
             if self.size:
                 os.posix_fallocate(self.descriptor, 0, self.size)
         except OSError as error:
+            self.close()
             raise TrainerError(
                 f"{path}: {format_bytes(self.size)} cannot be set aside there: {error.strerror}; free space on that "
                 "drive, name another with --nvme, or keep more in memory (--ram-fraction)"

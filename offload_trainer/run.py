@@ -26,7 +26,7 @@ from offload_trainer.errors import Interrupted, UserError
 from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.profile import MachineProfile
-from offload_trainer.plan.memory import item_bytes
+from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan, make_plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.settings import dump_config
@@ -368,7 +368,7 @@ def _make_job(
         sample=sample if train.sample_every else None,
         say=log.say,
         checkpoints=output / "checkpoints",
-        checkpoint_bytes=12 * shape.trainable + item_bytes(config.model.dtype) * (shape.parameters - shape.trainable),
+        checkpoint_bytes=checkpoint_bytes(config, shape),
         save_every=max(1, train.steps // 10) if every == "auto" else every,
         identity=_identity(config, plan, source, data),
     )

@@ -10,21 +10,42 @@ from offload_trainer.engine import cpu_matmul
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "inner", "columns"), [(7, 5, 3), (3, 40, 501), (501, 40, 3), (64, 300, 64), (1, 1, 700)]
+    ("rows", "inner", "columns"),
+    [(7, 5, 3), (3, 40, 501), (501, 40, 3), (64, 300, 64), (3, 2500, 4), (1, 1, 700), (5, 0, 3), (0, 4, 3)],
 )
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("added", [None, "row", "matrix"])
 def test_pieces_round_the_same_products(
-    dtype: torch.dtype, rows: int, inner: int, columns: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    rows: int,
+    inner: int,
+    columns: int,
+    transposed: bool,
+    added: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu_matmul, "_PIECE", 1000)
     generator = torch.Generator().manual_seed(1)
-    left = torch.randn(rows, inner, generator=generator).to(dtype)
-    right = (
-        torch.randn(columns, inner, generator=generator).to(dtype).t()
-        if transposed
-        else (torch.randn(inner, columns, generator=generator).to(dtype))
-    )
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    left = some(rows, inner)
+    right = some(columns, inner).t() if transposed else some(inner, columns)
     exact = left.double() @ right.double()
-    given = cpu_matmul._mm(left, right)
+    if added is None:
+        given = cpu_matmul._mm(left, right)
+    else:
+        more = some(columns) if added == "row" else some(rows, columns)
+        given = cpu_matmul._addmm(more, left, right, beta=0.5, alpha=2)
+        exact = 2 * exact + 0.5 * more.double()
     assert given.dtype is dtype
     torch.testing.assert_close(given.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("inner", [4, 3000])
+def test_beta_0_takes_nothing_in(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "_PIECE", 1000)
+    left, right = torch.ones(5, inner, dtype=torch.bfloat16), torch.ones(inner, 6, dtype=torch.bfloat16)
+    given = cpu_matmul._addmm(torch.full((6,), float("nan"), dtype=torch.bfloat16), left, right, beta=0)
+    assert given.tolist() == [[float(torch.tensor(inner).bfloat16())] * 6] * 5

@@ -8,12 +8,15 @@ products, fp32 sums, one rounding.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
-_PIECE = 1 << 22  # elements that are copied to fp32 at a time
+_PIECE = 1 << 20  # elements that are copied to fp32 at a time
+
+_kept = threading.local()
 
 _library: torch.library.Library | None = None
 
@@ -53,31 +56,8 @@ def _slow(tensor: torch.Tensor) -> bool:
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if _slow(left):
-        return _in_pieces(left, right, torch.mm)
+        return _in_pieces(left, right)
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
-
-
-def _in_pieces(
-    left: torch.Tensor, right: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """`product` of fp32 copies, rounded, along the longer side of the result a piece at a time.
-
-    The copies of an embedding would take three times its own memory.
-    """
-    rows, columns = left.shape[0], right.shape[1]
-    if max(left.numel(), right.numel(), rows * columns) <= _PIECE:
-        return product(left.float(), right.float()).to(left.dtype)
-    inner = left.shape[1]
-    out = left.new_empty(rows, columns)
-    if rows >= columns:
-        whole, step = right.float(), max(1, _PIECE // max(inner, columns))
-        for start in range(0, rows, step):
-            out[start : start + step] = product(left[start : start + step].float(), whole)
-    else:
-        whole, step = left.float(), max(1, _PIECE // max(inner, rows))
-        for start in range(0, columns, step):
-            out[:, start : start + step] = product(whole, right[:, start : start + step].float())
-    return out
 
 
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -90,6 +70,65 @@ def _addmm(
     added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     if _slow(left):
-        return torch.addmm(added.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(left.dtype)
+        return _in_pieces(left, right, added, beta=beta, alpha=alpha)
     out = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def _in_pieces(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    added: torch.Tensor | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """alpha * left @ right + beta * added: fp32 copies of a piece at a time, along the longest of the three sides.
+
+    A piece stays in the CPU's cache between copy and product, and the copies' memory is used again: an embedding's
+    would take three times its own memory, and fresh memory costs as much as the product.
+    """
+    (rows, inner), columns = left.shape, right.shape[1]
+    out = left.new_empty(rows, columns)
+    added = added.expand(rows, columns) if added is not None and beta else None  # by beta 0 not even NaN comes in
+    if inner >= max(rows, columns):
+        total = _scratch("product", out.numel()).view(out.shape).zero_()
+        if added is not None:
+            total.copy_(added).mul_(beta)
+        for part in _slices(inner, _PIECE // max(rows, columns, 1)):
+            total.addmm_(_fp32("left", left[:, part]), _fp32("right", right[part]), alpha=alpha)
+        return out.copy_(total)
+    tall = rows >= columns
+    whole = _fp32("right", right) if tall else _fp32("left", left)
+    for part in _slices(max(rows, columns), _PIECE // max(inner, min(rows, columns), 1)):
+        at = (part,) if tall else (slice(None), part)
+        product = _scratch("product", out[at].numel()).view(out[at].shape)
+        factors = (_fp32("left", left[part]), whole) if tall else (whole, _fp32("right", right[:, part]))
+        if added is None:
+            torch.mm(*factors, out=product)
+        else:
+            torch.addmm(added[at].float(), *factors, beta=beta, alpha=alpha, out=product)
+        out[at] = product
+    return out
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    return (slice(start, start + max(1, step)) for start in range(0, length, max(1, step)))
+
+
+def _fp32(use: str, matrix: torch.Tensor) -> torch.Tensor:
+    """A copy in scratch memory, as transposed as the matrix is."""
+    if matrix.stride(0) < matrix.stride(1):
+        return _fp32(use, matrix.t()).t()
+    return _scratch(use, matrix.numel()).view(matrix.shape).copy_(matrix)
+
+
+def _scratch(use: str, elements: int) -> torch.Tensor:
+    """Memory of this thread, the same each time; its own where it is too large to be kept."""
+    if elements > _PIECE:
+        return torch.empty(elements)
+    kept: torch.Tensor | None = getattr(_kept, use, None)
+    if kept is None or kept.numel() < elements:
+        kept = torch.empty(elements)
+        setattr(_kept, use, kept)
+    return kept[:elements]

@@ -51,6 +51,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import Adam, choose_kernel
+from offload_trainer.tiers.memory import return_now, return_what_is_freed
 from offload_trainer.tiers.moments import Noise, encode_8bit, zero_code
 from offload_trainer.tiers.store import PageStore, field_dtype, size_of_home
 from offload_trainer.tiers.stream import Stream
@@ -96,6 +97,7 @@ class TieredEngine:
         self._scale = LossScale.of(config)
         self._last_batch = True
         self._open = ExitStack()
+        return_what_is_freed()
         self._device = device or _device(self._units, placement, itemsize=self._dtype.itemsize)
         self._open.callback(self._device.close)
         self._transfers = _transfers(config)
@@ -127,6 +129,7 @@ class TieredEngine:
             self._parameters[name].register_post_accumulate_grad_hook(self._hand_over(name))
         if load_weights:
             self._load_weights(source)
+        return_now()
 
     # -- putting together ---------------------------------------------------------------------------------------------
 

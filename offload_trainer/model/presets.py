@@ -62,7 +62,7 @@ def gpt2_shape(config: dict[str, Any]) -> ModelShape:
         "mlp.c_proj.bias": (hidden,),
     }
     weights = [
-        Weight("transformer.wte.weight", (config["vocab_size"], hidden), unit="transformer.wte"),
+        Weight("transformer.wte.weight", (config["vocab_size"], hidden), unit="transformer.wte", uses=2),
         Weight("transformer.wpe.weight", (config["n_positions"], hidden), unit="transformer.wpe"),
     ]
     for layer in range(layers):

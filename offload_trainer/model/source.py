@@ -12,6 +12,7 @@ import copy
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -204,6 +205,7 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
     if idle:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
     blocks = block_names(model)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     weights = []
     for name, parameter in model.named_parameters():
         block = next((block for block in blocks if name.startswith(f"{block}.")), None)
@@ -214,6 +216,7 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
                 trainable=not any(pattern.search(name) for pattern in patterns),
                 unit=block or name.rpartition(".")[0],
                 block=block is not None,
+                uses=uses[id(parameter)],
             )
         )
     if not any(weight.trainable for weight in weights):

@@ -181,6 +181,11 @@ def field_bytes(field: str, elements: int, *, states: str) -> int:
     return aligned(size * elements // per)
 
 
+def bytes_of_state(states: str) -> float:
+    """Bytes a parameter, without what pads its weight and its page."""
+    return sum(size / per for size, per in FIELDS[states].values())
+
+
 def page_bytes(elements: int, *, states: str) -> int:
     """Bytes of a page: its fields one after the other."""
     return sum(field_bytes(field, elements, states=states) for field in FIELDS[states])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.plan.layout import bytes_of_state
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement, ZeroSizes
 
@@ -142,6 +143,11 @@ def saved_items(config: TrainConfig, shape: ModelShape, *, output: str) -> list[
     """Checkpoints on the output's drive: one more than are kept, since the old goes after the new is whole."""
     if config.save.every == 0:
         return []
-    size = 12 * shape.trainable + item_bytes(config.model.dtype) * (shape.parameters - shape.trainable)
-    count = config.save.keep + 1
+    size, count = checkpoint_bytes(config, shape), config.save.keep + 1
     return [Item(output, "checkpoints", count * size, f"{count} of {size} bytes: masters and moments")]
+
+
+def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> int:
+    """Bytes of one checkpoint's tensors: masters and moments as they are stored, frozen weights in the run's dtype."""
+    frozen = shape.parameters - shape.trainable
+    return int(bytes_of_state(config.optim.states) * shape.trainable) + item_bytes(config.model.dtype) * frozen

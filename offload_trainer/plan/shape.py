@@ -15,6 +15,7 @@ class Weight:
     trainable: bool = True
     unit: str = ""  # name of the block that it is in, or of its own module
     block: bool = False  # whether that is one of the repeated blocks
+    uses: int = 1  # modules that hold it: 2 for tied embeddings
 
     @property
     def numel(self) -> int:

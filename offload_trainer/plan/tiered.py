@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.plan.layout import ALIGN, RAM, Page, Unit, drive_of_unit, largest, page_bytes, pages_of, units_of
+from offload_trainer.plan.layout import (
+    RAM,
+    Page,
+    Unit,
+    bytes_of_state,
+    drive_of_unit,
+    largest,
+    page_bytes,
+    pages_of,
+    units_of,
+)
 from offload_trainer.plan.memory import Item, activation_items, item_bytes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
@@ -77,8 +87,9 @@ def tiered_items(
     items += _page_items(units, pages, placement, sizes, drives=drives, e=e, g=g, on_gpu=on_gpu)
     items += _weight_items(units, placement, sizes, device=device, drives=drives, e=e)
     items += _gradient_items(units, sizes, device=device, drives=drives, e=e, g=g)
-    # A tied embedding's gradient comes from both ends and is added.
-    items.append(Item(device, "gradient in flight", 2 * e * shape.largest, "of the largest weight, before it is home"))
+    # A tied embedding's gradient comes from both ends; autograd makes a third of the two.
+    in_flight = max(weight.numel * (weight.uses + (weight.uses > 1)) for weight in shape.weights if weight.trainable)
+    items.append(Item(device, "gradient in flight", e * in_flight, "of the largest weight, before it is home"))
     items += activation_items(config, shape, device=device, world=1, checkpointing=checkpointing, seq_len=seq_len)
     return items
 
@@ -97,7 +108,7 @@ def _page_items(
     def held(home: int) -> int:
         return sum(page_bytes(page.elements, states=sizes.states) for page in pages if page.home == home)
 
-    each = page_bytes(ALIGN, states=sizes.states) / ALIGN
+    each = bytes_of_state(sizes.states)
     why = f"fp32 master, {sizes.states} moments: {each:.3g} B a parameter"
     items = [Item("ram", STATE_IN_RAM, held(RAM), f"{why}, {sizes.ram_fraction:.0%} of it")]
     for home, directory in enumerate(drives):
@@ -163,6 +174,6 @@ def _on_drives(
 
 def with_share_that_fits(shape: ModelShape, sizes: TierSizes, *, spare_bytes: int) -> TierSizes:
     """The largest share, in thousandths, for which the state in RAM takes at most `spare_bytes`."""
-    each = page_bytes(ALIGN, states=sizes.states) / ALIGN
+    each = bytes_of_state(sizes.states)
     total = each * sum(unit.trained for unit in units_of(shape))
     return replace(sizes, ram_fraction=int(1000 * min(1.0, spare_bytes / total)) / 1000)

@@ -18,6 +18,8 @@ from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.store import UnitStore
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
 
+_NORM_PIECE = 1 << 22  # elements
+
 
 @dataclass
 class _Staging:
@@ -81,7 +83,7 @@ class Gradients:
             self._device.download(flat, target)
             return
         self._device.finish()
-        target.add_(flat.to(target.device).to(self.dtype))
+        target.add_(flat.to(target.device))
         if last:
             self._norms[name] = _norm(target)
 
@@ -157,5 +159,6 @@ class Gradients:
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:
-    """fp32 norm of one gradient, on its device."""
-    return torch.linalg.vector_norm(flat, dtype=torch.float32)
+    """fp32 norm of one gradient, on its device; a piece at a time, since torch makes an fp32 copy first."""
+    pieces = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in flat.split(_NORM_PIECE)]
+    return torch.linalg.vector_norm(torch.stack(pieces))

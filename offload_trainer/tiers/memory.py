@@ -6,6 +6,7 @@ more; here it is one mapping of just the bytes that are needed.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 
@@ -15,6 +16,25 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.units import format_bytes
 
 PAGE = 4096  # bytes
+
+# glibc's mallopt(3). What autograd makes and frees is between: below 10 MiB it is used again, since fresh pages cost
+# more than the arithmetic in them; above, glibc would keep up to a gigabyte of it in a heap full of holes.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 32 << 20), (-3, 10 << 20)
+
+
+def return_what_is_freed() -> None:
+    """From now on, and for the whole process, large blocks go back to the system when they are freed (glibc only)."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(*_TRIM_THRESHOLD)
+        library.mallopt(*_MMAP_THRESHOLD)
+
+
+def return_now() -> None:
+    """Give the system what was freed so far and is still kept (glibc only)."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:

@@ -220,14 +220,16 @@ def spread(numbers: list[float]) -> str:
 
 def table(cases: list[Case]) -> Iterator[str]:
     """Medians and spread; drive traffic in bytes a parameter; peaks over all steps, the warm ones too."""
-    yield " | ".join(["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "with build", "built in s"])
-    yield " | ".join(["---"] * 10)
+    yield " | ".join(["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built in s"])
+    yield " | ".join(["---"] * 11)
     for case in cases:
         drive = [case.median(f"{way}_bytes") / case.facts["parameters"] for way in ("read", "written")]
         peak = max(step["peak_rss"] for step in case.steps)
-        peaks = [peak / 1e9, max(peak, case.facts["build_peak"]) / 1e9, case.facts["build_seconds"]]
+        planned = case.told["plan"]["tiers"]["ram"]["need"]
+        peaks = [bytes / 1e9 for bytes in (peak, planned, max(peak, case.facts["build_peak"]))]
+        built = case.facts["build_seconds"]
         seconds = [spread(case.timed(key)) for key in SECONDS]
-        yield " | ".join([case.name, *seconds, *(f"{number:.2f}" for number in drive + peaks)])
+        yield " | ".join([case.name, *seconds, *(f"{number:.2f}" for number in [*drive, *peaks, built])])
 
 
 def ratios(cases: list[Case]) -> Iterator[str]:

@@ -136,7 +136,8 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
-    if not result.skipped or job.config.model.dtype == "fp16":  # in fp16 the loss scale finds its value by this
+    finding = job.config.model.dtype == "fp16" and result.loss_scale > 1  # skipping is how the scale finds its value
+    if not result.skipped or finding:
         return
     if job.config.optim.nonfinite == "stop":
         raise TrainerError(

@@ -220,7 +220,9 @@ def spread(numbers: list[float]) -> str:
 
 def table(cases: list[Case]) -> Iterator[str]:
     """Medians and spread; drive traffic in bytes a parameter; peaks over all steps, the warm ones too."""
-    yield " | ".join(["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built in s"])
+    yield " | ".join(
+        ["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built in s"]
+    )
     yield " | ".join(["---"] * 11)
     for case in cases:
         drive = [case.median(f"{way}_bytes") / case.facts["parameters"] for way in ("read", "written")]

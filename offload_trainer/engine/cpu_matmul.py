@@ -89,6 +89,8 @@ def _in_pieces(
     would take three times its own memory, and fresh memory costs as much as the product.
     """
     (rows, inner), columns = left.shape, right.shape[1]
+    if right.shape[0] != inner:
+        raise RuntimeError(f"matrices of shapes {tuple(left.shape)} and {tuple(right.shape)} cannot be multiplied")
     out = left.new_empty(rows, columns)
     added = added.expand(rows, columns) if added is not None and beta else None  # by beta 0 not even NaN comes in
     if inner >= max(rows, columns):

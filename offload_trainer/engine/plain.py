@@ -138,7 +138,7 @@ class PlainEngine:
         most = max(steps.values(), default=0)
         state = EngineState(
             optimizer_steps=most,
-            loss_scale=self._scale.value,
+            loss_scale=self._scale.saved,
             good_steps=self._scale.good_steps,
             weight_steps={name: count for name, count in steps.items() if count != most},
         )
@@ -161,7 +161,7 @@ class PlainEngine:
     @torch.no_grad()
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory)
-        self._scale.value, self._scale.good_steps = state.loss_scale, state.good_steps
+        self._scale.go_on(state.loss_scale, state.good_steps)
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
         for kind in KINDS:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):

@@ -25,6 +25,16 @@ class LossScale:
             dynamic=dynamic,
         )
 
+    @property
+    def saved(self) -> float | None:
+        """For a checkpoint: the factor, or None where nothing is scaled."""
+        return self.value if self.dynamic else None
+
+    def go_on(self, saved: float | None, good_steps: int) -> None:
+        """As a checkpoint left it. A run in another dtype begins with its own factor."""
+        if self.dynamic and saved is not None:
+            self.value, self.good_steps = saved, good_steps
+
     def after_step(self, *, finite: bool) -> None:
         """Adjust to a step whose gradients were all finite, or were not."""
         if not self.dynamic:
@@ -32,5 +42,5 @@ class LossScale:
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value = max(1.0, self.value / 2)
-        elif self.good_steps == self.window:
+        elif self.good_steps >= self.window:
             self.value, self.good_steps = self.value * 2, 0

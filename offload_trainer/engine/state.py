@@ -33,7 +33,7 @@ class EngineState:
     """What an engine knows beside its tensors."""
 
     optimizer_steps: int  # steps that changed the weights; Adam's bias correction counts these
-    loss_scale: float = 1.0
+    loss_scale: float | None = None  # of a run in fp16
     good_steps: int = 0  # since the loss scale last changed
     states: str = "fp32"  # how moments were stored
     weight_steps: dict[str, int] = field(default_factory=dict)  # of weights that had no gradient in every step

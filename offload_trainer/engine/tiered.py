@@ -100,6 +100,7 @@ class TieredEngine:
         return_what_is_freed()
         self._device = device or _device(self._units, placement, itemsize=self._dtype.itemsize)
         self._open.callback(self._device.close)
+        self._opened_files = self._open.enter_context(ExitStack())  # closed after what still moves bytes in them
         self._transfers = _transfers(config)
         self._open.callback(self._transfers.close)
         self._make_homes(placement, sizes, drives, order=self._trained)
@@ -155,7 +156,6 @@ class TieredEngine:
             states=sizes.states,
             files=self._files(drives, "state", state_sizes, [page.home for page in pages]),
             transfers=self._transfers,
-            pinned=False,
         )
         weight_sizes = [unit.elements * self._dtype.itemsize for unit in self._units]
         self._weights = Weights(
@@ -183,7 +183,7 @@ class TieredEngine:
         files = []
         for home, drive in enumerate(drives):
             files.append(DriveFile(drive / name, size_of_home(sizes, homes, home)))
-            self._open.callback(files[-1].close)
+            self._opened_files.callback(files[-1].close)
         return files
 
     def _give_memory(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -267,14 +267,14 @@ class TieredEngine:
             clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
             for name in arrived:
                 self._steps[name] += 1
+            if self._stream:
+                self._stream.forget()
             self._updater.update(
                 [self._stretches(unit, arrived) for unit in self._units],
                 scale=clip / self._scale.value,
                 lr=lr,
                 noise=self._noise(),
             )
-            if self._stream:
-                self._stream.forget()
         self._gradients.clear()
         self._scale.after_step(finite=finite)
         return norm if finite else None
@@ -325,7 +325,7 @@ class TieredEngine:
         most = max(self._steps.values())
         state = EngineState(
             optimizer_steps=most,
-            loss_scale=self._scale.value,
+            loss_scale=self._scale.saved,
             good_steps=self._scale.good_steps,
             states=self._store.states,
             weight_steps={name: count for name, count in self._steps.items() if count != most},
@@ -361,7 +361,7 @@ class TieredEngine:
     @torch.no_grad()
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory)
-        self._scale.value, self._scale.good_steps = state.loss_scale, state.good_steps
+        self._scale.go_on(state.loss_scale, state.good_steps)
         self._steps = {name: state.steps_of(name) for name in self._trained}
         shapes = {name: self._places[name][1].weight.shape for name in self._trained}
         for name, tensor in read_tensors(directory, "master", shapes=shapes):

@@ -90,6 +90,9 @@ def tiered_items(
     # A tied embedding's gradient comes from both ends; autograd makes a third of the two.
     in_flight = max(weight.numel * (weight.uses + (weight.uses > 1)) for weight in shape.weights if weight.trainable)
     items.append(Item(device, "gradient in flight", e * in_flight, "of the largest weight, before it is home"))
+    if config.tiered.checksums or config.tiered.io == "async_io":
+        on_drives = sum(item.bytes for item in items if item.tier in drives)
+        items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
     items += activation_items(config, shape, device=device, world=1, checkpointing=checkpointing, seq_len=seq_len)
     return items
 
@@ -155,7 +158,8 @@ def _gradient_items(
     inside = sum(unit.trained for unit in units) - sum(unit.trained for unit in away)
     blocks = min(GRADIENT_BUFFERS, sum(unit.block for unit in away))
     others = min(1, sum(not unit.block for unit in away))
-    staging = blocks * largest(units, block=True) + others * largest(units, block=False)
+    most = {block: max((unit.trained for unit in away if unit.block == block), default=0) for block in (True, False)}
+    staging = blocks * most[True] + others * most[False]
     return [
         Item("ram", "gradients", g * (inside + staging), f"{blocks} blocks and {others} other module on their way"),
         *_on_drives("gradients", [g * unit.trained for unit in away], away, sizes, drives),

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.transfer import Ticket, Workers
+from offload_trainer.tiers.transfer import Ticket, Workers, ending
 
 Read = Callable[[torch.Tensor], Ticket]  # fills a host tensor from a drive
 
@@ -78,12 +78,7 @@ class CpuDevice:
 
     def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         ticket = Ticket()
-
-        def copy() -> None:
-            into.copy_(values)
-            ticket.finish_part()
-
-        self._copies.put(copy)
+        self._copies.put(ending(ticket, lambda: into.copy_(values)))
         return ticket
 
     def download(self, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -106,7 +101,7 @@ class CudaDevice:
         self.place = device
         self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._stagings = [host_buffer(staging_bytes, pinned=True) for _ in range(stagings if staging_bytes else 0)]
-        self._used: list[torch.cuda.Event | None] = [None] * len(self._stagings)
+        self._through: list[_CudaArrival | None] = [None] * len(self._stagings)  # what each was last used for
         self._next = 0
         self._waiter = Workers(1, "event")
 
@@ -120,21 +115,16 @@ class CudaDevice:
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
         if isinstance(source, torch.Tensor):
-            return _CudaArrival(self._copy_in(source, into, after=after), None)
+            event = self._copy_in(source, into, after=after)
+            return _CudaArrival(None, lambda: event)
         place = self._next
         self._next = (place + 1) % len(self._stagings)
-        used = self._used[place]
-        if used is not None:
-            used.synchronize()  # the drive must not overwrite what is still being copied; that was units ago
+        through = self._through[place]
+        if through is not None:
+            through.finish()  # the drive must not overwrite what is still to be copied; that was units ago
         staging = self._stagings[place][: into.numel() * into.element_size()].view(into.dtype)
-        arrival = _CudaArrival(None, source(staging))
-
-        def copied() -> torch.cuda.Event:
-            event = self._copy_in(staging, into, after=after)
-            self._used[place] = event
-            return event
-
-        arrival.copy = copied
+        arrival = _CudaArrival(source(staging), lambda: self._copy_in(staging, into, after=after))
+        self._through[place] = arrival
         return arrival
 
     def _copy_in(self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> torch.cuda.Event:
@@ -148,12 +138,7 @@ class CudaDevice:
 
     def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         event, ticket = self._copy_in(values, into, after=None), Ticket()
-
-        def wait() -> None:
-            event.synchronize()
-            ticket.finish_part()
-
-        self._waiter.put(wait)
+        self._waiter.put(ending(ticket, event.synchronize))
         return ticket
 
     def download(self, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -170,16 +155,23 @@ class CudaDevice:
 
 
 class _CudaArrival:
-    """A copy under way on the device, or a read that the copy follows."""
+    """A copy to the device, and the read that it follows, if any."""
 
-    def __init__(self, event: torch.cuda.Event | None, read: Ticket | None) -> None:
-        self._event, self._read = event, read
-        self.copy: Callable[[], torch.cuda.Event] | None = None
+    def __init__(self, read: Ticket | None, copy: Callable[[], torch.cuda.Event]) -> None:
+        self._read, self._copy = read, copy
+        self._event: torch.cuda.Event | None = None
+
+    def _copied(self) -> torch.cuda.Event:
+        """The copy's event; the first time, once the bytes are in host memory."""
+        if self._event is None:
+            if self._read is not None:
+                self._read.wait()
+            self._event = self._copy()
+        return self._event
 
     def wait(self) -> None:
-        if self._event is None:
-            assert self._read is not None
-            assert self.copy is not None
-            self._read.wait()
-            self._event = self.copy()
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self._copied())
+
+    def finish(self) -> None:
+        """The bytes are on the device when this returns."""
+        self._copied().synchronize()

@@ -18,7 +18,7 @@ from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.store import UnitStore
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
 
-_NORM_PIECE = 1 << 22  # elements
+_NORM_PIECE = 1 << 17  # elements
 
 
 @dataclass
@@ -95,19 +95,25 @@ class Gradients:
         ring = self._stagings[unit.block]
         staging = next((staging for staging in ring if staging.unit == unit.index), None)
         if staging is None:
+            self._send(ring[-1])  # most likely complete; what still comes is added to it later
             staging = ring[0]
-            self._send(staging)
             ring.append(ring.pop(0))  # the one used longest ago is first
-            if staging.writing is not None:
-                staging.writing.wait()
-                staging.writing = None
+            self._settle(staging)
             part = staging.buffer[: unit.trained]
             if unit.index in self._written:
+                for other in ring:
+                    self._settle(other)
                 self.store.read(unit.index, 0, part).wait()
             else:
                 part.zero_()
             staging.unit = unit.index
         return staging.buffer[: unit.trained]
+
+    def _settle(self, staging: _Staging) -> None:
+        """What was in this buffer is on its drive."""
+        if staging.writing is not None:
+            staging.writing.wait()
+            staging.writing = None
 
     def _send(self, staging: _Staging) -> None:
         """Start a unit's sums on their way to their drive."""
@@ -128,9 +134,7 @@ class Gradients:
                 self._send(staging)
         for ring in self._stagings.values():
             for staging in ring:
-                if staging.writing is not None:
-                    staging.writing.wait()
-                    staging.writing = None
+                self._settle(staging)
         self._device.finish()
 
     def norm(self) -> float:
@@ -159,6 +163,9 @@ class Gradients:
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:
-    """fp32 norm of one gradient, on its device; a piece at a time, since torch makes an fp32 copy first."""
-    pieces = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in flat.split(_NORM_PIECE)]
-    return torch.linalg.vector_norm(torch.stack(pieces))
+    """fp32 norm of one gradient, on its device.
+
+    On the CPU a piece at a time: torch makes an fp32 copy first, and adds up without a tree, 7e-5 off for 1e8 elements.
+    """
+    pieces = flat.split(_NORM_PIECE) if flat.device.type == "cpu" else [flat]
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p, dtype=torch.float32) for p in pieces]))

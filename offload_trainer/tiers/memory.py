@@ -46,7 +46,8 @@ def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        mapping = mmap.mmap(-1, -(-size // PAGE) * PAGE)
+        # Private, since most systems give huge pages to private memory only.
+        mapping = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise TrainerError(f"{format_bytes(size)} of host memory cannot be had: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -67,16 +67,14 @@ def field_dtype(field: str, *, states: str) -> torch.dtype:
 class PageStore:
     """The optimizer state. A page is its fields, one after the other: fp32 master, moments, scales of 8-bit moments."""
 
-    def __init__(
-        self, pages: Sequence[Page], *, states: str, files: Sequence[DriveFile], transfers: Transfers, pinned: bool
-    ) -> None:
+    def __init__(self, pages: Sequence[Page], *, states: str, files: Sequence[DriveFile], transfers: Transfers) -> None:
         self.pages = tuple(pages)
         self.states = states
         self._files, self._transfers = files, transfers
         self._sizes = [page_bytes(page.elements, states=states) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
-        self._memory = host_buffer(size_of_home(self._sizes, homes, RAM), pinned=pinned)
+        self._memory = host_buffer(size_of_home(self._sizes, homes, RAM))
         self._desk = Desk(transfers, places=_PAGES_OPEN)
         self._of_unit: dict[int, list[int]] = {}
         for number, page in enumerate(pages):

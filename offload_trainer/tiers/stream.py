@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_trainer.errors import UserError
 from offload_trainer.plan.layout import Unit
 from offload_trainer.tiers.device import Arrival, Device
 from offload_trainer.tiers.weights import Weights
@@ -74,7 +75,9 @@ class Stream:
         self._away = torch.full((1,), torch.nan, dtype=weights.dtype, device=device.place)
         self._clock = 0
         self._backward = False
-        self._followed: dict[tuple[bool, int], int] = {}  # (backward?, unit) -> the unit needed next, last time
+        # (backward?, the unit before, unit) -> the unit needed next, last time
+        self._followed: dict[tuple[bool, int | None, int | None], int] = {}
+        self._before_last: int | None = None
         self._last: int | None = None
         for unit in units:
             self._send_away(unit.index)
@@ -94,7 +97,12 @@ class Stream:
                 continue
             for kind in (True, False):
                 several = sum(self._weights.units[unit].block == kind for unit in streamed)
-                assert several <= max(1, len(self._rings[kind])), f"{several} units of one module at a time"
+                all_units = sum(self._weights.units[unit].block == kind for unit in self._parts)
+                if 1 < several >= len(self._rings[kind]) < all_units:
+                    raise UserError(
+                        f"a block of this model runs with {several} blocks' weights at a time, and another must be on "
+                        f"its way: tiered.unit_buffers must be {several + 1} at least"
+                    )
             module.register_forward_pre_hook(self._before(streamed))
 
     def _before(self, units: list[int]) -> Callable[..., None]:
@@ -108,14 +116,14 @@ class Stream:
     def passing(self, *, backward: bool) -> Iterator[None]:
         """Around each forward and each backward pass: the direction, and autograd keeping weights by place."""
         self._backward = backward
-        self._last = None
+        self._before_last = self._last = None
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         slot = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if slot is None:
-            return tensor
+            return tensor.detach()  # itself would be a cycle where it is its node's own result
         assert slot.unit is not None
         return _Saved(slot.unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
@@ -137,10 +145,10 @@ class Stream:
             slot.arrival = None
             for parameter, start, shape in self._parts[unit]:
                 parameter.data = slot.buffer[start : start + parameter.numel()].view(shape)
-        if self._last not in (None, unit):
-            self._followed[self._backward, self._last] = unit
-        self._last = unit
-        following = self._followed.get((self._backward, unit))
+        if unit != self._last:
+            self._followed[self._backward, self._before_last, self._last] = unit
+            self._before_last, self._last = self._last, unit
+        following = self._followed.get((self._backward, self._before_last, unit))
         if following is not None and following not in self._slot_of:
             ring = self._rings[self._weights.units[following].block]
             if any(slot.unit != unit for slot in ring):

@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,10 +92,6 @@ class Ticket:
         self._lock = threading.Lock()
         self._after: list[Callable[[BaseException | None], None]] = []
 
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
     def wait(self) -> None:
         self._done.wait()
         if self._error is not None:
@@ -121,10 +118,22 @@ class Ticket:
             action(self._error)
 
 
+def ending(ticket: Ticket, work: Callable[[], object]) -> Callable[[], None]:
+    """`work` as a job for a thread: a part of the ticket ends with it, also with what it raises."""
+
+    def carry_out() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as caught:
+            error = caught
+        ticket.finish_part(error)
+
+    return carry_out
+
+
 class Transfers(Protocol):
     """`buffer`: a contiguous CPU tensor, untouched by anybody else until the ticket is done."""
-
-    name: str
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket: ...
 
@@ -165,8 +174,6 @@ class Workers:
 class ThreadedTransfers:
     """`threads` for reads and as many for writes, so that neither waits for the other; `block` bytes a call."""
 
-    name = "threads"
-
     def __init__(self, *, threads: int = 4, block: int = 8 << 20) -> None:
         assert block % SECTOR == 0
         self._block = block
@@ -188,24 +195,13 @@ class ThreadedTransfers:
         starts = range(0, len(data), self._block)
         ticket = Ticket(parts=len(starts))
         for start in starts:
-            workers.put(_part(ticket, move, data[start : start + self._block], offset + start))
+            part = partial(move, data[start : start + self._block], offset + start)
+            workers.put(ending(ticket, part))
         return ticket
 
     def close(self) -> None:
         self._readers.close()
         self._writers.close()
-
-
-def _part(ticket: Ticket, move: Callable[[memoryview, int], None], view: memoryview, offset: int) -> Callable[[], None]:
-    def carry_out() -> None:
-        error: BaseException | None = None
-        try:
-            move(view, offset)
-        except BaseException as caught:
-            error = caught
-        ticket.finish_part(error)
-
-    return carry_out
 
 
 class AioTransfers:
@@ -214,8 +210,6 @@ class AioTransfers:
     `make_handle` gives an `aio_handle`. The kernel never looks at a completion's result, so use it only inside
     `CheckedTransfers`.
     """
-
-    name = "async_io"
 
     def __init__(self, make_handle: Callable[[], Any]) -> None:
         self._reads, self._writes = make_handle(), make_handle()
@@ -238,19 +232,14 @@ class AioTransfers:
     ) -> Ticket:
         ticket, data = Ticket(), bytes_of(buffer)
 
-        def carry_out() -> None:
-            error: BaseException | None = None
-            try:
-                size = os.fstat(file.descriptor).st_size
-                if size < offset + data.numel():
-                    raise TrainerError(f"{file.path}: cut short: the file has {size} of {file.size} bytes")
-                if submit(data, str(file.path), offset) != 0 or handle.wait() != 1:
-                    raise TrainerError(f"{file.path}: async_io refused {data.numel()} bytes at {offset}")
-            except BaseException as caught:
-                error = caught
-            ticket.finish_part(error)
+        def move() -> None:
+            size = os.fstat(file.descriptor).st_size
+            if size < offset + data.numel():
+                raise TrainerError(f"{file.path}: cut short: the file has {size} of {file.size} bytes")
+            if submit(data, str(file.path), offset) != 0 or handle.wait() != 1:
+                raise TrainerError(f"{file.path}: async_io refused {data.numel()} bytes at {offset}")
 
-        worker.put(carry_out)
+        worker.put(ending(ticket, move))
         return ticket
 
     def close(self) -> None:
@@ -267,24 +256,22 @@ class CheckedTransfers:
 
     def __init__(self, inner: Transfers) -> None:
         self._inner = inner
-        self.name = f"{inner.name}, checked"
         self._sums: dict[Path, torch.Tensor] = {}
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
-        checked = Ticket()
-        self._inner.read(file, offset, buffer).then(
-            lambda error: checked.finish_part(error or self._mismatch(file, offset, buffer))
-        )
-        return checked
+        checked, read = Ticket(), self._inner.read(file, offset, buffer)
 
-    def _mismatch(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> TrainerError | None:
-        wrong = (_sums(buffer) != self._of(file, offset, buffer)).nonzero().flatten()
-        if not wrong.numel():
-            return None
-        return TrainerError(
-            f"{file.path}: {wrong.numel()} blocks of {SECTOR} bytes do not hold what was written, the first at "
-            f"{offset + int(wrong[0]) * SECTOR}: the drive lost or changed them"
-        )
+        def compare() -> None:
+            read.wait()  # it has ended: this raises what went wrong
+            wrong = (_sums(buffer) != self._of(file, offset, buffer)).nonzero().flatten()
+            if wrong.numel():
+                raise TrainerError(
+                    f"{file.path}: {wrong.numel()} blocks of {SECTOR} bytes do not hold what was written, the first at "
+                    f"{offset + int(wrong[0]) * SECTOR}: the drive lost or changed them"
+                )
+
+        read.then(lambda _: ending(checked, compare)())
+        return checked
 
     def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
         self._of(file, offset, buffer).copy_(_sums(buffer))

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -99,9 +99,10 @@ class Updater:
         """Fill the slots with the first pages' state, while the gradients are still being computed."""
         if self._early is not None:
             return  # the last step was skipped: they are still there
-        self._early = []
-        self._waiting.extend(self._moving)
-        free, self._free = self._free, []
+        with self._lock:
+            self._early = []
+            self._waiting.extend(self._moving)
+            free, self._free = self._free, []
         for slot in free:
             self._fill(slot)
 
@@ -145,7 +146,16 @@ class Updater:
             leaving.append(self._weights.commit(page.unit, page.start, job.out))
         ticket = _together(leaving)
         self._leaving.append(ticket)
-        ticket.then(lambda error: self._ready.put(error) if error else self._fill(job.slot))
+        ticket.then(lambda error: self._refill(job.slot, error))
+
+    def _refill(self, slot: int, error: BaseException | None) -> None:
+        """Where a transfer's thread must not die of what goes wrong, since `update` would wait for ever."""
+        try:
+            if error is not None:
+                raise error
+            self._fill(slot)
+        except BaseException as caught:
+            self._ready.put(caught)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -207,13 +217,15 @@ class Updater:
             self._adam(parts, fields["master"], first, second, grad, new, scale=scale, lr=lr)
             return
         for start in range(0, page.elements, _CHUNK):
-            chunk = slice(start, min(start + _CHUNK, page.elements))
-            first, second = wide = [self._widen(fields, kind, chunk) for kind in _MOMENTS]
-            here = within(parts, chunk.start, chunk.stop)
-            self._adam(here, fields["master"][chunk], first, second, grad[chunk], new[chunk], scale=scale, lr=lr)
-            for kind, values in zip(_MOMENTS, wide, strict=True):
-                bits = noise.slice(page.start + start, values.numel()) if noise else None
-                self._narrow(fields, kind, chunk, values, noise=bits)
+            for part in within(parts, start, min(start + _CHUNK, page.elements)):
+                # Only these: what is stored in 8 bits does not outlive being widened and narrowed as it was.
+                piece, size = slice(start + part.start, start + part.end), part.end - part.start
+                first, second = wide = [self._widen(fields, kind, piece) for kind in _MOMENTS]
+                whole = [replace(part, start=0, end=size)]
+                self._adam(whole, fields["master"][piece], first, second, grad[piece], new[piece], scale=scale, lr=lr)
+                for kind, values in zip(_MOMENTS, wide, strict=True):
+                    bits = noise.slice(page.start + piece.start, size) if noise else None
+                    self._narrow(fields, kind, piece, values, noise=bits)
 
     def _adam(
         self,

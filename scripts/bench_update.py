@@ -22,6 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 
+from offload_trainer.engine.kernels import load_cpu_adam
 from offload_trainer.errors import UserError
 from offload_trainer.tiers.kernels import Adam, Kernel, choose_kernel
 from offload_trainer.tiers.memory import host_buffer
@@ -86,7 +87,7 @@ def candidates(buffers: Buffers) -> dict[str, tuple[int, Callable[[int], None]]]
     }
     for name in ("native", "torch", "deepspeed"):
         try:
-            kernel, _ = choose_kernel(name, ADAM)
+            kernel, _ = choose_kernel(name, ADAM, load_op=load_cpu_adam)
         except UserError as error:
             print(f"{name}: left out: {error}", file=sys.stderr)
             continue

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload_trainer.engine.kernels import load_cpu_adam
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers import kernels
 from offload_trainer.tiers.kernels import Adam, DeepSpeedKernel, Kernel, NativeKernel, TorchKernel
@@ -194,7 +195,7 @@ def test_bits_of_deepspeed_also_after_a_resume() -> None:
 
     n = 6400
     grad = numbers(n, seed=4).bfloat16()
-    pieces = run(DeepSpeedKernel(ADAM), n, grad=grad, cuts=[640, 1920], steps=5)
+    pieces = run(DeepSpeedKernel(ADAM, load_cpu_adam()), n, grad=grad, cuts=[640, 1920], steps=5)
 
     weight = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
     optimizer = DeepSpeedCPUAdam([weight], betas=ADAM.betas, eps=ADAM.eps, weight_decay=0.1)
@@ -208,6 +209,6 @@ def test_bits_of_deepspeed_also_after_a_resume() -> None:
     state = [tensor.clone() for tensor in (weight.data, *optimizer.state[weight].values()) if torch.is_tensor(tensor)]
     weight.grad = grad.float() * 0.37
     optimizer.step()
-    resumed = DeepSpeedKernel(ADAM)
+    resumed = DeepSpeedKernel(ADAM, load_cpu_adam())
     resumed.update(state[0], state[1], state[2], grad, None, scale=0.37, lr=5e-3, decay=0.1, step=6)
     assert same_bits(state[0], weight.data)

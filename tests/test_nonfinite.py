@@ -63,3 +63,9 @@ def test_stop_says_where_and_leaves_the_last_checkpoint(drive: Path, tmp_path: P
     assert "the weights are those of step 3" in run.text
     assert "Traceback" not in run.text
     assert call(*args, output=tmp_path / "out").losses == call(*args, output=tmp_path / "clean").losses
+
+
+def test_a_nan_in_fp16_stops_where_no_scale_can_help(tmp_path: Path) -> None:
+    run = planted(3, *TINY, *STILL, "--dtype", "fp16", "optim.initial_loss_scale=1", "--steps", 5, output=tmp_path)
+    assert run.code == 1
+    assert "step 3: NaN or infinity in the gradient" in run.text

@@ -68,6 +68,19 @@ def test_bytes_never_fall_when_layers_are_added() -> None:
             before = total
 
 
+def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
+    config = load_config(["--nvme", "/ssd", "--optimizer", "nvme"])  # with checkpoints, which go to the output
+    shape, apart = SHAPES["gpt2"], machine()
+    plan = make_plan(config, shape, apart)
+    needs = [plan.tiers[directory]["need"] for directory in ("/ssd", "/out")]
+    assert all(needs)
+    for room, fits in ((sum(needs), True), (sum(needs) - 1, False)):
+        ssd, out = (dataclasses.replace(d, free_bytes=room, device=7) for d in (*apart.drives, apart.output))
+        assert make_plan(config, shape, dataclasses.replace(apart, drives=(ssd,), output=out)).fits == fits
+        other = dataclasses.replace(apart, drives=(ssd,), output=dataclasses.replace(out, device=8))
+        assert make_plan(config, shape, other).fits
+
+
 def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
     config, shape = wish("--params", "cpu", "--optimizer", "cpu"), SHAPES["gpt2"]
     need = make_plan(config, shape, machine()).tiers["ram"]["need"]

@@ -9,11 +9,13 @@ import pytest
 import torch
 from bench_of_engines import Step, assert_same, batches, engine, masters, model_directory, train
 from late import LateDevice, LateTransfers
+from safetensors.torch import load_file
 
 import offload_trainer.plan.layout as layout
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
+from offload_trainer.plan.layout import FIELDS
 from offload_trainer.tiers.stream import Stream
 
 
@@ -241,6 +243,23 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(home: str, folder: Pa
         assert train(ours, batches(6)) == expected
 
 
+def test_a_loss_scale_goes_on_in_fp16_only(folder: Path) -> None:
+    model = model_directory(folder / "gpt2-True", "gpt2")
+    fp16 = ["--dtype", "fp16", "optim.initial_loss_scale=1024", "optim.loss_scale_window=2"]
+    scales = {}
+    for before in ("bf16", "fp16"):
+        place = folder / f"from {before}"
+        place.mkdir()
+        with engine(model, *(fp16 if before == "fp16" else ["--dtype", "bf16"])) as ours:
+            train(ours, batches(3))
+            ours.save(place)
+        for after, words in (("bf16", ["--dtype", "bf16"]), ("fp16", fp16)):
+            with engine(model, *words, load_weights=False) as ours:
+                ours.load(place)
+                scales[before, after] = ours._scale.value
+    assert scales == {("bf16", "bf16"): 1, ("bf16", "fp16"): 1024, ("fp16", "bf16"): 1, ("fp16", "fp16"): 2048}
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
@@ -327,6 +346,26 @@ def test_stored_precision_resumes_exactly_and_homes_do_not_matter(states: str, f
         other.load(place)
         assert train(other, batches(10)[5:]) == steps[5:]
         assert_same(masters(other), weights)
+
+
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Path) -> None:
+    """8 bits widened and narrowed again are not what they were."""
+    model = model_directory(folder / "gpt2-True", "gpt2")
+    stored = []
+    with engine(model, *HOMES["all on the drive"], f"optim.states={states}", drives=drives(folder, 1)) as ours:
+        before = skip_last_block(ours, {2, 3, 4})
+        for steps in (range(2), range(2, 5), range(5, 6)):
+            for step in steps:
+                train(ours, [batches(6)[step]], before=lambda _, step=step: before(step))
+            place = folder / f"drift {states} {steps.stop}"
+            place.mkdir()
+            ours.save(place)
+            read = [load_file(place / f"{field}.safetensors") for field in FIELDS[states]]
+            stored.append([tensors[name] for tensors in read for name in tensors if ".h.4." in name])
+    assert stored[0]
+    assert all(torch.equal(one, other) for one, other in zip(stored[0], stored[1], strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(stored[1], stored[2], strict=True) if one.numel() > 9)
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])

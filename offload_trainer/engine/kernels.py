@@ -28,17 +28,17 @@ def load_kernels(placement: Placement) -> None:
 
     Raises TrainerError with the compiler's words.
     """
+    if placement.optimizer != "gpu":
+        load_cpu_adam()
+    if "nvme" in (placement.params, placement.optimizer):
+        load_async_io()
+
+
+def load_cpu_adam() -> Any:
+    """DeepSpeedCPUAdam's kernel, built or loaded."""
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
-    builders: list[Any] = []
-    if placement.optimizer != "gpu":
-        builders.append(CPUAdamBuilder())
-    if "nvme" in (placement.params, placement.optimizer):
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        builders.append(AsyncIOBuilder())
-    for builder in builders:
-        _load(builder)
+    return _load(CPUAdamBuilder())
 
 
 def load_async_io() -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch
-from offload_trainer.engine.kernels import load_async_io, load_kernels
+from offload_trainer.engine.kernels import load_async_io, load_cpu_adam
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.scaler import LossScale
 from offload_trainer.engine.state import (
@@ -104,9 +104,8 @@ class TieredEngine:
         self._transfers = _transfers(config)
         self._open.callback(self._transfers.close)
         self._make_homes(placement, sizes, drives, order=self._trained)
-        if config.optim.kernel == "deepspeed":
-            load_kernels(Placement("gpu", "cpu"))
-        kernel, why = choose_kernel(config.optim.kernel, Adam(betas=config.optim.betas, eps=config.optim.eps))
+        adam = Adam(betas=config.optim.betas, eps=config.optim.eps)
+        kernel, why = choose_kernel(config.optim.kernel, adam, load_op=load_cpu_adam)
         say(why)
         self._updater = Updater(
             self._store,

@@ -101,7 +101,10 @@ def _output(directory: str) -> DriveFacts:
 
 def _facts(path: Path, existing: Path) -> DriveFacts:
     return DriveFacts(
-        directory=str(path), free_bytes=shutil.disk_usage(existing).free, filesystem=_filesystem(existing)
+        directory=str(path),
+        free_bytes=shutil.disk_usage(existing).free,
+        filesystem=_filesystem(existing),
+        device=existing.stat().st_dev,
     )
 
 

@@ -15,6 +15,7 @@ class DriveFacts:
     directory: str
     free_bytes: int
     filesystem: str
+    device: int | None = None  # directories with the same one share its free bytes; None: nobody else's
 
 
 @dataclass(frozen=True)

@@ -319,12 +319,16 @@ def _laid_out(
 
 
 def _tiers(items: list[Item], machine: MachineProfile, *, world: int) -> dict[str, dict[str, int]]:
+    """Needed and available bytes of each; of a filesystem with several of the directories, what the others leave."""
     have = {"gpu": machine.gpu_bytes * world, "ram": machine.ram_bytes}
-    have |= {drive.directory: drive.free_bytes for drive in (*machine.drives, machine.output)}
-    return {
-        tier: {"need": sum(item.bytes for item in items if item.tier == tier), "have": room}
-        for tier, room in have.items()
-    }
+    drives = {drive.directory: drive for drive in (machine.output, *machine.drives)}
+    have |= {directory: drive.free_bytes for directory, drive in drives.items()}
+    need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
+    for directory, drive in drives.items():
+        if drive.device is not None:
+            others = [o for o, other in drives.items() if other.device == drive.device and o != directory]
+            have[directory] -= sum(need[other] for other in others)
+    return {tier: {"need": need[tier], "have": have[tier]} for tier in have}
 
 
 def _shortfalls(tiers: dict[str, dict[str, int]]) -> list[str]:

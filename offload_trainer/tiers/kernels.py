@@ -14,9 +14,8 @@ import hashlib
 import os
 import platform
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +67,10 @@ class Kernel(Protocol):
         ...
 
 
-def choose_kernel(name: str, adam: Adam) -> tuple[Kernel, str]:
+def choose_kernel(name: str, adam: Adam, *, load_op: Callable[[], Any] | None = None) -> tuple[Kernel, str]:
     """The kernel called `name` ("auto", "torch", "deepspeed" or "native"), and a sentence for the log on which and why.
+
+    `load_op` gives DeepSpeedCPUAdam's op, for "deepspeed".
 
     "auto" is the native one where it can be built and gives torch's bits, else torch's. UserError where another name's
     kernel cannot be had.
@@ -79,7 +80,8 @@ def choose_kernel(name: str, adam: Adam) -> tuple[Kernel, str]:
         return TorchKernel(adam), "AdamW on the CPU: torch's kernel, as asked."
     try:
         if name == "deepspeed":
-            return DeepSpeedKernel(adam), "AdamW on the CPU: DeepSpeed's kernel, as asked."
+            assert load_op is not None
+            return DeepSpeedKernel(adam, load_op()), "AdamW on the CPU: DeepSpeed's kernel, as asked."
         native = NativeKernel(adam)
         if not matches_torch(native):
             raise TrainerError("on this machine its results differ from torch's in their last bits")
@@ -188,23 +190,14 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
 
 
 class DeepSpeedKernel:
-    """DeepSpeedCPUAdam's compiled op, chunk by chunk. TrainerError where it cannot be built."""
+    """`op`, DeepSpeedCPUAdam's compiled one, chunk by chunk."""
 
     name = "deepspeed"
 
-    def __init__(self, adam: Adam) -> None:
-        # ninja lies beside this interpreter, which need not be on the path when the program is called by its own.
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    def __init__(self, adam: Adam, op: Any) -> None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
-        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
-        try:
-            self._op = CPUAdamBuilder().load(verbose=False)
-        except Exception as error:
-            raise TrainerError(
-                f"DeepSpeed's cpu_adam could not be built: {' '.join(str(error).split())[:500]}"
-            ) from error
-        self.adam = adam
+        self.adam, self._op = adam, op
         self._id = DeepSpeedCPUAdam.optimizer_id  # the op's table of optimizers is shared with DeepSpeed's own
         DeepSpeedCPUAdam.optimizer_id += 1
         self._op.create_adam(self._id, 1e-3, *adam.betas, adam.eps, 0.0, True, False)

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import torch
 
+from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.tiers.kernels import Kernel, NativeKernel, NativeLibrary
 
-BLOCK = 256  # elements that share a scale
 _NOISE = 2**18  # elements after which the noise repeats
 _VIEW = 2**20  # elements of which the noise can be a view: the table is kept that often, and once more
 _INFINITY = 0x7F800000  # the bits of fp32's infinity; a NaN's magnitude is above it
@@ -80,7 +80,7 @@ def encode_8bit(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor,
     `signed` says which table. Where a block holds an infinity or a NaN, all of it decodes to NaN.
     """
     n = values.numel()
-    blocks = torch.nn.functional.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
+    blocks = torch.nn.functional.pad(values, (0, -n % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
     torch.amax(blocks.abs(), dim=1, out=absmax)
     usable = (absmax.isfinite() & (absmax > 0))[:, None]
     scaled = torch.where(usable, blocks / absmax[:, None], 0.0)
@@ -90,7 +90,7 @@ def encode_8bit(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor,
 def decode_8bit(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
     """The values (`out`, fp32[n]) that `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]) stand for."""
     values = dynamic_map(signed)[codes.long()]
-    torch.mul(values, absmax.repeat_interleave(BLOCK)[: codes.numel()], out=out)
+    torch.mul(values, absmax.repeat_interleave(BLOCK_8BIT)[: codes.numel()], out=out)
 
 
 class TorchMoments:
@@ -117,11 +117,11 @@ class NativeMoments:
         self._library.call("decode_bf16", values, out, n=out.numel())
 
     def encode_8bit(self, values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None:
-        assert values.numel() == codes.numel() <= absmax.numel() * BLOCK
+        assert values.numel() == codes.numel() <= absmax.numel() * BLOCK_8BIT
         self._library.call("encode_8bit", values, _code_table(signed), codes, absmax, n=values.numel())
 
     def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
-        assert out.numel() == codes.numel() <= absmax.numel() * BLOCK
+        assert out.numel() == codes.numel() <= absmax.numel() * BLOCK_8BIT
         self._library.call("decode_8bit", codes, absmax, dynamic_map(signed), out, n=out.numel())
 
 

@@ -225,10 +225,14 @@ class TieredEngine:
         self._store.put_away()
 
     def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
+        first_of_blocks = next((n for n in self._trained if self._places[n][0].block), None)
+
         def hook(parameter: nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             self._gradients.add(name, gradient, last=self._last_batch)
+            if name == first_of_blocks:
+                return_now()  # what autograd needs next, for the embeddings, is its largest
 
         return hook
 

@@ -25,7 +25,7 @@ from offload_trainer.plan.memory import Item, activation_items, item_bytes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
 
-PROCESS = 540_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
+PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
 STATE_IN_RAM = "state in RAM"  # name of that item
 GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time

@@ -28,6 +28,7 @@ from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.zero import decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.tiers.gradients import norm_of
 
 
 class PlainEngine:
@@ -101,7 +102,7 @@ class PlainEngine:
     def _update(self, *, lr: float) -> float | None:
         """AdamW on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])) / self._scale.value
+        norm = torch.linalg.vector_norm(torch.stack([norm_of(g.reshape(-1)) for g in grads])) / self._scale.value
         finite = bool(norm.isfinite())
         if finite:
             clip = 1.0 if not self._clip else min(1.0, self._clip / (float(norm) + 1e-6))

@@ -35,17 +35,14 @@ from offload_trainer.model.source import DTYPES, ModelSource, parameters_without
 from offload_trainer.plan.layout import (
     BLOCK_8BIT,
     FIELDS,
-    RAM,
     Place,
     Unit,
     aligned,
-    drive_of_unit,
     page_bytes,
-    pages_of,
     units_of,
 )
 from offload_trainer.plan.plan import reentrant
-from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes
+from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, homes_in
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
@@ -64,7 +61,7 @@ from offload_trainer.tiers.transfer import (
     Transfers,
 )
 from offload_trainer.tiers.update import Stretch, Updater
-from offload_trainer.tiers.weights import DEVICE, Weights
+from offload_trainer.tiers.weights import Weights
 
 
 class TieredEngine:
@@ -137,41 +134,31 @@ class TieredEngine:
         self, placement: Placement, sizes: TierSizes, drives: Sequence[Path], *, order: Sequence[str]
     ) -> None:
         """Files on the drives, and the homes of state, weights and gradients in them and in memory."""
-        pages = pages_of(self._units, page=sizes.page, ram_fraction=sizes.ram_fraction, speeds=sizes.speeds)
-        moved = [unit for unit in self._units if not unit.small]
-        drive_of = {} if not drives else dict(zip(moved, drive_of_unit(moved, sizes.speeds), strict=True))
-
-        def homes(*, away: bool, inside: int, small: int) -> list[int]:
-            return [small if unit.small else drive_of[unit] if away else inside for unit in self._units]
-
-        weight_homes = homes(
-            away=placement.params == "nvme", inside=RAM if placement.params == "cpu" else DEVICE, small=DEVICE
-        )
-        gradient_homes = homes(away=sizes.gradients == "nvme", inside=RAM, small=RAM)
+        homes = homes_in(self._units, placement, sizes)
         gradient_dtype = torch.float32 if gradient_bytes(self._config) == 4 else self._dtype
-        state_sizes = [page_bytes(page.elements, states=sizes.states) for page in pages]
+        state_sizes = [page_bytes(page.elements, states=sizes.states) for page in homes.pages]
         self._store = PageStore(
-            pages,
+            homes.pages,
             states=sizes.states,
-            files=self._files(drives, "state", state_sizes, [page.home for page in pages]),
+            files=self._files(drives, "state", state_sizes, [page.home for page in homes.pages]),
             transfers=self._transfers,
         )
         weight_sizes = [unit.elements * self._dtype.itemsize for unit in self._units]
         self._weights = Weights(
             self._units,
-            weight_homes,
+            homes.weights,
             dtype=self._dtype,
             device=self._device,
-            files=self._files(drives, "weights", weight_sizes, weight_homes),
+            files=self._files(drives, "weights", weight_sizes, homes.weights),
             transfers=self._transfers,
         )
         gradient_sizes = [unit.trained * gradient_dtype.itemsize for unit in self._units]
         self._gradients = Gradients(
             self._units,
-            gradient_homes,
+            homes.gradients,
             dtype=gradient_dtype,
             device=self._device,
-            files=self._files(drives, "gradients", gradient_sizes, gradient_homes),
+            files=self._files(drives, "gradients", gradient_sizes, homes.gradients),
             transfers=self._transfers,
             stagings=GRADIENT_BUFFERS,
             order=order,

@@ -20,7 +20,7 @@ BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit opt
 _WEIGHT_ALIGN = BLOCK_8BIT  # elements; a scale then belongs to one weight, and matrix units find aligned rows
 SMALL = 1 << 20  # elements; a unit outside the blocks below this stays where it is used
 
-RAM = -1  # home of a page; drives are 0, 1, ...
+RAM, DEVICE = -1, -2  # homes; drives are 0, 1, ...
 
 
 def aligned(elements: int, to: int = ALIGN) -> int:
@@ -143,8 +143,31 @@ def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
     return settled[::-1]
 
 
-def drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:
-    """The drive of each unit's weights and gradients, where those live on drives: in proportion to `speeds`."""
+@dataclass(frozen=True)
+class Homes:
+    """Where everything lives: each page of the state; of each unit, the weights and the gradients."""
+
+    pages: tuple[Page, ...]
+    weights: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+def homes_of(
+    units: Sequence[Unit], *, params: str, gradients: str, page: int, ram_fraction: float, speeds: Sequence[float]
+) -> Homes:
+    """`params` ("gpu", "cpu", "nvme") and `gradients` ("cpu", "nvme") for what is not small, the rest as `pages_of`."""
+    moved = [unit for unit in units if not unit.small]
+    drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
+    place = {"gpu": DEVICE, "cpu": RAM}
+    return Homes(
+        pages=pages_of(units, page=page, ram_fraction=ram_fraction, speeds=speeds),
+        weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
+        gradients=tuple(RAM if unit.small or gradients == "cpu" else drive[unit] for unit in units),
+    )
+
+
+def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:
+    """A drive for each unit's weights and gradients, in proportion to `speeds`."""
     held = [0.0] * len(speeds)
     drives = []
     for unit in units:
@@ -152,11 +175,6 @@ def drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, 
         held[drive] += unit.elements
         drives.append(drive)
     return tuple(drives)
-
-
-def largest(units: Sequence[Unit], *, block: bool) -> int:
-    """Elements of the largest unit that is moved, among the blocks or the others; 0 without any."""
-    return max((unit.elements for unit in units if unit.block == block and not unit.small), default=0)
 
 
 # -- bytes of the optimizer state ------------------------------------------------------------------------------------

@@ -10,17 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.plan.layout import (
-    RAM,
-    Page,
-    Unit,
-    bytes_of_state,
-    drive_of_unit,
-    largest,
-    page_bytes,
-    pages_of,
-    units_of,
-)
+from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
 from offload_trainer.plan.memory import Item, activation_items, item_bytes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
@@ -67,6 +57,18 @@ def gradient_bytes(config: TrainConfig) -> int:
     return item_bytes(config.model.dtype)
 
 
+def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> Homes:
+    """Where the engine puts everything, and the plan counts it."""
+    return homes_of(
+        units,
+        params=placement.params,
+        gradients=sizes.gradients,
+        page=sizes.page,
+        ram_fraction=sizes.ram_fraction,
+        speeds=sizes.speeds,
+    )
+
+
 def tiered_items(
     config: TrainConfig,
     shape: ModelShape,
@@ -80,13 +82,13 @@ def tiered_items(
 ) -> list[Item]:
     """What the tiered engine holds at its peak. `device` is the tier that computes: "gpu", or "ram" on a CPU."""
     units = units_of(shape)
-    pages = pages_of(units, page=sizes.page, ram_fraction=sizes.ram_fraction, speeds=sizes.speeds)
+    homes = homes_in(units, placement, sizes)
+    tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
     e, g = item_bytes(config.model.dtype), gradient_bytes(config)
-    on_gpu = device == "gpu"
     items = [Item("ram", "process", PROCESS, "interpreter, torch and transformers")]
-    items += _page_items(units, pages, placement, sizes, drives=drives, e=e, g=g, on_gpu=on_gpu)
-    items += _weight_items(units, placement, sizes, device=device, drives=drives, e=e)
-    items += _gradient_items(units, sizes, device=device, drives=drives, e=e, g=g)
+    items += _page_items(units, homes, sizes, tiers=tiers, e=e, g=g)
+    items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
+    items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)
     # A tied embedding's gradient comes from both ends; autograd makes a third of the two.
     in_flight = max(weight.numel * (weight.uses + (weight.uses > 1)) for weight in shape.weights if weight.trainable)
     items.append(Item(device, "gradient in flight", e * in_flight, "of the largest weight, before it is home"))
@@ -98,82 +100,79 @@ def tiered_items(
 
 
 def _page_items(
-    units: Sequence[Unit],
-    pages: Sequence[Page],
-    placement: Placement,
-    sizes: TierSizes,
-    *,
-    drives: Sequence[str],
-    e: int,
-    g: int,
-    on_gpu: bool,
+    units: Sequence[Unit], homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int
 ) -> list[Item]:
-    def held(home: int) -> int:
-        return sum(page_bytes(page.elements, states=sizes.states) for page in pages if page.home == home)
+    def state(page: Page) -> int:
+        return page_bytes(page.elements, states=sizes.states)
 
-    each = bytes_of_state(sizes.states)
-    why = f"fp32 master, {sizes.states} moments: {each:.3g} B a parameter"
-    items = [Item("ram", STATE_IN_RAM, held(RAM), f"{why}, {sizes.ram_fraction:.0%} of it")]
-    for home, directory in enumerate(drives):
-        items.append(Item(directory, "state", held(home), why))
-    staged = placement.params == "nvme" or (placement.params == "gpu" and on_gpu)
-    moved = [page for page in pages if page.home != RAM or staged or sizes.gradients == "nvme"]
+    why = f"fp32 master, {sizes.states} moments: {bytes_of_state(sizes.states):.3g} B a parameter"
+    items = []
+    for home, tier in tiers.items():
+        held = sum(state(page) for page in homes.pages if page.home == home)
+        if home == RAM:
+            items.append(Item(tier, STATE_IN_RAM, held, f"{why}, {sizes.ram_fraction:.0%} of it"))
+        elif home != DEVICE:
+            items.append(Item(tier, "state", held, why))
+    # The update reads and writes in host memory: what is not there passes through a buffer.
+    outside = {RAM} | ({DEVICE} if tiers[DEVICE] == "ram" else set())
+    rounded = [page for page in homes.pages if homes.weights[page.unit] not in outside]
+    collected = [page for page in homes.pages if homes.gradients[page.unit] != RAM]
+    stored = [page for page in homes.pages if page.home != RAM]
+    moved = {id(page) for pages in (rounded, collected, stored) for page in pages}
     if moved:
-        elements = max(page.elements for page in moved)
-        each_slot = max((page_bytes(p.elements, states=sizes.states) for p in pages if p.home != RAM), default=0)
-        each_slot += elements * (e * staged + g * (sizes.gradients == "nvme"))
+        each = max(map(state, stored), default=0)
+        each += e * max((page.elements for page in rounded), default=0)
+        each += g * max((page.elements for page in collected), default=0)
         count = min(sizes.page_buffers, len(moved))
-        items.append(Item("ram", "page buffers", count * each_slot, f"{count}, each with a page on its way"))
+        items.append(Item("ram", "page buffers", count * each, f"{count}, each with a page on its way"))
     return items
 
 
 def _weight_items(
-    units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, device: str, drives: Sequence[str], e: int
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], e: int
 ) -> list[Item]:
-    total = sum(unit.elements for unit in units)
-    if placement.params == "gpu":
-        return [Item(device, "weights", e * total, f"{e} B a parameter")]
-    away = [unit for unit in units if not unit.small]
-    items = [Item(device, "small weights", e * (total - sum(unit.elements for unit in away)), "never moved")]
-    if placement.params == "cpu":
-        items.append(Item("ram", "weights", e * sum(unit.elements for unit in away), f"{e} B a parameter"))
-    else:
-        items += _on_drives("weights", [e * unit.elements for unit in away], away, sizes, drives)
-    blocks = min(sizes.unit_buffers, sum(unit.block for unit in away))
-    others = min(1, sum(not unit.block for unit in away))
-    ring = blocks * largest(units, block=True) + others * largest(units, block=False)
-    items.append(Item(device, "weights in use", e * ring, f"{blocks} blocks and {others} other module"))
-    if device == "gpu" and placement.params == "nvme":
-        staging = 2 * e * max(largest(units, block=True), largest(units, block=False))
+    held = _held([e * unit.elements for unit in units], homes)
+    away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
+    if not away:
+        return [Item(tiers[DEVICE], "weights", held[DEVICE], f"{e} B a parameter")]
+    items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE, 0), "never moved")]
+    items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
+    ring, words = _buffers({unit: unit.elements for unit in away}, sizes.unit_buffers)
+    items.append(Item(tiers[DEVICE], "weights in use", e * ring, words))
+    if tiers[DEVICE] == "gpu" and max(homes) >= 0:
+        staging = 2 * e * max(unit.elements for unit in units)
         items.append(Item("ram", "weight staging", staging, "2 of the largest unit, between drive and GPU"))
     return items
 
 
-def _gradient_items(
-    units: Sequence[Unit], sizes: TierSizes, *, device: str, drives: Sequence[str], e: int, g: int
-) -> list[Item]:
-    if sizes.gradients == "cpu":
-        return [Item("ram", "gradients", g * sum(unit.trained for unit in units), f"{g} B a trained parameter")]
-    away = [unit for unit in units if not unit.small]
-    inside = sum(unit.trained for unit in units) - sum(unit.trained for unit in away)
-    blocks = min(GRADIENT_BUFFERS, sum(unit.block for unit in away))
-    others = min(1, sum(not unit.block for unit in away))
-    most = {block: max((unit.trained for unit in away if unit.block == block), default=0) for block in (True, False)}
-    staging = blocks * most[True] + others * most[False]
+def _gradient_items(units: Sequence[Unit], homes: Sequence[int], *, tiers: dict[int, str], g: int) -> list[Item]:
+    held = _held([g * unit.trained for unit in units], homes)
+    inside = held.pop(RAM, 0)
+    if not held:
+        return [Item("ram", "gradients", inside, f"{g} B a trained parameter")]
+    away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home != RAM}
+    staging, words = _buffers(away, GRADIENT_BUFFERS)
     return [
-        Item("ram", "gradients", g * (inside + staging), f"{blocks} blocks and {others} other module on their way"),
-        *_on_drives("gradients", [g * unit.trained for unit in away], away, sizes, drives),
+        Item("ram", "gradients", inside + g * staging, f"{words} on their way"),
+        *(Item(tiers[home], "gradients", size, f"{g} B a trained parameter") for home, size in held.items()),
     ]
 
 
-def _on_drives(
-    name: str, sizes_of: Sequence[int], units: Sequence[Unit], sizes: TierSizes, drives: Sequence[str]
-) -> list[Item]:
-    homes = drive_of_unit(units, sizes.speeds)
-    return [
-        Item(directory, name, sum(size for size, home in zip(sizes_of, homes, strict=True) if home == drive), "")
-        for drive, directory in enumerate(drives)
-    ]
+def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
+    """Bytes in each home that has any."""
+    held: dict[int, int] = {}
+    for size, home in zip(sizes, homes, strict=True):
+        held[home] = held.get(home, 0) + size
+    return held
+
+
+def _buffers(away: dict[Unit, int], count: int) -> tuple[int, str]:
+    """Elements of the buffers for units that are away, and what they are: `count` for blocks, one for all else."""
+    blocks = [elements for unit, elements in away.items() if unit.block]
+    others = [elements for unit, elements in away.items() if not unit.block]
+    many, one = min(count, len(blocks)), min(1, len(others))
+    words = f"{many} blocks and {one} other module"
+    return many * max(blocks, default=0) + one * max(others, default=0), words
 
 
 def with_share_that_fits(shape: ModelShape, sizes: TierSizes, *, spare_bytes: int) -> TierSizes:

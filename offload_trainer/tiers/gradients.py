@@ -79,13 +79,13 @@ class Gradients:
         if name not in self._arrived:
             self._arrived.add(name)
             if last:
-                self._norms[name] = _norm(flat)
+                self._norms[name] = norm_of(flat)
             self._device.download(flat, target)
             return
         self._device.finish()
         target.add_(flat.to(target.device))
         if last:
-            self._norms[name] = _norm(target)
+            self._norms[name] = norm_of(target)
 
     def _collecting(self, unit: Unit) -> torch.Tensor:
         """Host memory in which the unit's sums are now."""
@@ -146,7 +146,7 @@ class Gradients:
         """What was taken on the way, or, for a weight that the last micro-batch did not use, the norm of its sums."""
         if name not in self._norms:
             unit, place = self._place[name]
-            self._norms[name] = _norm(self.store.get(unit.index, place.start, place.weight.numel))
+            self._norms[name] = norm_of(self.store.get(unit.index, place.start, place.weight.numel))
             self.store.put_away()
         return self._norms[name].to(self._device.place)
 
@@ -162,10 +162,10 @@ class Gradients:
         self._written.clear()
 
 
-def _norm(flat: torch.Tensor) -> torch.Tensor:
-    """fp32 norm of one gradient, on its device.
+def norm_of(flat: torch.Tensor) -> torch.Tensor:
+    """fp32 norm of one 1-D gradient, on its device.
 
-    On the CPU a piece at a time: torch makes an fp32 copy first, and adds up without a tree, 7e-5 off for 1e8 elements.
+    On the CPU a piece at a time: torch makes an fp32 copy first, and adds up without a tree, 1 % off for 9e7 elements.
     """
     pieces = flat.split(_NORM_PIECE) if flat.device.type == "cpu" else [flat]
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p, dtype=torch.float32) for p in pieces]))

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_trainer.plan.layout import RAM, Unit
+from offload_trainer.plan.layout import DEVICE, RAM, Unit
 from offload_trainer.tiers.device import Device
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.store import UnitStore
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
-
-DEVICE = -2  # home of a unit's weights, beside RAM and drives
 
 
 class Weights:

@@ -47,5 +47,5 @@ def test_pieces_round_the_same_products(
 def test_beta_0_takes_nothing_in(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_matmul, "_PIECE", 1000)
     left, right = torch.ones(5, inner, dtype=torch.bfloat16), torch.ones(inner, 6, dtype=torch.bfloat16)
-    given = cpu_matmul._addmm(torch.full((6,), float("nan"), dtype=torch.bfloat16), left, right, beta=0)
-    assert given.tolist() == [[float(torch.tensor(inner).bfloat16())] * 6] * 5
+    given = cpu_matmul._addmm(torch.full((6,), float("nan"), dtype=torch.bfloat16), left, right, beta=0, alpha=2)
+    assert given.tolist() == [[float(torch.tensor(2 * inner).bfloat16())] * 6] * 5

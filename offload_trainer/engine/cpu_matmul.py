@@ -108,6 +108,8 @@ def _in_pieces(
         factors = (_fp32("left", left[part]), whole) if tall else (whole, _fp32("right", right[:, part]))
         if added is None:
             torch.mm(*factors, out=product)
+            if alpha != 1:
+                product.mul_(alpha)
         else:
             torch.addmm(added[at].float(), *factors, beta=beta, alpha=alpha, out=product)
         out[at] = product

@@ -148,7 +148,7 @@ class DeepSpeedEngine:
         scaler = self._optimizer.loss_scaler
         state = EngineState(
             optimizer_steps=self._optimizer_steps(),
-            loss_scale=float(self._optimizer.loss_scale),
+            loss_scale=float(self._optimizer.loss_scale) if self._dtype is torch.float16 else None,
             good_steps=getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1,
         )
         self._link_moments()
@@ -238,7 +238,7 @@ class DeepSpeedEngine:
 
     def _restore_scaler(self, state: EngineState) -> None:
         scaler = self._optimizer.loss_scaler
-        if getattr(scaler, "dynamic", False):
+        if getattr(scaler, "dynamic", False) and state.loss_scale is not None:  # None: the run before was not in fp16
             scaler.cur_scale = state.loss_scale
             scaler.cur_iter = state.good_steps
             scaler.last_overflow_iter = -1

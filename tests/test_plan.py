@@ -77,6 +77,9 @@ def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
     for room, fits in ((sum(needs), True), (sum(needs) - 1, False)):
         ssd, out = (dataclasses.replace(d, free_bytes=room, device=7) for d in (*apart.drives, apart.output))
         assert make_plan(config, shape, dataclasses.replace(apart, drives=(ssd,), output=out)).fits == fits
+        small = [dataclasses.replace(directory, free_bytes=min(needs) - 1) for directory in (ssd, out)]
+        full = make_plan(config, shape, dataclasses.replace(apart, drives=(small[0],), output=small[1]))
+        assert all(tier["have"] >= 0 for tier in full.tiers.values())
         other = dataclasses.replace(apart, drives=(ssd,), output=dataclasses.replace(out, device=8))
         assert make_plan(config, shape, other).fits
 

@@ -327,7 +327,7 @@ def _tiers(items: list[Item], machine: MachineProfile, *, world: int) -> dict[st
     for directory, drive in drives.items():
         if drive.device is not None:
             others = [o for o, other in drives.items() if other.device == drive.device and o != directory]
-            have[directory] -= sum(need[other] for other in others)
+            have[directory] = max(0, have[directory] - sum(need[other] for other in others))
     return {tier: {"need": need[tier], "have": have[tier]} for tier in have}
 
 

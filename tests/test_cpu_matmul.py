@@ -49,3 +49,25 @@ def test_beta_0_takes_nothing_in(inner: int, monkeypatch: pytest.MonkeyPatch) ->
     left, right = torch.ones(5, inner, dtype=torch.bfloat16), torch.ones(inner, 6, dtype=torch.bfloat16)
     given = cpu_matmul._addmm(torch.full((6,), float("nan"), dtype=torch.bfloat16), left, right, beta=0, alpha=2)
     assert given.tolist() == [[float(torch.tensor(2 * inner).bfloat16())] * 6] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_backward(dtype: torch.dtype, masked: bool) -> None:
+    """As close to fp64 as one rounding is; fp32 is still torch's own."""
+    cpu_matmul.use_fp32_products(torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(2, 3, 40, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    mask = torch.randn(40, 40, generator=generator).to(dtype) if masked else None
+    gradients = []
+    for tensors in (given, exact):
+        wide = mask.to(tensors[0].dtype) if mask is not None else None
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=wide, is_causal=not masked)
+        gradients.append(torch.autograd.grad(out.square().sum(), tensors))
+    for ours, wanted in zip(*gradients, strict=True):
+        assert ours.dtype is dtype
+        # The output, which the backward starts from, is rounded to `dtype` as well.
+        tolerance = max(4 * torch.finfo(dtype).eps, 1e-5) * float(wanted.abs().max())
+        torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance)

@@ -225,7 +225,7 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(home: str, folder: Pa
         for step, batch in enumerate(batches(12), 1):
             scale, before = ours._scale.value, masters(ours)
             assert scale == scaler.get_scale()
-            planted = ours._parameters["transformer.h.2.mlp.c_fc.weight"].register_hook(
+            planted = ours._parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(
                 lambda grad, step=step: grad.fill_(float("inf")) if step == 7 else grad
             )
             result = train(ours, [batch])[0]
@@ -268,7 +268,7 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
         first = train(ours, data[:2])
         before = masters(ours)
         name = "transformer.h.0.ln_1.bias"
-        planted = ours._parameters[name].register_hook(lambda grad: grad * float("nan"))
+        planted = ours._parameters[name][0].register_hook(lambda grad: grad * float("nan"))
         assert train(ours, data[:1])[0][1] is None
         planted.remove()
         assert_same(masters(ours), before)

@@ -3,18 +3,21 @@
 Without AVX512-BF16 or AMX torch multiplies bf16 matrices that are not transposed at about 1 GFLOP/s on two cores,
 a hundred times slower than fp32 (docs/log.md has the table); Conv1D, GPT-2's linear layer, is made of those.
 Here such a product is taken in fp32 and rounded once at the end, which is what the units would do too: exact
-products, fp32 sums, one rounding.
+products, fp32 sums, one rounding. So is the backward of attention, which is made of such products too.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 _PIECE = 1 << 20  # elements that are copied to fp32 at a time
+
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 _kept = threading.local()
 
@@ -44,6 +47,7 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
             warnings.simplefilter("ignore")  # that a kernel is replaced is the point
             for name, function in (("mm", _mm), ("bmm", _bmm), ("addmm", _addmm)):
                 _library.impl(name, function, "CPU")
+            _library.impl(_ATTENTION, _attention_backward(), "CPU", with_keyset=True)
     return True
 
 
@@ -73,6 +77,22 @@ def _addmm(
         return _in_pieces(left, right, added, beta=beta, alpha=alpha)
     out = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def _attention_backward() -> Callable[..., Any]:
+    """What replaces torch's kernel of that name: (gradient, query, key, value, output, log of sums, ...) in fp32."""
+    of_torch = torch.library.get_kernel(f"aten::{_ATTENTION}", "CPU")
+
+    def backward(keys: Any, *tensors: Any, attn_mask: torch.Tensor | None = None, scale: float | None = None) -> Any:
+        if not _slow(tensors[0]):
+            return of_torch.call_boxed(keys, *tensors, attn_mask=attn_mask, scale=scale)
+        widened = [t.float() if isinstance(t, torch.Tensor) else t for t in tensors]
+        if attn_mask is not None and _slow(attn_mask):
+            attn_mask = attn_mask.float()
+        gradients = of_torch.call_boxed(keys, *widened, attn_mask=attn_mask, scale=scale)
+        return tuple(gradient.to(tensors[0].dtype) for gradient in gradients)
+
+    return backward
 
 
 def _in_pieces(

@@ -42,7 +42,7 @@ from offload_trainer.plan.layout import (
     units_of,
 )
 from offload_trainer.plan.plan import reentrant
-from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, homes_in
+from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, gradients_apart, homes_in
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
@@ -123,7 +123,8 @@ class TieredEngine:
             _set_buffer(self._module.model, name, value.to(self._device.place))
         self._stream = self._make_stream(sizes)
         for name in self._trained:
-            self._parameters[name].register_post_accumulate_grad_hook(self._hand_over(name))
+            for parameter in self._parameters[name]:
+                parameter.register_post_accumulate_grad_hook(self._hand_over(name))
         if load_weights:
             self._load_weights(source)
         return_now()
@@ -172,31 +173,38 @@ class TieredEngine:
             self._opened_files.callback(files[-1].close)
         return files
 
-    def _give_memory(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Parameters on their units' memory, where that stays on the device; the stream gives it to the others."""
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        named = dict(model.named_parameters())
-        for name, old in named.items():
-            unit, place = self._places[name]
-            resident = self._weights.resident(unit.index)
-            if resident is None:
-                data = torch.empty(1, dtype=self._dtype, device=self._device.place).expand(place.weight.shape)
-            else:
-                data = resident[place.start : place.start + place.weight.numel].view(place.weight.shape)
-            made[old] = nn.Parameter(data, requires_grad=old.requires_grad)
+    def _give_memory(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+        """Parameters on their units' memory, where that stays on the device; the stream gives it to the others.
+
+        A tied weight is one parameter, or one for each module that holds it where `gradients_apart` says so.
+        """
+        apart = gradients_apart(self._config)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        made: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}
         for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[key] = made[parameter]
-        return {name: made[old] for name, old in named.items()}
+            for key, old in module._parameters.items():
+                if old is None:
+                    continue
+                uses = made[names[old]]
+                if apart or not uses:
+                    uses.append(nn.Parameter(self._memory_of(names[old]), requires_grad=old.requires_grad))
+                module._parameters[key] = uses[-1]
+        return made
+
+    def _memory_of(self, name: str) -> torch.Tensor:
+        unit, place = self._places[name]
+        resident = self._weights.resident(unit.index)
+        if resident is None:
+            return torch.empty(1, dtype=self._dtype, device=self._device.place).expand(place.weight.shape)
+        return resident[place.start : place.start + place.weight.numel].view(place.weight.shape)
 
     def _make_stream(self, sizes: TierSizes) -> Stream | None:
         if all(self._weights.resident(unit.index) is not None for unit in self._units):
             return None
         stream = Stream(self._weights, self._parameters, device=self._device, blocks=sizes.unit_buffers, others=1)
-        by_identity = {parameter: self._places[name][0].index for name, parameter in self._parameters.items()}
+        unit_of = {use: self._places[name][0].index for name, uses in self._parameters.items() for use in uses}
         model = self._module.model
-        stream.attach(model, {n: by_identity[p] for n, p in model.named_parameters(remove_duplicate=False)})
+        stream.attach(model, {n: unit_of[p] for n, p in model.named_parameters(remove_duplicate=False)})
         return stream
 
     @torch.no_grad()

@@ -57,6 +57,14 @@ def gradient_bytes(config: TrainConfig) -> int:
     return item_bytes(config.model.dtype)
 
 
+def gradients_apart(config: TrainConfig) -> bool:
+    """Whether a tied weight's gradients are handed over one by one, each as soon as autograd has it.
+
+    With accumulation autograd adds them first, as plain torch does: their sums would be rounded otherwise.
+    """
+    return config.train.accumulate == 1
+
+
 def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> Homes:
     """Where the engine puts everything, and the plan counts it."""
     return homes_of(
@@ -89,8 +97,10 @@ def tiered_items(
     items += _page_items(units, homes, sizes, tiers=tiers, e=e, g=g)
     items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
     items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)
-    # A tied embedding's gradient comes from both ends; autograd makes a third of the two.
-    in_flight = max(weight.numel * (weight.uses + (weight.uses > 1)) for weight in shape.weights if weight.trainable)
+    # Where autograd adds up what a tied embedding gets from both ends, it makes a third of the two.
+    apart = gradients_apart(config)
+    copies = {w.name: 1 if apart or w.uses == 1 else w.uses + 1 for w in shape.weights}
+    in_flight = max(weight.numel * copies[weight.name] for weight in shape.weights if weight.trainable)
     items.append(Item(device, "gradient in flight", e * in_flight, "of the largest weight, before it is home"))
     if config.tiered.checksums or config.tiered.io == "async_io":
         on_drives = sum(item.bytes for item in items if item.tier in drives)

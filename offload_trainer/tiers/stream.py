@@ -10,7 +10,7 @@ found again in backward. Nothing is ever freed: what has been unused for longest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +45,12 @@ class _Saved:
 
 
 class Stream:
-    """Fetches units that `weights` keeps away from the device. `parameters` by name are given their memory in turn."""
+    """Fetches units that `weights` keeps away from the device. `parameters` are by name, one for each use."""
 
     def __init__(
         self,
         weights: Weights,
-        parameters: dict[str, nn.Parameter],
+        parameters: Mapping[str, Sequence[nn.Parameter]],
         *,
         device: Device,
         blocks: int,
@@ -65,7 +65,11 @@ class Stream:
             False: self._ring([unit for unit in units if not unit.block], others),
         }
         self._parts = {
-            unit.index: [(parameters[place.weight.name], place.start, place.weight.shape) for place in unit.places]
+            unit.index: [
+                (parameter, place.start, place.weight.shape)
+                for place in unit.places
+                for parameter in parameters[place.weight.name]
+            ]
             for unit in units
         }
         self._slot_of: dict[int, _Slot] = {}

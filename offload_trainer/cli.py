@@ -8,15 +8,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.profile import describe_rates
+from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import FLAGS, describe_key, dump_config, load_config
 
 _USAGE = """\
 offload-train [CONFIG.yaml] [flags] [section.key=value ...]     train
-offload-train plan    [the same] [--json]                       say what would be where, load nothing
+offload-train plan    [the same] [--json] [--machine NAME|FILE] say what would be where and how long a step takes
+offload-train bench   [the same] [--json]                       time this machine and each --nvme, for later plans
+offload-train tune    [the same] [--write FILE.yaml]            short real runs around the plan; keeps the fastest
+offload-train doctor  [the same] [--json]                       check all that a run needs, each failure with its fix
 offload-train prepare [the same]                                tokenise the data into the cache
 offload-train export  SOURCE DEST [--dtype fp16|bf16|fp32]      run or checkpoint -> Hugging Face directory
 
@@ -31,6 +37,9 @@ def main(words: list[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
         "plan": _plan,
+        "bench": _bench,
+        "tune": _tune,
+        "doctor": _doctor,
         "prepare": _prepare,
         "export": _export,
     }
@@ -58,7 +67,11 @@ def help_text() -> str:
     for name, what in (
         ("--dry-run", "plan, print, and stop before anything is written"),
         ("--print-config", "print the complete configuration as YAML and stop"),
-        ("--json", "plan: print JSON"),
+        ("--json", "plan, bench, tune, doctor: print JSON"),
+        (
+            "--machine NAME|FILE.json",
+            "plan for another machine: one that comes with the package, or what bench printed",
+        ),
     ):
         lines.append(f"  {name:<34}{what}")
     lines.append("\nEvery other key is section.key=value; docs/config.md lists them all.")
@@ -93,8 +106,34 @@ def _train(words: list[str]) -> None:
 
 
 def _plan(words: list[str]) -> None:
-    switches = _take(words, "--json")
-    _print_plan(load_config(words), as_json=bool(switches))
+    as_json = bool(_take(words, "--json"))
+    name = _value(words, "--machine")
+    if name is None:
+        _print_plan(load_config(words), as_json=as_json)
+        return
+    from offload_trainer.machine.profile import read_machine
+    from offload_trainer.planner import plan_elsewhere, refuse_shortfall, words_for
+
+    machine = read_machine(name)
+    config = load_config(words_for(machine, words))
+    _quiet()
+    plan = plan_elsewhere(config, machine)
+    _show(plan, as_json=as_json)
+    refuse_shortfall(config, plan)
+
+
+def _value(words: list[str], name: str) -> str | None:
+    """Remove a flag that only this command has, with its value; returns the value."""
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag != name:
+            continue
+        if not equals and place + 1 == len(words):
+            raise UserError(f"{name} needs a value")
+        found = value if equals else words[place + 1]
+        del words[place : place + (1 if equals else 2)]
+        return found
+    return None
 
 
 def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
@@ -102,11 +141,77 @@ def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
 
     prepare_process(config)
     _quiet()
-    from offload_trainer.run import plan_run, refuse
+    from offload_trainer.planner import plan_run
+    from offload_trainer.run import refuse
 
     plan, _, _ = plan_run(config)
-    print(json.dumps(plan.to_json(), indent=1) if as_json else plan.describe(), flush=True)
+    _show(plan, as_json=as_json)
     refuse(config, plan)
+
+
+def _show(plan: Plan, *, as_json: bool) -> None:
+    print(json.dumps(plan.to_json(), indent=1) if as_json else plan.describe(), flush=True)
+
+
+def _bench(words: list[str]) -> None:
+    as_json = bool(_take(words, "--json"))
+    config = load_config(words)
+    from offload_trainer.launch import prepare_process
+
+    threads = prepare_process(config)
+    _quiet()
+    from offload_trainer.planner import bench_here
+
+    machine = bench_here(config, threads=threads, say=_say)
+    print(json.dumps(machine.to_json(), indent=1) if as_json else describe_rates(machine))
+
+
+def _tune(words: list[str]) -> None:
+    as_json = bool(_take(words, "--json"))
+    path = Path(_value(words, "--write") or "tuned.yaml")
+    steps = int(_value(words, "--trial-steps") or 6)
+    config = load_config(words)
+    from offload_trainer.launch import prepare_process
+
+    prepare_process(config)
+    _quiet()
+    from offload_trainer.machine.cache import keep_ratios
+    from offload_trainer.planner import plan_run, refuse_shortfall
+    from offload_trainer.tune import groups_for, ratios, tune
+
+    plan, machine, _ = plan_run(config)
+    _say(plan.describe())
+    refuse_shortfall(config, plan)
+    trials = tune(words, groups_for(plan, config), steps=steps, say=_say)
+    path.write_text(dump_config(load_config([*words, *trials[0].words.split()])), encoding="utf-8")
+    if not trials[0].words:
+        keep_ratios(machine, ratios(plan, trials[0]))
+    if as_json:
+        print(json.dumps([trial.to_json() for trial in trials], indent=1))
+        return
+    planned = next(trial for trial in trials if not trial.words)
+    print(
+        f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {planned.seconds:.2f}; {path}"
+    )
+
+
+def _doctor(words: list[str]) -> None:
+    as_json = bool(_take(words, "--json"))
+    config = load_config(words)
+    from offload_trainer.launch import prepare_process
+
+    prepare_process(config)
+    _quiet()
+    from offload_trainer.doctor import examine, report
+
+    checks = examine(config)
+    print(json.dumps([vars(check) for check in checks], indent=1) if as_json else report(checks))
+    if any(check.state == "failure" for check in checks):
+        raise TrainerError("doctor: something that a run needs is missing, see above")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _prepare(words: list[str]) -> None:
@@ -138,8 +243,6 @@ def _export(words: list[str]) -> None:
             f"export needs SOURCE and DEST, and --dtype fp16, bf16 or fp32; got {' '.join(words) or 'nothing'}"
         )
     _quiet()
-    from pathlib import Path
-
     from offload_trainer.export import export_run
 
     source = export_run(Path(places[0]), Path(places[1]), dtype=dtype)

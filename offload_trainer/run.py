@@ -18,20 +18,24 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
 
 from offload_trainer.checkpoint import check_resume, complete_checkpoints, find_resume
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
 from offload_trainer.launch import ranks_of_environment
-from offload_trainer.machine.probe import probe_machine
 from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.places import cache_directory
 from offload_trainer.plan.memory import checkpoint_bytes
-from offload_trainer.plan.plan import Plan, make_plan, saves_state
+from offload_trainer.plan.plan import Plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.planner import plan_run, refuse_shortfall
 from offload_trainer.settings import dump_config
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.units import format_bytes, format_seconds
+
+_TELLING = 3  # steps after the warm ones, from which a run's seconds say something about the machine
 
 
 @dataclass
@@ -51,17 +55,6 @@ class Log:
             self.file.flush()
 
 
-def plan_run(config: TrainConfig) -> tuple[Plan, MachineProfile, Any]:
-    """The plan of a run, the machine it is for, and the model's source (None for a preset's shape alone)."""
-    from offload_trainer.model.source import resolve_model
-
-    drives, output = config.placement.nvme, config.save.output
-    machine = probe_machine(drives=drives, output=output)
-    source = resolve_model(config.model, seed=config.train.seed)
-    _, world = ranks_of_environment()
-    return make_plan(config, source.shape, machine, world=max(world, config.placement.gpus)), machine, source
-
-
 def refuse(config: TrainConfig, plan: Plan) -> None:
     """UserError for a plan that must not start."""
     reason = saves_state(config, plan)
@@ -79,12 +72,14 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
         raise UserError(
             f"--resume never, but {config.save.output} holds checkpoints that it would mix with: name another --output"
         )
-    if not plan.fits and not config.placement.force:
-        raise UserError("this does not fit: " + "; ".join(plan.shortfalls()) + " (--force tries all the same)")
+    refuse_shortfall(config, plan)
 
 
-def train_run(config: TrainConfig) -> None:
-    """Train as `config` says. Raises UserError before anything is written, TrainerError after."""
+def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = None) -> None:
+    """Train as `config` says. Raises UserError before anything is written, TrainerError after.
+
+    `instead` is called with the job that was built, in place of training; nothing is saved or exported then.
+    """
     import torch
 
     rank, world = ranks_of_environment()
@@ -112,7 +107,11 @@ def train_run(config: TrainConfig) -> None:
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(_run_directory(output, config, plan, machine, source, data, log))
-        _train(config, plan, source, data, output, log, stack, resume=resume)
+        job = _build_job(config, plan, machine, source, data, output, log, stack, resume=resume)
+        if instead is not None:
+            instead(job)
+            return
+        _train(job, config, plan, machine, source, output, log, resume=resume)
 
 
 def prepare_run(config: TrainConfig) -> Path:
@@ -121,9 +120,10 @@ def prepare_run(config: TrainConfig) -> Path:
     return _prepare_data(config, source, plan, say=Log(loud=True).say).tokens.path
 
 
-def _train(
+def _build_job(
     config: TrainConfig,
     plan: Plan,
+    machine: MachineProfile,
     source: Any,
     data: _Data,
     output: Path,
@@ -131,11 +131,10 @@ def _train(
     stack: ExitStack,
     *,
     resume: Path | None,
-) -> None:
-    """Build the engine and train; `stack` closes what was opened, also after a failure."""
+) -> Any:
+    """Drives leased, the engine built; `stack` closes what was opened, also after a failure."""
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.tiers.lease import DriveLease
-    from offload_trainer.trainer import train
 
     swaps: list[Path] = []
     if plan.uses_drives:
@@ -150,18 +149,35 @@ def _train(
     log.say(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
     )
-    job = _make_job(config, plan, source, data, engine, output, log, done=_steps_done(resume))
+    job = _make_job(config, plan, machine, source, data, engine, output, log, done=_steps_done(resume), swaps=swaps)
     if job.telemetry:
         stack.callback(job.telemetry.close)
+    return job
+
+
+def _train(
+    job: Any,
+    config: TrainConfig,
+    plan: Plan,
+    machine: MachineProfile,
+    source: Any,
+    output: Path,
+    log: Log,
+    *,
+    resume: Path | None,
+) -> None:
+    """The loop, and what follows it."""
+    from offload_trainer.trainer import train
+
     interrupted = None
     try:
         train(job, resume=resume)
     except Interrupted as stopped:
         interrupted = stopped
     if job.save_every == 0:
-        _export_live(config, source, engine, output, log)
+        _export_live(config, source, job.engine, output, log)
     if log.loud:
-        _report(config, plan, output, swaps, log)
+        _report(config, plan, machine, output, job.swaps, log)
     if interrupted:
         raise interrupted
     log.say(f"done: {config.train.steps} steps; {output}")
@@ -180,7 +196,7 @@ class _Data:
 
 def _prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable[[str], None]) -> _Data:
     """Tokens on the drive, tokenised now if they are not there yet; rank 0 first."""
-    from offload_trainer.data.prepare import default_cache_dir, prepare_tokens
+    from offload_trainer.data.prepare import prepare_tokens
     from offload_trainer.data.rows import split_rows
     from offload_trainer.data.tokenizer import end_of_text, load_tokenizer
     from offload_trainer.engine.ranks import rank_zero_first
@@ -192,7 +208,7 @@ def _prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable
     tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
     if len(tokenizer) < source.shape.vocabulary / 2:
         say(f"note: the tokenizer {name} has {len(tokenizer)} ids of the model's {source.shape.vocabulary}")
-    cache = default_cache_dir() if config.data.cache == "auto" else Path(config.data.cache)
+    cache = cache_directory() if config.data.cache == "auto" else Path(config.data.cache)
     tokens = rank_zero_first(
         lambda: prepare_tokens(
             config.data, tokenizer=tokenizer, vocabulary=source.shape.vocabulary, cache=cache, say=say
@@ -322,6 +338,7 @@ def _steps_done(resume: Path | None) -> int:
 def _make_job(
     config: TrainConfig,
     plan: Plan,
+    machine: MachineProfile,
     source: Any,
     data: _Data,
     engine: Any,
@@ -329,6 +346,7 @@ def _make_job(
     log: Log,
     *,
     done: int,
+    swaps: list[Path],
 ) -> Any:
     import torch
 
@@ -370,7 +388,10 @@ def _make_job(
         checkpoints=output / "checkpoints",
         checkpoint_bytes=checkpoint_bytes(config, shape),
         save_every=max(1, train.steps // 10) if every == "auto" else every,
+        flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
+        peak_flops=peak.value * plan.world if (peak := machine.rates.matmul.get(config.model.dtype)) else None,
         identity=_identity(config, plan, source, data),
+        swaps=swaps,
     )
 
 
@@ -404,9 +425,12 @@ def _export_live(config: TrainConfig, source: Any, engine: Any, output: Path, lo
     log.say(f"weights exported in fp32 to {output / 'export'}")
 
 
-def _report(config: TrainConfig, plan: Plan, output: Path, swaps: list[Path], log: Log) -> None:
-    """report.html: the plan beside what was measured."""
-    from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, write_report
+def _report(
+    config: TrainConfig, plan: Plan, machine: MachineProfile, output: Path, swaps: list[Path], log: Log
+) -> None:
+    """report.html: the plan beside what was measured; and how far off it was, for the next plan on this machine."""
+    from offload_trainer.machine.cache import keep_ratios
+    from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, steady, write_report
 
     rows = read_metrics(output / "metrics.jsonl")
     if not rows:
@@ -417,15 +441,29 @@ def _report(config: TrainConfig, plan: Plan, output: Path, swaps: list[Path], lo
     for drive, swap in zip(config.placement.nvme, swaps, strict=False):
         measured[str(Path(drive).expanduser().resolve())] = _bytes_in(swap)
     measured[str(output.expanduser().absolute())] = _bytes_in(output / "checkpoints")
+    planned = plan.to_json()
+    on_drives = [moved for moved in plan.traffic if moved.place != "device"]
+    for way, bytes_of in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
+        counted = [getattr(row, bytes_of) for row in steady(rows)]
+        name = f"{way} on drives, a step"
+        planned["tiers"][name] = {"need": sum(getattr(moved, way) for moved in on_drives)}
+        measured[name] = int(median(counted)) if None not in counted else None
+    seconds = median_phases(rows)
     write_report(
         output / "report.html",
         title=f"{config.model.name}: {plan.homes}",
         rows=rows,
         evaluations=read_evaluations(output / "evaluations.jsonl"),
-        plan=plan.to_json(),
-        measured={"tiers": measured, "seconds": median_phases(rows)},
+        plan=planned,
+        measured={"tiers": measured, "seconds": seconds},
         notes=list(plan.notes),
     )
+    off = {
+        phase: seconds[phase] / known for phase, known in plan.forecast.seconds.items() if known and phase in seconds
+    }
+    if off and len(steady(rows)) >= _TELLING:
+        log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
+        keep_ratios(machine, {f"{plan.engine}.{phase}": ratio for phase, ratio in off.items()})
 
 
 def _bytes_in(directory: Path) -> int:

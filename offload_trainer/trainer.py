@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.engine.ranks import gather
 from offload_trainer.errors import Interrupted, TrainerError
 from offload_trainer.schedule import learning_rate
-from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, peak_rss_bytes, read_io
+from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, forget_peak_rss, peak_rss_bytes, read_io
 from offload_trainer.telemetry.record import (
     EvalRecord,
     StepRecord,
@@ -48,7 +48,10 @@ class Job:
     checkpoints: Path
     checkpoint_bytes: int
     save_every: int  # 0: never
+    flops_per_step: float
+    peak_flops: float | None  # what products reach on this machine, if it was timed
     identity: dict[str, Any]
+    swaps: list[Path]  # the run's private directories on drives
 
 
 def train(job: Job, *, resume: Path | None = None) -> TrainState:
@@ -120,7 +123,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 loss_scale=result.loss_scale,
                 seconds=seconds,
                 tokens_per_second=tokens_per_second(job.tokens_per_step, seconds=seconds),
-                mfu=None,  # the device's peak is not measured yet
+                mfu=job.flops_per_step / seconds / job.peak_flops if job.peak_flops else None,
                 phases=job.clock.take(),
                 nvme_read_bytes=drive.read_bytes,
                 nvme_written_bytes=drive.written_bytes,
@@ -133,6 +136,27 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         job.clock.take()
     _refuse_nonfinite(job, result, step=state.step)
     return state
+
+
+def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
+    """The loop without all that is not a step: what each took, its result, and the peak of memory in it.
+
+    Drive traffic is counted from the last step's end to this one's: what an engine leaves for later is in a later one.
+    """
+    train = job.config.train
+    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch)
+    counted = read_io()
+    for number in range(steps):
+        forget_peak_rss()
+        start = time.perf_counter()
+        with job.clock.phase("data"):
+            group = [next(batches) for _ in range(train.accumulate)]
+        rate = learning_rate(number, job.config.optim, steps=train.steps)
+        result = job.engine.train_step(group, lr=rate, clock=job.clock)
+        seconds = time.perf_counter() - start
+        before, counted = counted, read_io()
+        peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes()}
+        yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:

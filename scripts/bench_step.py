@@ -36,17 +36,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.tune import STOCK_GROUPS
 
 ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
 SECONDS = ("step", "forward", "backward", "update")
-
-SWEEP = (  # each group is tried on top of the best so far
-    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
-    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
-    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
-    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
-    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
-)
 
 # -- the child ---------------------------------------------------------------------------------------------------------
 
@@ -63,40 +56,18 @@ def child(words: list[str]) -> None:
     config = load_config(["plain" if word == "native" else word for word in words])
     prepare_process(config)
     cli._quiet()
-    from offload_trainer import run, trainer  # torch comes with them, and the threads are set before it
+    from offload_trainer import run  # torch comes with it, and the threads are set before
+    from offload_trainer.telemetry.meters import peak_rss_bytes
+    from offload_trainer.trainer import timed_steps
 
-    def serve(job: Any, **_: Any) -> None:
-        for answer in steps(job):
-            print(json.dumps(answer), file=answers)
-        raise SystemExit(0)  # past the export; the engine is closed and the drive given back
+    def serve(job: Any) -> None:
+        print(json.dumps({"build_peak": peak_rss_bytes(), "parameters": job.identity["parameters"]}), file=answers)
+        steps = timed_steps(job, steps=sys.maxsize)
+        for _ in sys.stdin:
+            print(json.dumps(next(steps)), file=answers)
 
-    trainer.train = serve
     run._build_engine = native_engine if "native" in words else run._build_engine
-    run.train_run(config)
-
-
-def steps(job: Any) -> Iterator[dict[str, Any]]:
-    """What was built; then, for each line on stdin, one step of the training loop, measured."""
-    from offload_trainer.data.rows import DataState
-    from offload_trainer.schedule import learning_rate
-    from offload_trainer.telemetry.meters import device_peak_bytes, peak_rss_bytes, read_io
-
-    yield {"build_peak": peak_rss_bytes(), "parameters": job.identity["parameters"]}
-    train = job.config.train
-    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch)
-    counted = read_io()
-    for number, _ in enumerate(sys.stdin):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again (proc(5))
-        start = time.perf_counter()
-        with job.clock.phase("data"):
-            group = [next(batches) for _ in range(train.accumulate)]
-        rate = learning_rate(number, job.config.optim, steps=train.steps)
-        result = job.engine.train_step(group, lr=rate, clock=job.clock)
-        seconds = time.perf_counter() - start
-        # From the last step's end to this one's: what an engine leaves for later is in a later step's count.
-        before, counted = counted, read_io()
-        peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes()}
-        yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}
+    run.train_run(config, instead=serve)
 
 
 def native_engine(config: Any, plan: Any, source: Any, **_: Any) -> Any:
@@ -201,7 +172,7 @@ def sweep(base: Case, *, steps: int) -> list[Case]:
     """
     measure([base], steps=steps)
     ran = [base]
-    for group in SWEEP:
+    for group in STOCK_GROUPS:
         best = min(ran, key=lambda case: case.median("update")).words[len(base.words) :]
         for words in group:
             added = [*best, *words.split()]

@@ -16,68 +16,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 
 from offload_trainer.engine.kernels import load_cpu_adam
+from offload_trainer.engine.updates import ADAM, UPDATE_BYTES, Buffers, kernel_update, make_buffers, stock_update
 from offload_trainer.errors import UserError
-from offload_trainer.tiers.kernels import Adam, Kernel, choose_kernel
-from offload_trainer.tiers.memory import host_buffer
+from offload_trainer.tiers.kernels import choose_kernel
 
-ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
-LR, DECAY, SCALE = 1e-4, 0.1, 0.7
-UPDATE_BYTES = 2 + 3 * 4 + 3 * 4 + 2  # read gradient, master, moments; write master, moments, weight
 SCALE_BYTES = 4 + 4
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """The tensors of one weight."""
-
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    grad: torch.Tensor
-    out: torch.Tensor
-
-
-def make_buffers(n: int) -> Buffers:
-    """Ordinary values in memory as the trainer has it."""
-    wide = [host_buffer(4 * n).view(torch.float32) for _ in range(3)]
-    narrow = [host_buffer(2 * n).view(torch.bfloat16) for _ in range(2)]
-    for tensor in (*wide, narrow[0]):
-        tensor.normal_(std=0.02)
-    wide[2].square_()
-    return Buffers(*wide, *narrow)
-
-
-def kernel_update(kernel: Kernel, buffers: Buffers) -> Callable[[int], None]:
-    def update(step: int) -> None:
-        b = buffers
-        kernel.update(b.master, b.exp_avg, b.exp_avg_sq, b.grad, b.out, scale=SCALE, lr=LR, decay=DECAY, step=step)
-
-    return update
-
-
-def deepspeed_sequence(buffers: Buffers) -> Callable[[int], None]:
-    """What DeepSpeed's ZeRO-Offload does between a 16-bit gradient and a 16-bit weight."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    parameter = torch.nn.Parameter(buffers.master)
-    optimizer = DeepSpeedCPUAdam([parameter], lr=LR, betas=ADAM.betas, eps=ADAM.eps, weight_decay=DECAY)
-    optimizer.state[parameter] = {"step": 0, "exp_avg": buffers.exp_avg, "exp_avg_sq": buffers.exp_avg_sq}
-
-    def update(step: int) -> None:
-        parameter.grad = buffers.grad.float()
-        parameter.grad.mul_(SCALE)
-        optimizer.step()
-        buffers.out.copy_(parameter.data)
-        parameter.grad = None
-
-    return update
 
 
 def candidates(buffers: Buffers) -> dict[str, tuple[int, Callable[[int], None]]]:
@@ -93,7 +42,7 @@ def candidates(buffers: Buffers) -> dict[str, tuple[int, Callable[[int], None]]]
             continue
         found[f"{name} kernel"] = (UPDATE_BYTES, kernel_update(kernel, buffers))
     if "deepspeed kernel" in found:
-        found["DeepSpeed's sequence"] = (UPDATE_BYTES, deepspeed_sequence(buffers))
+        found["DeepSpeed's sequence"] = (UPDATE_BYTES, stock_update(buffers))
     return found
 
 

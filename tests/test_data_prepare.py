@@ -16,7 +16,7 @@ import pytest
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import documents, prepare, tokenfile
-from offload_trainer.data.prepare import default_cache_dir, prepare_tokens
+from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
@@ -303,10 +303,3 @@ def test_progress_is_said_now_and_then(
     progress = [line for line in said if line.startswith("tokenised")]
     assert len(progress) == tokenizer.calls // 3  # 2 s a batch, at most one line in 5 s
     assert "of 2.43 kB" in progress[0]
-
-
-def test_the_cache_honours_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert default_cache_dir() == Path("/somewhere/offload-trainer")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache_dir() == Path.home() / ".cache" / "offload-trainer"

@@ -8,20 +8,20 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "offload_trainer"
 
 FLOORS = {
-    "errors": 0, "units": 0, "config": 0, "settings": 0, "machine.profile": 0, "": 0,
+    "errors": 0, "units": 0, "places": 0, "config": 0, "settings": 0, "machine.profile": 0, "": 0,
     "schedule": 1, "plan": 1,
     "tiers": 2,
-    "machine.probe": 3, "model": 3, "data": 3, "engine": 3, "telemetry": 3,
+    "machine.probe": 3, "machine.bench": 3, "machine.cache": 3, "model": 3, "data": 3, "engine": 3, "telemetry": 3,
     "checkpoint": 4, "export": 4,
     "trainer": 5,
-    "cli": 6, "run": 6, "launch": 6, "__main__": 6,
+    "cli": 6, "run": 6, "planner": 6, "doctor": 6, "tune": 6, "launch": 6, "__main__": 6,
 }  # fmt: skip
 # engine/ runs models on batches under a clock, and so knows these neighbours; nothing knows engine/ on its own floor.
 NEIGHBOURS = {("engine", "model"), ("engine", "data"), ("engine", "telemetry")}
 # model/presets and model/source count shapes; nothing else on a floor looks sideways.
 # In tiers/ only the loader of its Adam kernel.
 ROOMS = {"deepspeed": {"engine", "tiers"}, "transformers": {"model", "data"}, "bitsandbytes": {"engine"}}
-LIBRARY_FREE = ("plan", "schedule", "config", "settings", "errors", "units", "machine.profile")
+LIBRARY_FREE = ("plan", "schedule", "config", "settings", "errors", "units", "places", "machine.profile")
 
 
 def modules() -> dict[str, Path]:

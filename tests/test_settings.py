@@ -9,6 +9,7 @@ import pytest
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
+from offload_trainer.places import cache_directory
 from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
 
 
@@ -168,3 +169,13 @@ def test_documentation_of_keys_is_current() -> None:
         [sys.executable, "scripts/write_config_docs.py", "--print"], capture_output=True, text=True, check=True
     )
     assert Path("docs/config.md").read_text() == written.stdout
+
+
+def test_the_cache_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFLOAD_TRAINER_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_directory() == Path("/somewhere/offload-trainer")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "offload-trainer"
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "~/here")
+    assert cache_directory() == Path.home() / "here"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +28,6 @@ FORMAT = 1
 BATCH_BYTES = 1 << 22
 BATCH_PIECES = 4096
 SECONDS_BETWEEN_REPORTS = 5.0
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/offload-trainer``, or ``~/.cache/offload-trainer``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "offload-trainer"
 
 
 def prepare_tokens(

@@ -48,12 +48,21 @@ def load_async_io() -> Any:
     return _load(AsyncIOBuilder())
 
 
-def _load(builder: Any) -> Any:
+def is_built(name: str) -> bool:
+    """Whether one of DeepSpeed's kernels lies compiled in torch's cache of extensions; builds nothing."""
+    return (_build_directory(name) / f"{name}.so").exists()
+
+
+def _build_directory(name: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
+    return Path(_get_build_directory(name, False))
+
+
+def _load(builder: Any) -> Any:
     # ninja lies beside this interpreter, which need not be on the path when the program is called by its own.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    directory = Path(_get_build_directory(builder.name, False))
+    directory = _build_directory(builder.name)
     with open(directory.with_name(f"{builder.name}.turn"), "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         remove_stale_lock(directory)
@@ -64,6 +73,12 @@ def _load(builder: Any) -> Any:
                 f"DeepSpeed's kernel {builder.name} could not be built: {' '.join(str(error).split())[:500]}\n"
                 "It needs g++ and ninja, and async_io needs Debian's libaio-dev."
             ) from error
+
+
+def stale_locks() -> list[Path]:
+    """Locks that nobody builds behind."""
+    locks = [_build_directory(name) / "lock" for name in ("cpu_adam", "async_io")]
+    return [lock for lock in locks if lock.exists() and not _someone_works_in(lock.parent)]
 
 
 def remove_stale_lock(directory: Path, *, patience: float = PATIENCE) -> None:

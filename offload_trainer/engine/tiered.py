@@ -245,9 +245,11 @@ class TieredEngine:
             with clock.phase("backward"), self._passing(backward=True):
                 if self._last_batch:
                     self._updater.read_ahead()
+                return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
                 (loss * (scale / len(batches))).backward()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(lr=lr)
+            return_now()
         mean = float(torch.stack(losses).mean())
         return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import tempfile
 from pathlib import Path
 
 import psutil
 
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
+
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs", "beegfs")
 
 
 def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> MachineProfile:
@@ -25,7 +29,20 @@ def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> Machine
         cores=len(os.sched_getaffinity(0)),
         drives=tuple(_drive(directory) for directory in drives),
         output=_output(output),
+        cpu=_cpu(),
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        memlock_bytes=_memlock(),
     )
+
+
+def _cpu() -> str:
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == "model name"), "unknown")
+
+
+def _memlock() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _gpu() -> tuple[str | None, int]:
@@ -43,6 +60,11 @@ def _gpu() -> tuple[str | None, int]:
 def available_ram_bytes() -> int:
     """What can still be taken: the kernel's estimate, or what the cgroup leaves, whichever is less."""
     return min([psutil.virtual_memory().available, *_cgroup_room()])
+
+
+def total_ram_bytes() -> int:
+    """What the machine has, whatever this process may use of it."""
+    return int(psutil.virtual_memory().total)
 
 
 def _cgroup_room() -> list[int]:
@@ -100,11 +122,19 @@ def _output(directory: str) -> DriveFacts:
 
 
 def _facts(path: Path, existing: Path) -> DriveFacts:
+    number = existing.stat().st_dev
+    block = _block_device(number)
+    filesystem = _filesystem(existing)
     return DriveFacts(
         directory=str(path),
         free_bytes=shutil.disk_usage(existing).free,
-        filesystem=_filesystem(existing),
-        device=existing.stat().st_dev,
+        filesystem=filesystem,
+        device=number,
+        disk=block.name if block else None,
+        throttle=_throttle(block),
+        rotational=_says(block, "queue/rotational") == "1",
+        network=filesystem in _NETWORK,
+        direct=_takes_direct(existing),
     )
 
 
@@ -112,3 +142,50 @@ def _filesystem(path: Path) -> str:
     mounts = [(Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True)]
     here = [(len(str(point)), kind) for point, kind in mounts if path.is_relative_to(point)]
     return max(here, default=(0, "unknown"))[1]
+
+
+def _block_device(number: int) -> Path | None:
+    """The whole disk's directory in /sys; None for filesystems without one (network, tmpfs, btrfs)."""
+    node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not node.exists():
+        return None
+    node = node.resolve()
+    return node.parent if (node / "partition").exists() else node
+
+
+def _says(block: Path | None, name: str) -> str:
+    try:
+        return (block / name).read_text().strip() if block else ""
+    except OSError:
+        return ""
+
+
+def _throttle(block: Path | None) -> str:
+    """Limits that this process's cgroups put on the disk: what was timed without them does not hold with them."""
+    number = _says(block, "dev")
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines() if number else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, names = Path("/sys/fs/cgroup"), ["io.max"]
+        elif "blkio" in controllers.split(","):
+            folder, names = (
+                Path("/sys/fs/cgroup/blkio"),
+                [f"blkio.throttle.{way}_bps_device" for way in ("read", "write")],
+            )
+        else:
+            continue
+        for name in names:
+            text = _says(folder / path.lstrip("/"), name)
+            found += [f"{name} {limit}" for limit in text.splitlines() if limit.split()[:1] == [number]]
+    return "; ".join(found)
+
+
+def _takes_direct(directory: Path) -> bool:
+    """Whether a file there can be opened past the page cache."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
+            os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True

@@ -76,3 +76,8 @@ def gpt2_shape(config: dict[str, Any]) -> ModelShape:
         vocabulary=config["vocab_size"],
         context=config["n_positions"],
     )
+
+
+def preset_shape(name: str) -> ModelShape | None:
+    """The shape of a preset, or None for another name."""
+    return gpt2_shape(PRESETS[name]) if name in PRESETS else None

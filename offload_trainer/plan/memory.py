@@ -14,6 +14,7 @@ from offload_trainer.plan.layout import bytes_of_state
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement, ZeroSizes
 
+CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; free bytes are asked before there is one
 PROCESS = 650_000_000  # interpreter, torch, DeepSpeed and their libraries, resident once loaded
 
 
@@ -133,6 +134,8 @@ def activation_items(
         ]
     else:
         items = [Item(device, "activations", shape.layers * block * world, "every block's, until its backward")]
+    if device == "gpu":
+        items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "the driver's, in each process"))
     chunk = min(tokens, config.model.loss_chunk)
     logits = chunk * shape.vocabulary * (8 + e)
     items.append(Item(device, "logits", logits * world, f"{chunk} tokens at a time, with their gradient"))

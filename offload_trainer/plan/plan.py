@@ -7,6 +7,7 @@ Candidates are tried from the fastest to the roomiest; the first that fits is ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -16,11 +17,14 @@ from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered import MARGIN, STATE_IN_RAM, TierSizes, tier_sizes, tiered_items, with_share_that_fits
+from offload_trainer.plan.time import PHASES, Forecast, forecast, tokens_that_hide_the_update
+from offload_trainer.plan.traffic import Traffic, deepspeed_traffic, tiered_traffic
 from offload_trainer.plan.zero import Placement, Tier, ZeroSizes, zero_sizes
-from offload_trainer.units import format_bytes, format_count
+from offload_trainer.units import format_bytes, format_count, format_seconds
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
 LONGEST_ROW = 1024
+_ALIKE = 1.05  # times as long
 
 # DeepSpeed's, from the fastest to the roomiest.
 _CANDIDATES = (
@@ -46,6 +50,8 @@ class Plan:
     world: int
     items: tuple[Item, ...]
     tiers: dict[str, dict[str, int]]
+    traffic: tuple[Traffic, ...]
+    forecast: Forecast
     rejected: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
@@ -75,7 +81,7 @@ class Plan:
         return _shortfalls(self.tiers)
 
     def to_json(self) -> dict[str, Any]:
-        """The contract of `plan --json`. Seconds are null: nothing has been timed on this machine."""
+        """The contract of `plan --json`. Seconds are null where the machine has not been timed."""
         return {
             "fits": self.fits,
             "chosen": {
@@ -91,7 +97,9 @@ class Plan:
             },
             "tiers": self.tiers,
             "items": [asdict(item) for item in self.items],
-            "seconds": dict.fromkeys(("data", "forward", "backward", "update")),
+            "seconds": self.forecast.seconds,
+            "bounds": [asdict(bound) for bound in self.forecast.bounds],
+            "traffic": [asdict(moved) for moved in self.traffic],
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
             "notes": list(self.notes),
         }
@@ -113,9 +121,31 @@ class Plan:
             for item in self.items:
                 if item.tier == tier and item.bytes:
                     lines.append(f"    {item.name:<24}{format_bytes(item.bytes):>10}   {item.why}")
+        lines += self._describe_seconds()
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _describe_seconds(self) -> list[str]:
+        found = self.forecast
+        step = found.step
+        if step is None:
+            untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)
+            return [f"  seconds a step: not known, since this was never timed here: {'; '.join(untimed)}"]
+        lines = [f"  a step: about {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s"]
+        for phase in PHASES:
+            lines.append(f"    {phase:<24}{format_seconds(found.seconds[phase] or 0.0):>10}   {found.limits(phase)}")
+        hidden = tokens_that_hide_the_update(found, tokens=self.tokens_per_step)
+        if hidden and hidden > self.tokens_per_step:
+            lines.append(
+                f"    the update is a tenth of a step from {format_count(hidden)} tokens a step on (--accumulate)"
+            )
+        return lines
+
+    def written_to_drives(self) -> dict[str, int]:
+        """Bytes that a step writes to each drive."""
+        places = dict.fromkeys(moved.place for moved in self.traffic if moved.place != "device")
+        return {place: sum(m.written for m in self.traffic if m.place == place) for place in places}
 
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
@@ -153,13 +183,34 @@ def make_plan(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *
             _laid_out(config, shape, machine, engine=engine, placement=placement, sizes=None, world=world)
             for placement in _wanted(config, machine, engine=engine)
         ]
-    chosen = next((plan for plan in plans if plan.fits), None) or min(plans, key=_excess)
+    chosen = _choose(plans)
     rejected = []
     for plan in plans:
         if plan is chosen:
-            break
-        rejected.append((plan.homes, "; ".join(plan.shortfalls())))
-    return Plan(**{**vars(chosen), "rejected": tuple(rejected)})
+            continue
+        if not plan.fits:
+            rejected.append((plan.homes, "; ".join(plan.shortfalls())))
+        elif plan.forecast.step is not None and chosen.forecast.step is not None:
+            slower = format_seconds(plan.forecast.step)
+            rejected.append(
+                (plan.homes, f"fits, but a step takes {slower}, not {format_seconds(chosen.forecast.step)}")
+            )
+    return replace(chosen, rejected=tuple(rejected))
+
+
+def _choose(plans: Sequence[Plan]) -> Plan:
+    """The fastest that fits; the first, where not all could be timed; the nearest to fitting, if none does.
+
+    Forecasts are not that exact: the first within `_ALIKE` of the fastest is taken, since it moves least.
+    """
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return min(plans, key=_excess)
+    steps = [plan.forecast.step for plan in fitting]
+    known = [step for step in steps if step is not None]
+    if len(known) < len(fitting):
+        return fitting[0]
+    return next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
 
 
 def _tiered_plans(config: TrainConfig, shape: ModelShape, machine: MachineProfile) -> list[Plan]:
@@ -285,7 +336,7 @@ def _laid_out(
             placement,
             sizes,
             device=device,
-            drives=[drive.directory for drive in machine.drives],
+            drives=[one.directory for one in machine.drives],
             checkpointing=checkpointing,
             seq_len=seq_len,
         )
@@ -303,18 +354,39 @@ def _laid_out(
             seq_len=seq_len,
         )
     items += saved_items(config, shape, output=machine.output.directory)
+    directories = [one.directory for one in machine.drives]
+    if engine == "plain":
+        traffic: list[Traffic] = []
+    elif isinstance(sizes, TierSizes):
+        traffic = tiered_traffic(config, shape, placement, sizes, drives=directories)
+    else:
+        traffic = deepspeed_traffic(config, shape, placement, drive=drive)
+    tokens = config.train.micro_batch * config.train.accumulate * world * seq_len
     return Plan(
         engine=engine,
         placement=placement,
         sizes=sizes or zero,
         checkpointing=checkpointing,
         seq_len=seq_len,
-        tokens_per_step=config.train.micro_batch * config.train.accumulate * world * seq_len,
+        tokens_per_step=tokens,
         world=world,
         items=tuple(items),
         tiers=_tiers(items, machine, world=world),
+        traffic=tuple(traffic),
+        forecast=forecast(
+            config,
+            shape,
+            machine,
+            traffic,
+            engine=engine,
+            optimizer=placement.optimizer,
+            checkpointing=checkpointing,
+            tokens=tokens,
+            seq_len=seq_len,
+            world=world,
+        ),
         rejected=(),
-        notes=_notes(config, placement, engine=engine, machine=machine),
+        notes=_notes(config, placement, traffic, engine=engine, machine=machine),
     )
 
 
@@ -354,8 +426,20 @@ def saves_state(config: TrainConfig, plan: Plan) -> str | None:
     return None
 
 
-def _notes(config: TrainConfig, placement: Placement, *, engine: str, machine: MachineProfile) -> tuple[str, ...]:
+def _notes(
+    config: TrainConfig, placement: Placement, traffic: Sequence[Traffic], *, engine: str, machine: MachineProfile
+) -> tuple[str, ...]:
     notes = []
+    for drive in machine.drives:
+        written = sum(moved.written for moved in traffic if moved.place == drive.directory)
+        if written and drive.endurance_bytes:
+            steps, rated = format_count(drive.endurance_bytes / written), format_bytes(drive.endurance_bytes)
+            notes.append(f"{drive.directory} is rated for {rated}: {steps} steps of {format_bytes(written)} written")
+        elif written:
+            notes.append(f"a step writes {format_bytes(written)} to {drive.directory}")
+    if machine.gpu is not None and machine.rates.matmul and config.model.dtype not in machine.rates.matmul:
+        known = ", ".join(machine.rates.matmul)
+        notes.append(f"{machine.gpu} has no units for {config.model.dtype} (it has {known}): use --dtype fp16")
     if machine.gpu is None:
         notes.append("no GPU here: the CPU computes, and its memory is RAM")
     if engine == "deepspeed":

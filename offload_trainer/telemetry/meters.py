@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,12 @@ def peak_rss_bytes() -> int:
         return peak
     maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return maximum if sys.platform == "darwin" else maximum * 1024
+
+
+def forget_peak_rss() -> None:
+    """From now on the peak is counted anew (proc(5), clear_refs); nothing where the system has no such thing."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def current_rss_bytes() -> int:

@@ -1,0 +1,202 @@
+"""Everything that a run needs, looked at one by one; each failure with what mends it.
+
+What only the stock engine needs is a warning, unless that engine is asked for: then it is built, and a failure shows
+the compiler's own words.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from offload_trainer.config import TrainConfig, engine_of
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.probe import available_ram_bytes, probe_machine, total_ram_bytes
+from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.units import format_bytes
+
+State = Literal["ok", "warning", "failure"]
+
+_LITTLE_RAM = 4_000_000_000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. `fix` is empty where nothing is to be done."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+def examine(config: TrainConfig) -> list[Check]:
+    """All checks for a run with this configuration."""
+    stock = engine_of(config) == "deepspeed"
+    checks = [_threads(), _torch(), _native_kernel()]
+    checks += _stock_tools(needed=stock, drive=bool(config.placement.nvme))
+    checks += _stale_locks()
+    try:
+        machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
+    except UserError as error:
+        return [*checks, Check("directories", "failure", str(error), "name directories that are there and writable")]
+    checks += [_memory(machine), _memlock(machine), *_gpu(config, machine)]
+    for drive in machine.drives:
+        checks += _drive(drive)
+    checks.append(_output(machine.output))
+    return checks
+
+
+def report(checks: list[Check]) -> str:
+    """The checks as a person reads them, failures last."""
+    order = {"ok": 0, "warning": 1, "failure": 2}
+    lines = []
+    for check in sorted(checks, key=lambda check: order[check.state]):
+        lines.append(f"{check.state:<8} {check.name}: {check.found}")
+        if check.fix:
+            lines.append(f"         fix: {check.fix}")
+    return "\n".join(lines)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def _threads() -> Check:
+    cores, given = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    found = f"{given} for {cores} cores"
+    if given == "1" and cores > 1:
+        return Check("threads", "warning", found, "a launcher set OMP_NUM_THREADS=1; unset it, or placement.threads=N")
+    return Check("threads", "ok", found)
+
+
+def _torch() -> Check:
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return Check("torch", "failure", "not installed", "pip install torch")
+    driver = Path("/proc/driver/nvidia/version")
+    if not driver.exists():
+        return Check("torch", "ok", f"{found}; no NVIDIA driver here: the CPU computes")
+    import torch
+
+    said = driver.read_text().splitlines()[0].strip()
+    if torch.version.cuda is None:
+        fix = "install a build of torch with CUDA (pytorch.org/get-started)"
+        return Check("torch", "failure", f"{found} has no CUDA, and there is a driver: {said}", fix)
+    if not torch.cuda.is_available():
+        fix = f"update the driver to one for CUDA {torch.version.cuda}, or install torch for an older CUDA"
+        return Check("torch", "failure", f"{found} (CUDA {torch.version.cuda}) cannot use the driver: {said}", fix)
+    return Check("torch", "ok", f"{found}, CUDA {torch.version.cuda}; {said}")
+
+
+def _native_kernel() -> Check:
+    from offload_trainer.engine.updates import ADAM
+    from offload_trainer.tiers.kernels import choose_kernel
+
+    try:
+        _, why = choose_kernel("native", ADAM)
+    except UserError as error:
+        fix = "apt-get install g++ (training goes on with torch's kernel, about half as fast)"
+        return Check("native AdamW kernel", "warning", str(error), fix)
+    return Check("native AdamW kernel", "ok", why)
+
+
+# -- what DeepSpeed's kernels need -------------------------------------------------------------------------------------
+
+
+def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
+    """Compiler, ninja, libaio and the builds themselves."""
+    missing: State = "failure" if needed else "warning"
+    only = "" if needed else " (only --engine deepspeed needs it)"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    if importlib.util.find_spec("deepspeed") is None:
+        yield Check("deepspeed", missing, f"not installed{only}", "pip install 'offload-trainer[deepspeed]'")
+        return
+    yield Check("deepspeed", "ok", version("deepspeed"))
+    for tool, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):
+        at = shutil.which(tool, path=path)
+        yield Check(tool, "ok", at) if at else Check(tool, missing, f"not found{only}", fix)
+    if drive or not needed:
+        header = next((p for p in map(Path, ("/usr/include", "/usr/local/include")) if (p / "libaio.h").exists()), None)
+        if header:
+            yield Check("libaio", "ok", str(header / "libaio.h"))
+        else:
+            yield Check("libaio", missing, f"libaio.h not found{only}", "apt-get install libaio-dev")
+    from offload_trainer.engine.kernels import is_built, load_async_io, load_cpu_adam
+
+    for name, load, wanted in (("cpu_adam", load_cpu_adam, needed), ("async_io", load_async_io, needed and drive)):
+        if not wanted:
+            built = "built" if is_built(name) else "not built yet: minutes, at the first run with --engine deepspeed"
+            yield Check(f"kernel {name}", "ok", built)
+            continue
+        try:
+            load()
+            yield Check(f"kernel {name}", "ok", "built and loaded")
+        except TrainerError as error:
+            yield Check(f"kernel {name}", "failure", str(error), "what the compiler says above names what it lacks")
+
+
+def _stale_locks() -> Iterator[Check]:
+    from offload_trainer.engine.kernels import stale_locks
+
+    for lock in stale_locks():
+        found = f"{lock} was left by a killed build; a build outside this program would wait for it for ever"
+        yield Check("build lock", "warning", found, f"rm {lock}")
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def _memory(machine: MachineProfile) -> Check:
+    total, free = total_ram_bytes(), available_ram_bytes()
+    found = f"{format_bytes(free)} of {format_bytes(total)} available"
+    if free < _LITTLE_RAM:
+        return Check("memory", "warning", found, "end other programs, raise the cgroup's limit, or use --params nvme")
+    return Check("memory", "ok", found)
+
+
+def _memlock(machine: MachineProfile) -> Check:
+    limit = machine.memlock_bytes
+    found = "unlimited" if limit is None else format_bytes(limit)
+    if machine.gpu is None or limit is None:
+        return Check("locked memory", "ok", found)
+    fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf; bounds async_io's buffers"
+    return Check("locked memory", "warning", found, fix)
+
+
+def _gpu(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
+    if machine.gpu is None:
+        yield Check("GPU", "warning", "none: the CPU computes", "nothing, if that is meant")
+        return
+    yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
+    import torch
+
+    if config.model.dtype == "bf16" and torch.cuda.get_device_capability()[0] < 8:
+        yield Check("bf16", "failure", f"{machine.gpu} has no bf16 units", "--dtype fp16")
+
+
+def _drive(drive: DriveFacts) -> Iterator[Check]:
+    name = f"drive {drive.directory}"
+    yield Check(name, "ok", f"{format_bytes(drive.free_bytes)} free on {drive.filesystem} ({drive.disk or 'no disk'})")
+    if drive.filesystem in ("tmpfs", "ramfs"):
+        yield Check(name, "failure", f"{drive.filesystem} is memory, not a drive", "name a directory on an SSD")
+    elif drive.network:
+        yield Check(name, "warning", f"{drive.filesystem} is a network filesystem", "use a local SSD")
+    if drive.rotational:
+        yield Check(name, "warning", f"{drive.disk} says that it rotates", "use an SSD: a step would take hours")
+    if not drive.direct:
+        yield Check(name, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs")
+    if drive.throttle:
+        yield Check(name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if that is not meant")
+
+
+def _output(output: DriveFacts) -> Check:
+    found = f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
+    return Check(f"output {output.directory}", "ok" if output.free_bytes > 1e9 else "failure", found)

@@ -1,0 +1,251 @@
+"""How fast this machine computes and copies. Every number says how it was measured.
+
+    probe -> bench_machine -> the same profile with rates        a minute or two, nothing left behind
+
+Drives are timed through the run's own transfers, past the page cache, on fresh random bytes (some drives store zeros
+without writing them), and long enough that a cache in the drive shows: what is reported is the rate over all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, Rates
+from offload_trainer.tiers.lease import DriveLease
+from offload_trainer.tiers.memory import host_buffer
+from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
+from offload_trainer.units import format_bytes
+
+_PIECE = 32 << 20  # bytes of one transfer: about what a page of the tiered engine is
+_MATRIX_CPU = (256, 1024, 4096)
+_MATRIX_GPU = (4096, 4096, 4096)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a bench may spend."""
+
+    drive_bytes: int = 3 << 30  # written to each drive, at most, in one direction
+    drive_seconds: float = 8.0  # for each of the figures of a drive
+    try_seconds: float = 2.0  # for each way to move bytes that is tried
+    update_elements: int = 20_000_000
+
+    def written(self, drives: int) -> int:
+        """Bytes that go to the drives at most: filling the file, trying ways, writing alone, writing while reading."""
+        return 7 * self.drive_bytes * drives
+
+
+def bench_machine(
+    machine: MachineProfile,
+    *,
+    transfers: Mapping[str, Callable[[], Transfers]],
+    updates: Sequence[tuple[str, Callable[[int], Callable[[int], None]]]],
+    dtypes: Sequence[str],
+    budget: Budget,
+    say: Callable[[str], None],
+) -> MachineProfile:
+    """`machine` with rates. `transfers`: what may move bytes, by the words that ask for it; the best is kept for each
+    drive. `updates`: names, and for each what makes an update of n parameters, called with the step.
+
+    Raises TrainerError where a drive fails or has too little room.
+    """
+    say("bench: products")
+    matmul = {dtype: _matmul(_DTYPES[dtype], gpu=machine.gpu is not None) for dtype in dtypes}
+    say("bench: memory")
+    memory = _triad()
+    say("bench: AdamW on the CPU")
+    update = {name: _update(make, elements=budget.update_elements) for name, make in updates}
+    copies = _copies() if machine.gpu is not None else Rates()
+    drives = []
+    for drive in machine.drives:
+        say(f"bench: {drive.directory}")
+        drives.append(replace(drive, rates=_drive(drive, transfers, budget)))
+    rates = replace(copies, matmul=matmul, memory=memory, update=update)
+    return replace(machine, rates=rates, drives=tuple(drives))
+
+
+def _repeat(work: Callable[[], object], *, seconds: float, least: int = 3) -> list[float]:
+    """Seconds of each repetition, the first not counted, for about `seconds`."""
+    work()
+    taken: list[float] = []
+    while len(taken) < least or sum(taken) < seconds:
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _matmul(dtype: torch.dtype, *, gpu: bool) -> Rate:
+    """The three products of a linear layer: forward, and both gradients."""
+    rows, inner, columns = _MATRIX_GPU if gpu else _MATRIX_CPU
+    device = "cuda" if gpu else "cpu"
+    given = torch.randn(rows, inner, device=device).to(dtype)
+    weight = torch.randn(inner, columns, device=device).to(dtype)
+    gradient = torch.randn(rows, columns, device=device).to(dtype)
+
+    def layer() -> None:
+        given @ weight
+        gradient @ weight.t()
+        given.t() @ gradient
+        _synchronize()
+
+    taken = _repeat(layer, seconds=2.0)
+    operations = 3 * 2 * rows * inner * columns
+    shape = f"{rows} x {inner} x {columns}"
+    return Rate(operations / median(taken), "measured", f"three products of a layer, {shape}, median of {len(taken)}")
+
+
+def _triad() -> Rate:
+    size = 64 << 20
+    one, two, three = (torch.ones(size) for _ in range(3))
+    taken = _repeat(lambda: torch.add(one, two, alpha=3.0, out=three), seconds=1.0)
+    return Rate(12 * size / median(taken), "measured", f"triad of 256 MiB arrays, median of {len(taken)}")
+
+
+def _update(make: Callable[[int], Callable[[int], None]], *, elements: int) -> Rate:
+    work, step = make(elements), 0
+
+    def once() -> None:
+        nonlocal step
+        step += 1
+        work(step)
+
+    taken = _repeat(once, seconds=1.5, least=5)
+    how = f"{elements / 1e6:.0f} M parameters, casts in and out, median of {len(taken)}"
+    return Rate(elements / median(taken), "measured", how)
+
+
+def _copies() -> Rates:
+    """Between host memory and the GPU."""
+    size = 256 << 20
+    pinned, pageable = host_buffer(size, pinned=True), torch.zeros(size, dtype=torch.uint8)
+    pinned_out = host_buffer(size, pinned=True)
+    device, other = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    side = torch.cuda.Stream()
+
+    def timed(work: Callable[[], object], how: str) -> Rate:
+        def whole() -> None:
+            work()
+            _synchronize()
+
+        taken = _repeat(whole, seconds=0.5, least=5)
+        return Rate(size / median(taken), "measured", f"{format_bytes(size)}, {how}, median of {len(taken)}")
+
+    def both() -> None:
+        device.copy_(pinned, non_blocking=True)
+        with torch.cuda.stream(side):
+            pinned_out.copy_(other, non_blocking=True)
+
+    return Rates(
+        to_device=timed(lambda: device.copy_(pinned, non_blocking=True), "pinned"),
+        from_device=timed(lambda: pinned.copy_(device, non_blocking=True), "pinned"),
+        pageable_to_device=timed(lambda: device.copy_(pageable), "pageable"),
+        pageable_from_device=timed(lambda: pageable.copy_(device), "pageable"),
+        both_ways=timed(both, "pinned, both ways at once"),
+    )
+
+
+# -- drives ------------------------------------------------------------------------------------------------------------
+
+
+def _drive(drive: DriveFacts, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
+    with DriveLease(Path(drive.directory)) as lease:
+        size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
+        file = DriveFile(lease.path / "bench", max(size, 2 * len(_buffers()) * _PIECE))
+        try:
+            return _timed_file(file, transfers, budget)
+        finally:
+            file.close()
+
+
+def _buffers() -> list[torch.Tensor]:
+    noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
+    buffers = [host_buffer(_PIECE) for _ in range(6)]
+    for buffer in buffers:
+        buffer.view(-1, 1 << 20)[:] = noise
+    return buffers
+
+
+def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
+    """Fill the file, find what moves bytes fastest there, and time it for longer."""
+    buffers = _buffers()
+    places = list(range(0, file.size, _PIECE))
+
+    def timed(words: str, seconds: float, *, read: bool, write: bool) -> tuple[list[int], float]:
+        mover = transfers[words]()
+        half = len(buffers) // 2
+        ways: list[_Way] = []
+        if read:
+            ways.append((mover.read, file, buffers[:half] if write else buffers))
+        if write:
+            ways.append((mover.write, file, buffers[half:] if read else buffers))
+        try:
+            return _move(places, seconds, ways)
+        finally:
+            mover.close()
+
+    first = next(iter(transfers))
+    written, write_seconds = timed(first, budget.drive_seconds, read=False, write=True)
+    # What was never written reads as zeros without the drive being asked.
+    places = places[: max(2, written[0] // _PIECE)]
+    tried = {}
+    for words in transfers:
+        moved, seconds = timed(words, budget.try_seconds, read=True, write=True)
+        tried[words] = sum(moved) / seconds
+    best = max(tried, key=lambda words: tried[words])
+    if best != first:
+        written, write_seconds = timed(best, budget.drive_seconds, read=False, write=True)
+    read, read_seconds = timed(best, budget.drive_seconds, read=True, write=False)
+    mixed, mixed_seconds = timed(best, budget.drive_seconds, read=True, write=True)
+
+    def rate(moved: int, taken: float, what: str) -> Rate:
+        return Rate(moved / taken, "measured", f"{format_bytes(moved)} in {taken:.1f} s, {what}; {best}")
+
+    return DriveRates(
+        read=rate(read[0], read_seconds, "reading alone"),
+        write=rate(written[0], write_seconds, "writing alone"),
+        mixed_read=rate(mixed[0], mixed_seconds, "read while as much was written"),
+        mixed_write=rate(mixed[1], mixed_seconds, "written while as much was read"),
+        tried=tried,
+    )
+
+
+_Way = tuple[Callable[[DriveFile, int, torch.Tensor], Ticket], DriveFile, Sequence[torch.Tensor]]
+
+
+def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[list[int], float]:
+    """Bytes moved each way, in turn, within about `seconds`, each buffer's next transfer after its last one.
+
+    At least as many as there are buffers; at most once over all places.
+    """
+    moved = [0 for _ in ways]
+    tickets: list[list[Ticket | None]] = [[None] * len(buffers) for _, _, buffers in ways]
+    start = time.perf_counter()
+    for number, place in enumerate(places):
+        if time.perf_counter() - start > seconds:
+            break
+        for way, (move, file, buffers) in enumerate(ways):
+            slot = number % len(buffers)
+            waiting = tickets[way][slot]
+            if waiting is not None:
+                waiting.wait()
+            # The other way starts half a file further on, so that nothing is read that was just written.
+            at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
+            tickets[way][slot] = move(file, at, buffers[slot])
+            moved[way] += _PIECE
+    for ticket in (ticket for row in tickets for ticket in row if ticket is not None):
+        ticket.wait()
+    return moved, time.perf_counter() - start

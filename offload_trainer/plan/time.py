@@ -1,0 +1,192 @@
+"""Seconds of a step, phase by phase, from what the machine was timed at. Pure arithmetic.
+
+    forward, backward   the slowest of: computing, the weights' way to the device, the drives
+    update              the slowest of: the CPU's AdamW, the drives, the new weights' way to the device
+
+What overlaps counts once: everything within a phase does, phases follow each other. A phase for which the machine has
+no rate is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.traffic import Traffic
+from offload_trainer.units import format_bytes, format_count
+
+PHASES = ("forward", "backward", "update")
+
+_OF_MATMUL = 0.8  # of the products' speed, what a whole model reaches: attention, norms and the loss are slower
+# Stock DeepSpeed, by docs/benchmarks/step.md and bench_update.py: seconds a parameter that its hooks add to a backward
+# on the CPU, and how much slower than the fused kernel its sequence of casts and copies is.
+_STOCK_BACKWARD = 8e-9
+_STOCK_UPDATE = 1 / 4.4
+_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.37, "8bit": 0.28}  # speed of the update (docs/benchmarks/states.md)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One thing that a phase waits for."""
+
+    phase: str
+    seconds: float | None  # None: not timed
+    what: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of each phase (None: not known), and all that they were worked out from."""
+
+    seconds: dict[str, float | None]
+    bounds: tuple[Bound, ...]
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a whole step."""
+        known = [seconds for seconds in self.seconds.values() if seconds is not None]
+        return sum(known) if len(known) == len(self.seconds) else None
+
+    def limits(self, phase: str) -> str:
+        """What makes a phase as long as it is."""
+        known = [bound for bound in self.bounds if bound.phase == phase and bound.seconds is not None]
+        return max(known, key=lambda bound: bound.seconds or 0.0).what if known else "not timed"
+
+
+def forecast(
+    config: TrainConfig,
+    shape: ModelShape,
+    machine: MachineProfile,
+    traffic: Sequence[Traffic],
+    *,
+    engine: str,
+    optimizer: str,
+    checkpointing: bool,
+    tokens: int,
+    seq_len: int,
+    world: int,
+) -> Forecast:
+    """`tokens` are those of a step on all `world` ranks; `optimizer` is the home of the state."""
+    compute = _compute_seconds(config, shape, machine, tokens=tokens // world, seq_len=seq_len)
+    # A third of the work is the forward; with checkpointing the backward does it once more.
+    shares = {"forward": 1 / 3, "backward": 1.0 if checkpointing else 2 / 3}
+    bounds = [
+        Bound(phase, None if compute is None else share * compute, f"computing {format_count(tokens)} tokens")
+        for phase, share in shares.items()
+    ]
+    bounds.append(_update_bound(config, shape, machine, engine=engine, optimizer=optimizer, world=world))
+    for phase in PHASES:
+        bounds += _traffic_bounds([moved for moved in traffic if moved.phase == phase], machine, phase=phase)
+    seconds = {phase: _longest([bound for bound in bounds if bound.phase == phase]) for phase in PHASES}
+    backward = seconds["backward"]
+    if engine == "deepspeed" and machine.gpu is None and backward is not None:
+        seconds["backward"] = backward + _STOCK_BACKWARD * shape.trainable
+    for phase, ratio in machine.rates.corrections.items():
+        of, _, name = phase.partition(".")
+        known = seconds.get(name)
+        if of == engine and known is not None:
+            seconds[name] = known * ratio
+    return Forecast({"data": 0.0, **seconds}, tuple(bounds))
+
+
+def _longest(bounds: Sequence[Bound]) -> float | None:
+    """None where something has not been timed, since it may be what everything waits for."""
+    known = [bound.seconds for bound in bounds if bound.seconds is not None]
+    return max(known) if known and len(known) == len(bounds) else None
+
+
+def _compute_seconds(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, tokens: int, seq_len: int
+) -> float | None:
+    rates = machine.rates.matmul
+    rate = rates.get(config.model.dtype) or rates.get("fp32")
+    if rate is None:
+        return None
+    return tokens * shape.flops_per_token(seq_len=seq_len) / (_OF_MATMUL * rate.value)
+
+
+def _update_bound(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, engine: str, optimizer: str, world: int
+) -> Bound:
+    """AdamW alone: on the CPU, or on the device."""
+    count = shape.trainable
+    what = f"AdamW on {format_count(count)} parameters"
+    if engine == "plain" and machine.gpu is None:
+        rate = _update_rate(config, machine)
+        # torch's optimizer goes over the state once more for the norm, the clipping and the rounding.
+        return Bound("update", None if rate is None else 2 * count / rate, what)
+    if optimizer == "gpu" and machine.gpu is not None:
+        return Bound("update", 0.0, "AdamW on the GPU")
+    rate = _update_rate(config, machine)
+    if engine == "deepspeed":
+        stock = machine.rates.update.get("deepspeed")
+        rate = stock.value if stock else rate and rate * _STOCK_UPDATE
+    return Bound("update", None if rate is None else count / rate, what)
+
+
+def _update_rate(config: TrainConfig, machine: MachineProfile) -> float | None:
+    """Parameters a second of the kernel that the run takes."""
+    rates = machine.rates.update
+    wish = config.optim.kernel
+    names = ["native", "torch"] if wish == "auto" else [wish]
+    rate = next((rates[name] for name in names if name in rates), None)
+    return rate.value * _OF_FP32_STATES[config.optim.states] if rate else None
+
+
+def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase: str) -> list[Bound]:
+    """One bound for each disk, and one for the way to the device."""
+    by_disk: dict[str, list[Traffic]] = {}
+    for one in moved:
+        drive = machine.drive(one.place)
+        by_disk.setdefault(drive.disk or one.place if drive else one.place, []).append(one)
+    bounds = []
+    for disk, parts in by_disk.items():
+        read, written = sum(part.read for part in parts), sum(part.written for part in parts)
+        if not read and not written:
+            continue
+        if disk == "device":
+            seconds = _device_seconds(machine, read=read, written=written)
+            what = f"{format_bytes(read)} to the device, {format_bytes(written)} from it"
+        else:
+            drives = [drive for drive in (machine.drive(part.place) for part in parts) if drive]
+            seconds = _drive_seconds(drives[0] if drives else None, read=read, written=written)
+            what = f"{parts[0].place}: {format_bytes(read)} read, {format_bytes(written)} written"
+        bounds.append(Bound(phase, seconds, what))
+    return bounds
+
+
+def _device_seconds(machine: MachineProfile, *, read: int, written: int) -> float | None:
+    """A GPU's copies each way at once; where the CPU computes, a copy in memory, which reads and writes each byte."""
+    rates = machine.rates
+    if machine.gpu is None:
+        return None if rates.memory is None else 2 * (read + written) / rates.memory.value
+    return _at_once(read, written, rates.to_device, rates.from_device, rates.both_ways, rates.both_ways)
+
+
+def _drive_seconds(drive: DriveFacts | None, *, read: int, written: int) -> float | None:
+    if drive is None or drive.rates is None:
+        return None
+    rates: DriveRates = drive.rates
+    return _at_once(read, written, rates.read, rates.write, rates.mixed_read, rates.mixed_write)
+
+
+def _at_once(
+    read: int, written: int, alone_in: Rate | None, alone_out: Rate | None, in_: Rate | None, out: Rate | None
+) -> float | None:
+    """Both ways together until one is done, then the other one by itself."""
+    if alone_in is None or alone_out is None or in_ is None or out is None:
+        return None
+    together = min(read / in_.value, written / out.value)
+    left_in, left_out = read - together * in_.value, written - together * out.value
+    return together + max(left_in / alone_in.value, left_out / alone_out.value, 0.0)
+
+
+def tokens_that_hide_the_update(found: Forecast, *, tokens: int, share: float = 0.1) -> int | None:
+    """Tokens a step (more of them by accumulation) from which the update is at most `share` of it."""
+    forward, backward, update = (found.seconds[phase] for phase in PHASES)
+    if forward is None or backward is None or update is None or forward + backward <= 0:
+        return None
+    return -int(-tokens * update * (1 - share) / share // (forward + backward))

@@ -1,0 +1,118 @@
+"""Bytes that a step moves between drives and host memory, phase by phase. Pure arithmetic.
+
+The tiered engine's are exact: rings of buffers are walked here as `tiers/stream.py` and `tiers/gradients.py` walk them.
+DeepSpeed's are what was counted (docs/benchmarks/placements-354m.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.plan.layout import DEVICE, RAM, Unit, page_bytes, units_of
+from offload_trainer.plan.memory import item_bytes
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered import TierSizes, gradient_bytes, homes_in
+from offload_trainer.plan.zero import Placement
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step in one phase. `place` is a drive's directory, or "device" for the way to a GPU and back."""
+
+    place: str
+    phase: str
+    read: int  # towards the accelerator
+    written: int
+
+
+def tiered_traffic(
+    config: TrainConfig, shape: ModelShape, placement: Placement, sizes: TierSizes, *, drives: Sequence[str]
+) -> list[Traffic]:
+    """What the tiered engine moves."""
+    units = units_of(shape)
+    homes = homes_in(units, placement, sizes)
+    e, g, micro = item_bytes(config.model.dtype), gradient_bytes(config), config.train.accumulate
+    moved: dict[tuple[int, str], list[int]] = {}
+
+    def move(home: int, phase: str, *, read: int = 0, written: int = 0) -> None:
+        for index, size in enumerate((read, written)):
+            moved.setdefault((home, phase), [0, 0])[index] += size
+
+    for page in homes.pages:
+        state = page_bytes(page.elements, states=sizes.states)
+        move(page.home, "update", read=state, written=state)
+        move(homes.weights[page.unit], "update", written=e * page.elements)
+        move(homes.gradients[page.unit], "update", read=g * page.elements)
+        if homes.weights[page.unit] != DEVICE:
+            continue
+        move(DEVICE, "update", read=e * page.elements)
+    forward, backward = _orders(units)
+    away = {unit.index for unit in units if homes.weights[unit.index] != DEVICE}
+    fetched = _fetches(units, away, [*forward, *backward] * micro, blocks=sizes.unit_buffers)
+    for place, unit in enumerate(fetched):
+        if unit is None:
+            continue
+        phase = "forward" if place % (len(forward) + len(backward)) < len(forward) else "backward"
+        move(homes.weights[unit], phase, read=e * units[unit].elements)
+        move(DEVICE, phase, read=e * units[unit].elements)
+    collected = {unit.index for unit in units if homes.gradients[unit.index] != RAM}
+    written: set[int] = set()
+    for unit in _visits(units, collected, list(reversed(forward)) * micro):
+        size = g * units[unit].trained
+        move(homes.gradients[unit], "backward", read=size if unit in written else 0, written=size)
+        written.add(unit)
+    move(DEVICE, "backward", written=e * shape.trainable * micro)
+    names = {DEVICE: "device"} | dict(enumerate(drives))
+    return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in moved.items() if home in names]
+
+
+def _orders(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
+    """Units as a forward and a backward pass need their weights. Embeddings are not needed in the backward."""
+    first = next((unit.index for unit in units if unit.block), len(units))
+    before = [unit.index for unit in units if unit.index < first]
+    rest = [unit.index for unit in units if unit.index >= first]
+    tied = [unit for unit in before if any(place.weight.uses > 1 for place in units[unit].places)]
+    return before + rest + tied, list(reversed(rest + tied))
+
+
+def _fetches(units: Sequence[Unit], away: set[int], order: Sequence[int], *, blocks: int) -> list[int | None]:
+    """For each place in `order` the unit that has to be brought: what was not used for longest has made room."""
+    rings: dict[bool, list[int]] = {True: [], False: []}  # the one used longest ago first
+    fetched: list[int | None] = []
+    for unit in order:
+        kind = units[unit].block
+        ring, size = rings[kind], blocks if kind else 1
+        fetched.append(None if unit in ring or unit not in away else unit)
+        if unit in away:
+            rings[kind] = [*(other for other in ring if other != unit), unit][-size:]
+    return fetched
+
+
+def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int]) -> list[int]:
+    """The units whose gradients are written, once for each time that another one of their kind follows."""
+    visits: list[int] = []
+    last: dict[bool, int] = {}
+    for unit in order:
+        if unit in collected and last.get(units[unit].block) != unit:
+            visits.append(unit)
+            last[units[unit].block] = unit
+    return visits
+
+
+def deepspeed_traffic(
+    config: TrainConfig, shape: ModelShape, placement: Placement, *, drive: str | None
+) -> list[Traffic]:
+    """What stock DeepSpeed moves: 16 bytes a parameter each way, since it swaps fp32 gradients with the state."""
+    e, micro = item_bytes(config.model.dtype), config.train.accumulate
+    trained, total = shape.trainable, shape.parameters
+    found = [Traffic("device", "backward", 0, e * trained * micro), Traffic("device", "update", e * trained, 0)]
+    if placement.optimizer == "nvme" and drive:
+        found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
+    if placement.params != "gpu":
+        found += [Traffic("device", phase, e * total * micro, 0) for phase in ("forward", "backward")]
+    if placement.params == "nvme" and drive:
+        found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
+        found.append(Traffic(drive, "update", 0, e * total))
+    return found

@@ -1,0 +1,96 @@
+"""From a wish to its plan: the machine as it is or as a file describes it, the model counted, nothing loaded.
+
+A preset on a described machine needs no torch; everything else counts on transformers' model without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.launch import ranks_of_environment
+from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.model.presets import preset_shape
+from offload_trainer.plan.plan import Plan, make_plan
+from offload_trainer.units import format_bytes
+
+
+def plan_run(config: TrainConfig) -> tuple[Plan, MachineProfile, Any]:
+    """The plan of a run here, the machine it is for, and the model's source."""
+    from offload_trainer.machine.cache import with_cached_rates
+    from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.model.source import resolve_model
+
+    machine = with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output))
+    source = resolve_model(config.model, seed=config.train.seed)
+    _, world = ranks_of_environment()
+    return make_plan(config, source.shape, machine, world=max(world, config.placement.gpus)), machine, source
+
+
+def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
+    """The plan of a run on a machine that is only described."""
+    section = config.model
+    shape = None if section.overrides or section.freeze else preset_shape(section.name)
+    if shape is None:
+        from offload_trainer.model.source import resolve_model
+
+        shape = resolve_model(section, seed=config.train.seed).shape
+    return make_plan(config, shape, machine, world=config.placement.gpus)
+
+
+def words_for(machine: MachineProfile, words: list[str]) -> list[str]:
+    """The words with the described machine's drives as --nvme, or UserError for one that it has not."""
+    known = [drive.directory for drive in machine.drives]
+    given = [value for word, value in pairwise(words) if word == "--nvme"]
+    given += [word.partition("=")[2] for word in words if word.startswith("--nvme=")]
+    if unknown := [name for name in given if name not in known]:
+        raise UserError(f"--nvme {unknown[0]}: the machine has {', '.join(known) or 'no drive'}")
+    return words if given else [*words, *(word for name in known for word in ("--nvme", name))]
+
+
+def refuse_shortfall(config: TrainConfig, plan: Plan) -> None:
+    """UserError for a plan that does not fit, unless it is wanted all the same."""
+    if not plan.fits and not config.placement.force:
+        raise UserError("this does not fit: " + "; ".join(plan.shortfalls()) + " (--force tries all the same)")
+
+
+def bench_here(config: TrainConfig, *, threads: int, say: Callable[[str], None]) -> MachineProfile:
+    """Time this machine and each --nvme with `threads` CPU threads, and keep the rates for later plans."""
+    import torch
+
+    from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.engine.updates import available_updates
+    from offload_trainer.machine.bench import Budget, bench_machine
+    from offload_trainer.machine.cache import keep_rates
+    from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.model.source import DTYPES
+    from offload_trainer.tiers.transfer import ThreadedTransfers
+
+    torch.set_num_threads(threads)
+    machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
+    if machine.gpu is None:
+        use_fp32_products(DTYPES[config.model.dtype])  # what is timed is what a run does
+    budget = Budget()
+    if machine.drives:
+        most = format_bytes(budget.written(len(machine.drives)))
+        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
+    tried = [(4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20)]  # the first is the default
+    io = {
+        f"tiered.io_threads={threads} tiered.io_block_bytes={block}": lambda threads=threads, block=block: (
+            ThreadedTransfers(threads=threads, block=block)
+        )
+        for threads, block in tried
+    }
+    timed = bench_machine(
+        machine,
+        transfers=io,
+        updates=available_updates(say=say),
+        dtypes=list(dict.fromkeys((config.model.dtype, "fp32"))),
+        budget=budget,
+        say=say,
+    )
+    keep_rates(timed)
+    return timed

@@ -1,0 +1,94 @@
+"""Checks of what a run needs: each state of each check, with the machine's facts given."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import command, environment
+
+from offload_trainer import doctor
+from offload_trainer.engine import kernels
+from offload_trainer.errors import TrainerError
+from offload_trainer.machine.profile import DriveFacts
+from offload_trainer.settings import load_config
+
+
+def states(checks: list[doctor.Check]) -> dict[str, str]:
+    return {check.name: check.state for check in checks}
+
+
+def test_this_machine_is_well(drive: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("doctor", "--json", "--nvme", drive, "--output", tmp_path / "out"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert {"threads", "torch", "memory", "GPU", f"drive {drive}"} <= set(checks)
+    assert all(check["fix"] for check in checks.values() if check["state"] != "ok")
+
+
+def test_a_failure_ends_with_1(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("doctor", "--nvme", tmp_path / "nowhere"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "failure  directories" in done.stdout
+    assert "nowhere: no such directory" in done.stdout
+
+
+def test_threads_that_a_launcher_left_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert doctor._threads().state == "warning"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert doctor._threads().state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ({"filesystem": "ext4", "disk": "nvme0n1"}, "ok"),
+        ({"filesystem": "tmpfs"}, "failure"),
+        ({"filesystem": "nfs4", "network": True}, "warning"),
+        ({"filesystem": "ext4", "rotational": True}, "warning"),
+        ({"filesystem": "ext4", "direct": False}, "warning"),
+        ({"filesystem": "ext4", "throttle": "io.max 1:2"}, "warning"),
+    ],
+)
+def test_drives(facts: dict, state: str) -> None:
+    checks = list(doctor._drive(DriveFacts("/ssd", 10**12, **facts)))
+    assert checks[0].state == "ok"
+    assert checks[-1].state == state
+    assert state == "ok" or checks[-1].fix
+
+
+def test_the_compilers_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise TrainerError("DeepSpeed's kernel cpu_adam could not be built: fatal error: omp.h: No such file")
+
+    monkeypatch.setattr(kernels, "load_cpu_adam", broken)
+    checks = doctor.examine(load_config(["--engine", "deepspeed"]))
+    found = next(check for check in checks if check.name == "kernel cpu_adam")
+    assert found.state == "failure"
+    assert "omp.h" in found.found
+
+
+def test_a_stale_build_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert not list(doctor._stale_locks())
+    lock = kernels._build_directory("cpu_adam") / "lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.touch()
+    (check,) = doctor._stale_locks()
+    assert check.fix == f"rm {lock}"

@@ -1,0 +1,156 @@
+"""What a machine has and how fast it is: probed, timed, stored, and described in files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import command, environment
+
+from offload_trainer.cli import main
+from offload_trainer.engine.updates import ADAM, kernel_update, make_buffers
+from offload_trainer.errors import UserError
+from offload_trainer.machine import bench, cache
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.machine.profile import (
+    MachineProfile,
+    Rate,
+    Rates,
+    describe_rates,
+    named_machines,
+    profile_from_json,
+    read_machine,
+)
+from offload_trainer.tiers.kernels import choose_kernel
+from offload_trainer.tiers.transfer import ThreadedTransfers
+
+NAMED = ["a100-40gb", "a100-80gb", "h200", "rtx4090-64gb", "v100-32gb"]
+
+
+def _a_few(work: Callable[[], object], *, seconds: float, least: int = 3) -> list[float]:
+    for _ in range(least):
+        work()
+    return [0.01] * least
+
+
+@pytest.fixture
+def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
+    """This machine, timed with a tiny budget."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench, "_PIECE", 1 << 20)
+    monkeypatch.setattr(bench, "_repeat", _a_few)
+    kernel, _ = choose_kernel("torch", ADAM)
+    return bench.bench_machine(
+        probe_machine(drives=(str(drive),), output=str(tmp_path)),
+        transfers={"a": lambda: ThreadedTransfers(threads=2), "b": lambda: ThreadedTransfers(threads=1)},
+        updates=[("torch", lambda n: kernel_update(kernel, make_buffers(n)))],
+        dtypes=["fp32"],
+        budget=bench.Budget(drive_bytes=24 << 20, update_elements=100_000),
+        say=lambda line: None,
+    )
+
+
+def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, drive: Path) -> None:
+    rates = timed.rates
+    assert set(rates.matmul) == {"fp32"}
+    assert rates.update["torch"].value > 0
+    assert rates.memory
+    assert rates.memory.origin == "measured"
+    found = timed.drives[0].rates
+    assert found
+    assert set(found.tried) == {"a", "b"}
+    assert found.words in ("a", "b")
+    for name in ("read", "write", "mixed_read", "mixed_write"):
+        measured = getattr(found, name)
+        assert measured.value > 0
+        assert found.words in measured.source
+    assert not list((drive / "offload-trainer").glob("run-*"))
+    assert "products, fp32" in describe_rates(timed)
+
+
+def test_a_profile_survives_json(timed: MachineProfile) -> None:
+    assert profile_from_json(json.loads(json.dumps(timed.to_json()))) == timed
+
+
+def test_rates_are_found_again_on_the_same_machine_only(timed: MachineProfile, drive: Path, tmp_path: Path) -> None:
+    bare = probe_machine(drives=(str(drive),), output=str(tmp_path))
+    assert cache.with_cached_rates(bare).rates == Rates()
+    cache.keep_rates(timed)
+    known = cache.with_cached_rates(bare)
+    assert known.rates == timed.rates
+    assert known.drives[0].rates == timed.drives[0].rates
+    assert cache.with_cached_rates(replace(bare, cores=bare.cores + 1)).rates == Rates()
+    boxed = replace(bare, drives=(replace(bare.drives[0], throttle="read_bps_device 254:0 1000"),))
+    assert cache.with_cached_rates(boxed).drives[0].rates is None
+
+
+def test_ratios_of_earlier_runs_add_up_to_one_correction(timed: MachineProfile) -> None:
+    cache.keep_rates(timed)
+    cache.keep_ratios(timed, {"tiered.update": 1.2})
+    once = cache.with_cached_rates(timed)
+    assert once.rates.corrections == {"tiered.update": 1.2}
+    # Planned with 1.2 and measured right on: the true ratio is still 1.2.
+    cache.keep_ratios(once, {"tiered.update": 1.0})
+    assert cache.with_cached_rates(timed).rates.corrections == {"tiered.update": 1.2}
+    cache.cache_file().write_text("{torn")
+    assert cache.with_cached_rates(timed).rates == Rates()
+
+
+def test_named_machines() -> None:
+    assert named_machines() == NAMED
+    for name in NAMED:
+        machine = read_machine(name)
+        assert machine.gpu
+        assert machine.drives[0].rates
+        every = [*machine.rates.matmul.values(), *machine.rates.update.values(), machine.rates.to_device]
+        assert all(isinstance(rate, Rate) and rate.origin in ("specified", "assumed") and rate.source for rate in every)
+    with pytest.raises(UserError, match="neither a file"):
+        read_machine("v100")
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"gpu": 1}'):
+        (tmp_path / "m.json").write_text(text)
+        with pytest.raises(UserError, match=r"m\.json"):
+            read_machine(str(tmp_path / "m.json"))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_flagship_has_a_place_on_every_named_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", name])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] == (code == 0)
+    assert plan["tiers"]["gpu"]["need"] <= plan["tiers"]["gpu"]["have"]
+    assert all(plan["seconds"][phase] > 0 for phase in ("forward", "backward", "update"))
+    if name == "v100-32gb":
+        assert plan["fits"]
+        assert plan["rejected"][0]["placement"] == "params gpu, optimizer gpu"
+        assert "gpu needs" in plan["rejected"][0]["reason"]
+
+
+def test_planning_for_another_machine_imports_no_torch() -> None:
+    script = (
+        "import sys; from offload_trainer.cli import main; "
+        "code = main(['plan', '--model', 'gpt2-10b', '--machine', 'v100-32gb']); "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy imports'; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "params" in done.stdout
+
+
+def test_another_machines_drives_are_its_own() -> None:
+    done = subprocess.run(
+        command("plan", "--machine", "v100-32gb", "--nvme", "/elsewhere"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "the machine has /mnt/nvme" in done.stderr

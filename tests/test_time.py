@@ -1,0 +1,114 @@
+"""Seconds and traffic of a plan: worked out by hand for simple machines, and against the ring that is really walked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_plan import GB, SHAPES, machine, wish
+
+from offload_trainer.machine.profile import DriveRates, MachineProfile, Rate, Rates
+from offload_trainer.plan.plan import make_plan
+from offload_trainer.plan.time import tokens_that_hide_the_update
+
+
+def rate(value: float) -> Rate:
+    return Rate(value, "measured", "for a test")
+
+
+def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, update: float = 1e9) -> MachineProfile:
+    """A machine without a GPU whose every rate is known."""
+    here = machine()
+    rates = DriveRates(read=rate(drive), write=rate(drive), mixed_read=rate(mixed), mixed_write=rate(mixed))
+    return replace(
+        here,
+        drives=(replace(here.drives[0], rates=rates),),
+        rates=Rates(matmul={"bf16": rate(matmul)}, memory=rate(50e9), update={"native": rate(update)}),
+    )
+
+
+def test_without_rates_nothing_is_claimed() -> None:
+    plan = make_plan(wish(), SHAPES["gpt2"], machine())
+    assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
+    assert "not known" in plan.describe()
+
+
+def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
+    shape = SHAPES["gpt2"]
+    state = 12 * shape.trainable
+    at_drive = make_plan(wish("--ram-fraction", "0"), shape, timed())
+    assert at_drive.forecast.seconds["update"] == pytest.approx(state / 0.5e9, rel=0.01)
+    half = make_plan(wish("--ram-fraction", "0.5"), shape, timed())
+    assert half.forecast.seconds["update"] == pytest.approx(state / 1e9, rel=0.01)
+    slow = make_plan(wish("--ram-fraction", "0.5"), shape, timed(update=1e6))
+    assert slow.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e6, rel=0.01)
+    assert "AdamW" in slow.forecast.limits("update")
+    inside = make_plan(wish("--ram-fraction", "1"), shape, timed())
+    assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9, rel=0.01)
+
+
+def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
+    """Weights and gradients on the drive too: more is read than written."""
+    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme")
+    shape = SHAPES["gpt2-medium"]
+    plan = make_plan(wish(*words), shape, timed(matmul=1e18))
+    assert plan.forecast.seconds["update"] == pytest.approx(14 * shape.trainable / 0.5e9, rel=0.01)
+    assert plan.forecast.seconds["forward"] == pytest.approx(2 * shape.parameters / 1e9, rel=0.01)
+
+
+def test_compute_counts_the_recomputation() -> None:
+    off, on = (
+        make_plan(wish(f"model.checkpointing={word}"), SHAPES["gpt2"], timed()).forecast.seconds
+        for word in ("off", "on")
+    )
+    assert off["backward"] == pytest.approx(2 * off["forward"])
+    assert on["backward"] == pytest.approx(3 * on["forward"])
+
+
+def test_two_directories_on_one_disk_share_its_speed() -> None:
+    config = wish("--nvme", "/ssd2", "--ram-fraction", "0")
+    here = timed()
+    one = replace(here.drives[0], disk="nvme0n1")
+    shared = replace(here, drives=(one, replace(one, directory="/ssd2")))
+    apart = replace(here, drives=(one, replace(one, directory="/ssd2", disk="nvme1n1")))
+    seconds = [make_plan(config, SHAPES["gpt2"], where).forecast.seconds["update"] for where in (shared, apart)]
+    assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.02)
+
+
+def test_earlier_runs_correct_the_next_plan() -> None:
+    here = timed()
+    corrected = replace(here, rates=replace(here.rates, corrections={"tiered.forward": 1.5, "deepspeed.forward": 9.0}))
+    before, after = (make_plan(wish(), SHAPES["gpt2"], where).forecast.seconds for where in (here, corrected))
+    assert after["forward"] == pytest.approx(1.5 * before["forward"])
+    assert after["update"] == before["update"]
+
+
+def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
+    """All state in RAM with the weights on a fast drive beats half of the state on it."""
+    shape = SHAPES["gpt2-xl"]
+    here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
+    known = replace(here.rates, to_device=rate(12e9), from_device=rate(12e9), both_ways=rate(10e9))
+    plan = make_plan(wish(), shape, replace(here, rates=known))
+    assert plan.fits
+    steps = dict(plan.rejected)
+    assert any("a step takes" in reason for reason in steps.values())
+    assert any("needs" in reason for reason in steps.values())
+    assert make_plan(wish(), shape, replace(here, rates=known)) == plan
+
+
+def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:
+    here = timed()
+    drive = replace(here.drives[0], endurance_bytes=1200 * 10**12)
+    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], replace(here, drives=(drive,)))
+    written = plan.written_to_drives()["/ssd"]
+    assert written == pytest.approx(12 * SHAPES["gpt2"].trainable, rel=0.001)
+    assert any("rated for 1.2 PB" in note for note in plan.notes)
+
+
+def test_tokens_that_hide_the_update() -> None:
+    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], timed())
+    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.tokens_per_step)
+    assert tokens is not None
+    seconds = plan.forecast.seconds
+    compute = (seconds["forward"] + seconds["backward"]) * tokens / plan.tokens_per_step
+    assert seconds["update"] / (compute + seconds["update"]) == pytest.approx(0.1, rel=0.01)

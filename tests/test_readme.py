@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_trainer.machine.profile import read_machine
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,8 +22,13 @@ def test_commands(command: str) -> None:
     if words[0] == "export":
         assert re.fullmatch(r"export \S+ \S+ --dtype (fp16|bf16|fp32)", " ".join(words))
         return
-    if words[0] == "plan":
-        words.pop(0)
+    if words[0] in ("plan", "bench", "tune", "doctor"):
+        words = [word for word in words[1:] if word != "--json"]
+        for flag in ("--machine", "--write"):
+            if flag in words:
+                value = words.pop(words.index(flag) + 1)
+                words.remove(flag)
+                assert flag == "--write" or read_machine(value)
     if words == ["--help"]:
         return
     load_config(words)

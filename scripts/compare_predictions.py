@@ -1,0 +1,139 @@
+"""The plan beside the run: peak host bytes, drive bytes, seconds of the update, over sizes, engines, homes.
+
+    compare_predictions.py --nvme DIR [--only TEXT] [--steps 6] [--table FILE] [--json FILE]
+
+The machine is timed first (`offload-train bench`, into a cache of its own), then each case is planned and run for a few
+steps in a process of its own. Run it in a box with a drive of known speed: what other machines do to a shared drive
+between bench and run is not the plan's fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offload_trainer.tune import run_trial
+
+_SHORT = ["--seq-len", "128", "--micro-batch", "1", "--dtype", "bf16"]
+_40M = [
+    "--model",
+    "gpt2",
+    "model.overrides.n_layer=4",
+    "model.overrides.n_embd=512",
+    "model.overrides.n_head=8",
+    *_SHORT,
+]
+_124M = ["--model", "gpt2", *_SHORT]
+_354M = ["--model", "gpt2-medium", *_SHORT]
+_TIERED, _STOCK = ["--engine", "tiered"], ["--engine", "deepspeed"]
+
+CASES = {
+    "39M, tiered, a quarter in RAM": [*_40M, *_TIERED, "--ram-fraction", "0.25"],
+    "39M, tiered, all in RAM, 4 micro-batches": [*_40M, *_TIERED, "--ram-fraction", "1", "--accumulate", "4"],
+    "39M, plain": [*_40M, "--engine", "plain"],
+    "124M, tiered, state on the drive, 4 micro-batches": [*_124M, *_TIERED, "--ram-fraction", "0", "--accumulate", "4"],
+    "124M, tiered, all on the drive, 2 micro-batches": [
+        *(*_124M, *_TIERED, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "2"),
+    ],
+    "124M, ZeRO-2, optimizer on the CPU": [*_124M, *_STOCK, "--params", "gpu", "--optimizer", "cpu"],
+    "124M, ZeRO-3, both on the CPU": [*_124M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
+    "124M, ZeRO-3, optimizer on the drive": [*_124M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
+    "354M, tiered, state on the drive": [*_354M, *_TIERED, "--ram-fraction", "0"],
+    "354M, tiered, half in RAM": [*_354M, *_TIERED, "--ram-fraction", "0.5"],
+    "354M, tiered, all in RAM": [*_354M, *_TIERED, "--ram-fraction", "1"],
+    "354M, tiered, weights streamed from RAM": [*_354M, *_TIERED, "--params", "cpu", "--ram-fraction", "1"],
+    "354M, tiered, weights and state on the drive": [*_354M, *_TIERED, "--params", "nvme", "--ram-fraction", "0"],
+    "354M, tiered, all on the drive": [
+        *(*_354M, *_TIERED, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme"),
+    ],
+    "354M, ZeRO-2, optimizer on the CPU": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "cpu"],
+    "354M, ZeRO-3, both on the CPU": [*_354M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
+    "354M, ZeRO-3, optimizer on the drive": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
+}
+_COLUMNS = ("peak host GB", "read GB", "written GB", "update s", "step s")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def planned(words: list[str], drive: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "offload_trainer", "plan", "--json", *words, "--save-every", "0"]
+    done = subprocess.run([*command, "--output", f"{drive}/run"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}: {done.stderr}")
+    return json.loads(done.stdout)
+
+
+def compare(words: list[str], drive: str, *, steps: int) -> list[tuple[float | None, float | None]]:
+    """(planned, measured) in the order of the columns."""
+    plan = planned(words, drive)
+    trial = run_trial(words, "", steps=steps, say=say)
+    if trial.failed:
+        raise SystemExit(f"{' '.join(words)}: {trial.failed}")
+    on_drives = [moved for moved in plan["traffic"] if moved["place"] != "device"]
+    peak = max(step["peak_rss"] for step in trial.steps)
+    moved = [
+        (
+            sum(m[way] for m in on_drives) / 1e9,
+            median(step[f"{way if way == 'written' else 'read'}_bytes"] for step in trial.steps[2:]) / 1e9,
+        )
+        for way in ("read", "written")
+    ]
+    known = plan["seconds"]
+    step = None if None in known.values() else sum(known.values())
+    return [
+        (plan["tiers"]["ram"]["need"] / 1e9, peak / 1e9),
+        *moved,
+        (known["update"], trial.phase("update")),
+        (step, trial.seconds),
+    ]
+
+
+def table(rows: dict[str, list[tuple[float | None, float | None]]]) -> Iterator[str]:
+    yield "| case | " + " | ".join(f"{column}: planned, measured, ratio" for column in _COLUMNS) + " |"
+    yield "| --- |" + " --- |" * len(_COLUMNS)
+    for name, pairs in rows.items():
+        cells = []
+        for expected, found in pairs:
+            ratio = f"{found / expected:.3f}" if expected and found is not None else "-"
+            cells.append(f"{expected or 0:.3f}, {found or 0:.3f}, {ratio}")
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="predictions-") as folder:
+        os.environ.setdefault("OFFLOAD_TRAINER_CACHE", folder)
+        bench = [sys.executable, "-m", "offload_trainer", "bench", "--nvme", options.nvme]
+        timed = subprocess.run(bench, stdout=subprocess.PIPE, text=True, check=True).stdout
+        rows = {}
+        for name, words in CASES.items():
+            if options.only in name:
+                say(f"-- {name}")
+                rows[name] = compare([*words, "--nvme", options.nvme], options.nvme, steps=options.steps)
+                say("\n".join(table({name: rows[name]})))
+    page = "\n".join(["```", timed.rstrip(), "```", "", *table(rows)])
+    print(page)
+    if options.table:
+        options.table.write_text(page + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -136,6 +136,13 @@ def _value(words: list[str], name: str) -> str | None:
     return None
 
 
+def _count(words: list[str], name: str, *, otherwise: int) -> int:
+    text = _value(words, name) or str(otherwise)
+    if not text.isdigit() or not int(text):
+        raise UserError(f"{name} {text}: it should be a whole number, at least 1")
+    return int(text)
+
+
 def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
     from offload_trainer.launch import prepare_process
 
@@ -144,7 +151,7 @@ def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
     from offload_trainer.planner import plan_run
     from offload_trainer.run import refuse
 
-    plan, _, _ = plan_run(config)
+    config, plan, _, _ = plan_run(config)
     _show(plan, as_json=as_json)
     refuse(config, plan)
 
@@ -169,7 +176,7 @@ def _bench(words: list[str]) -> None:
 def _tune(words: list[str]) -> None:
     as_json = bool(_take(words, "--json"))
     path = Path(_value(words, "--write") or "tuned.yaml")
-    steps = int(_value(words, "--trial-steps") or 6)
+    steps = _count(words, "--trial-steps", otherwise=6)
     config = load_config(words)
     from offload_trainer.launch import prepare_process
 
@@ -179,7 +186,7 @@ def _tune(words: list[str]) -> None:
     from offload_trainer.planner import plan_run, refuse_shortfall
     from offload_trainer.tune import groups_for, ratios, tune
 
-    plan, machine, _ = plan_run(config)
+    config, plan, machine, _ = plan_run(config)
     _say(plan.describe())
     refuse_shortfall(config, plan)
     trials = tune(words, groups_for(plan, config), steps=steps, say=_say)

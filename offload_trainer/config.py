@@ -128,6 +128,11 @@ class TrainSection(_Section):
     steps: PositiveInt = Field(300, description="optimizer steps of the whole run")
     micro_batch: PositiveInt = Field(4, description="rows in one forward and backward, on each rank")
     accumulate: PositiveInt = Field(1, description="micro-batches a step, on each rank")
+    tokens_per_step: PositiveInt | Auto = Field(
+        "auto",
+        description="tokens of an optimizer step on all ranks, for which the plan chooses micro_batch and accumulate, "
+        "the fastest that fit; auto: as those two say",
+    )
     seed: Count = Field(0, description="of the initial weights, the order of the rows and the dropout")
     eval_every: Count = Field(100, description="steps between validations; 0: only at the end")
     eval_rows: PositiveInt = Field(32, description="validation rows each time")
@@ -245,6 +250,8 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     warmup = config.optim.warmup_steps
     if warmup != "auto" and warmup > config.train.steps:
         mistakes.append(f"optim.warmup_steps={warmup} is more than train.steps={config.train.steps}")
+    if config.train.tokens_per_step != "auto" and {"micro_batch", "accumulate"} & config.train.model_fields_set:
+        mistakes.append("train.tokens_per_step chooses micro_batch and accumulate: leave those two out")
     scale = config.optim.initial_loss_scale
     if scale < 1 or math.frexp(scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={scale:g}: it must be a power of two, at least 1")

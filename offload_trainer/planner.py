@@ -6,6 +6,7 @@ A preset on a described machine needs no torch; everything else counts on transf
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,12 +15,12 @@ from offload_trainer.errors import UserError
 from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.plan import Plan, make_plan
+from offload_trainer.plan.plan import Plan, settle_and_plan
 from offload_trainer.units import format_bytes
 
 
-def plan_run(config: TrainConfig) -> tuple[Plan, MachineProfile, Any]:
-    """The plan of a run here, the machine it is for, and the model's source."""
+def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, Any]:
+    """The wish with nothing left open, its plan here, the machine that is for, and the model's source."""
     from offload_trainer.machine.cache import with_cached_rates
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.model.source import resolve_model
@@ -27,7 +28,8 @@ def plan_run(config: TrainConfig) -> tuple[Plan, MachineProfile, Any]:
     machine = with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output))
     source = resolve_model(config.model, seed=config.train.seed)
     _, world = ranks_of_environment()
-    return make_plan(config, source.shape, machine, world=max(world, config.placement.gpus)), machine, source
+    settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
+    return settled, plan, machine, source
 
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
@@ -38,7 +40,7 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
         from offload_trainer.model.source import resolve_model
 
         shape = resolve_model(section, seed=config.train.seed).shape
-    return make_plan(config, shape, machine, world=config.placement.gpus)
+    return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
 
 
 def words_for(machine: MachineProfile, words: list[str]) -> list[str]:
@@ -62,12 +64,13 @@ def bench_here(config: TrainConfig, *, threads: int, say: Callable[[str], None])
     import torch
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.engine.kernels import is_built, load_async_io
     from offload_trainer.engine.updates import available_updates
     from offload_trainer.machine.bench import Budget, bench_machine
     from offload_trainer.machine.cache import keep_rates
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.model.source import DTYPES
-    from offload_trainer.tiers.transfer import ThreadedTransfers
+    from offload_trainer.tiers.transfer import ThreadedTransfers, Transfers, async_io_transfers
 
     torch.set_num_threads(threads)
     machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
@@ -77,13 +80,14 @@ def bench_here(config: TrainConfig, *, threads: int, say: Callable[[str], None])
     if machine.drives:
         most = format_bytes(budget.written(len(machine.drives)))
         say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
-    tried = [(4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20)]  # the first is the default
-    io = {
-        f"tiered.io_threads={threads} tiered.io_block_bytes={block}": lambda threads=threads, block=block: (
-            ThreadedTransfers(threads=threads, block=block)
+    io: dict[str, Callable[[], Transfers]] = {
+        f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
+            ThreadedTransfers, threads=threads, block=block
         )
-        for threads, block in tried
+        for threads, block in ((4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20))  # the default first
     }
+    if machine.drives and is_built("async_io"):
+        io["tiered.io=async_io"] = async_io_transfers(load_async_io(), block_bytes=1 << 20)
     timed = bench_machine(
         machine,
         transfers=io,

@@ -93,8 +93,8 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
         start_processes()
     from offload_trainer.engine.ranks import on_rank_zero, share_from_zero
 
-    plan, machine, source = plan_run(config)
-    plan, machine = share_from_zero((plan, machine))
+    config, plan, machine, source = plan_run(config)
+    config, plan, machine = share_from_zero((config, plan, machine))
     log.say(plan.describe())
     refuse(config, plan)
     if not plan.fits:
@@ -116,7 +116,7 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
 
 def prepare_run(config: TrainConfig) -> Path:
     """Tokenise the data of `config`; returns the token file's path."""
-    plan, _, source = plan_run(config)
+    config, plan, _, source = plan_run(config)
     return _prepare_data(config, source, plan, say=Log(loud=True).say).tokens.path
 
 

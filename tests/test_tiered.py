@@ -281,7 +281,7 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
 @pytest.mark.parametrize("words", [*HOMES.values(), [*HOMES["all on the drive"], "model.checkpointing=on"]])
 def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every transfer completes late and out of order, as on a GPU and a busy drive."""
-    monkeypatch.setattr("offload_trainer.engine.tiered._transfers", lambda config: LateTransfers())
+    monkeypatch.setattr("offload_trainer.engine.tiered._transfers", lambda *_: LateTransfers())
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *words, drives=drives(folder, 2), device=LateDevice()) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from test_plan import GB, SHAPES, machine, wish
 
+from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveRates, MachineProfile, Rate, Rates
-from offload_trainer.plan.plan import make_plan
-from offload_trainer.plan.time import tokens_that_hide_the_update
+from offload_trainer.plan.plan import make_plan, settle_and_plan
+from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.time import _UPDATE_START, tokens_that_hide_the_update
 
 
 def rate(value: float) -> Rate:
@@ -44,7 +46,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
     assert slow.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e6, rel=0.01)
     assert "AdamW" in slow.forecast.limits("update")
     inside = make_plan(wish("--ram-fraction", "1"), shape, timed())
-    assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9, rel=0.01)
+    assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9 + _UPDATE_START)
 
 
 def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
@@ -112,3 +114,40 @@ def test_tokens_that_hide_the_update() -> None:
     seconds = plan.forecast.seconds
     compute = (seconds["forward"] + seconds["backward"]) * tokens / plan.tokens_per_step
     assert seconds["update"] / (compute + seconds["update"]) == pytest.approx(0.1, rel=0.01)
+
+
+def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
+    """The largest micro-batch that fits the device; one that is asked for is not touched."""
+    shape = SHAPES["gpt2-xl"]
+    here = replace(machine(gpu=8 * GB), rates=timed().rates, drives=timed().drives)
+    config, plan = settle_and_plan(wish("train.tokens_per_step=65536"), shape, here)
+    assert config.train.micro_batch * config.train.accumulate * 1024 == plan.tokens_per_step == 65536
+    assert plan.fits
+    larger = settle_and_plan(wish("train.tokens_per_step=65536"), shape, replace(here, gpu_bytes=80 * GB))[0]
+    assert larger.train.micro_batch > config.train.micro_batch
+    asked = wish("--micro-batch", "3")
+    assert settle_and_plan(asked, shape, here)[0].train == asked.train
+    with pytest.raises(UserError, match="not a multiple"):
+        settle_and_plan(wish("train.tokens_per_step=1000"), shape, here)
+    with pytest.raises(UserError, match="leave those two out"):
+        wish("train.tokens_per_step=1024", "--accumulate", "2")
+
+
+def test_what_was_timed_fastest_is_used_unless_something_else_was_asked() -> None:
+    here = timed()
+    words = "tiered.io_threads=8 tiered.io_block_bytes=1048576"
+    quick = replace(here.drives[0], rates=replace(here.drives[0].rates, tried={"tiered.io_threads=2": 1.0, words: 2.0}))
+    slow = replace(quick, directory="/ssd2", rates=replace(quick.rates, mixed_read=rate(1e8), mixed_write=rate(1e8)))
+    two = replace(here, drives=(quick, slow))
+
+    def sizes(where: MachineProfile, *more: str) -> TierSizes:
+        found = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0", *more), SHAPES["gpt2"], where).sizes
+        assert isinstance(found, TierSizes)
+        return found
+
+    found = sizes(two)
+    assert (found.io_threads, found.io_block_bytes, found.speeds) == (8, 1048576, (1e9, 2e8))
+    asked = sizes(two, "tiered.io_threads=3", "tiered.drive_speeds=[1,1]")
+    assert (asked.io_threads, asked.io_block_bytes, asked.speeds) == (3, 1048576, (1, 1))
+    untimed = sizes(replace(here, drives=(machine().drives[0], replace(machine().drives[0], directory="/ssd2"))))
+    assert (untimed.io_threads, untimed.speeds) == (wish().tiered.io_threads, (1, 1))

@@ -54,11 +54,11 @@ from offload_trainer.tiers.store import PageStore, field_dtype, size_of_home
 from offload_trainer.tiers.stream import Stream
 from offload_trainer.tiers.tensorfile import TensorEntry
 from offload_trainer.tiers.transfer import (
-    AioTransfers,
     CheckedTransfers,
     DriveFile,
     ThreadedTransfers,
     Transfers,
+    async_io_transfers,
 )
 from offload_trainer.tiers.update import Stretch, Updater
 from offload_trainer.tiers.weights import Weights
@@ -98,7 +98,7 @@ class TieredEngine:
         self._device = device or _device(self._units, placement, itemsize=self._dtype.itemsize)
         self._open.callback(self._device.close)
         self._opened_files = self._open.enter_context(ExitStack())  # closed after what still moves bytes in them
-        self._transfers = _transfers(config)
+        self._transfers = _transfers(config, sizes)
         self._open.callback(self._transfers.close)
         self._make_homes(placement, sizes, drives, order=self._trained)
         adam = Adam(betas=config.optim.betas, eps=config.optim.eps)
@@ -426,23 +426,12 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
     )
 
 
-def _transfers(config: TrainConfig) -> Transfers:
-    """What moves bytes to and from drives; DeepSpeed's kernel tells no errors, so each of its bytes is checked."""
+def _transfers(config: TrainConfig, sizes: TierSizes) -> Transfers:
+    """What moves bytes to and from drives."""
     tiered = config.tiered
     if tiered.io == "async_io":
-        kernel = load_async_io()
-        return CheckedTransfers(
-            AioTransfers(
-                lambda: kernel.aio_handle(
-                    block_size=min(tiered.io_block_bytes, 1 << 20),
-                    queue_depth=32,
-                    single_submit=False,
-                    overlap_events=True,
-                    intra_op_parallelism=1,
-                )
-            )
-        )
-    threads = ThreadedTransfers(threads=tiered.io_threads, block=tiered.io_block_bytes)
+        return async_io_transfers(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))()
+    threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
     return CheckedTransfers(threads) if tiered.checksums else threads
 
 

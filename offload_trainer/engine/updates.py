@@ -54,7 +54,7 @@ def kernel_update(kernel: Kernel, b: Buffers) -> Step:
 
 
 def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable[[int], Step]]]:
-    """Names, and what makes each update: our kernels, and DeepSpeed's sequence where its kernel is built already."""
+    """Names, and what makes each update: our kernels, and DeepSpeed's step where its kernel is built already."""
     found: list[tuple[str, Callable[[int], Step]]] = []
     for name in ("native", "torch"):
         try:
@@ -65,7 +65,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         found.append((name, partial(_with_buffers, partial(kernel_update, kernel))))
     if is_built("cpu_adam"):
         load_cpu_adam()
-        found.append(("deepspeed", partial(_with_buffers, stock_update)))
+        found.append(("deepspeed", partial(_with_buffers, partial(stock_update, gradient=False))))
     return found
 
 
@@ -73,19 +73,25 @@ def _with_buffers(make: Callable[[Buffers], Step], elements: int) -> Step:
     return make(make_buffers(elements))
 
 
-def stock_update(b: Buffers) -> Step:
-    """What DeepSpeed's ZeRO-Offload does between a 16-bit gradient and a 16-bit weight, operation by operation."""
+def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
+    """What DeepSpeed's ZeRO-Offload does between a 16-bit gradient and a 16-bit weight, operation by operation.
+
+    Without `gradient` only what is left for its step: its hooks have made the fp32 gradients before.
+    """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     parameter = torch.nn.Parameter(b.master)
     optimizer = DeepSpeedCPUAdam([parameter], lr=_LR, betas=ADAM.betas, eps=ADAM.eps, weight_decay=_DECAY)
     optimizer.state[parameter] = {"step": 0, "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    parameter.grad = b.grad.float()
 
     def update(step: int) -> None:
-        parameter.grad = b.grad.float()
-        parameter.grad.mul_(_SCALE)
+        if gradient:
+            parameter.grad = b.grad.float()
+            parameter.grad.mul_(_SCALE)
         optimizer.step()
         b.out.copy_(parameter.data)
-        parameter.grad = None
+        if gradient:
+            parameter.grad = None
 
     return update

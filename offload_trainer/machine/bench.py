@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, Rates
+from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words
 from offload_trainer.tiers.lease import DriveLease
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
@@ -205,7 +205,7 @@ def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]
     for words in transfers:
         moved, seconds = timed(words, budget.try_seconds, read=True, write=True)
         tried[words] = sum(moved) / seconds
-    best = max(tried, key=lambda words: tried[words])
+    best = fastest_words(tried)
     if best != first:
         written, write_seconds = timed(best, budget.drive_seconds, read=False, write=True)
     read, read_seconds = timed(best, budget.drive_seconds, read=True, write=False)

@@ -135,6 +135,7 @@ def _facts(path: Path, existing: Path) -> DriveFacts:
         rotational=_says(block, "queue/rotational") == "1",
         network=filesystem in _NETWORK,
         direct=_takes_direct(existing),
+        sector_bytes=int(_says(block, "queue/logical_block_size") or 512),
     )
 
 

@@ -14,12 +14,13 @@ from typing import Any, Literal
 from offload_trainer.config import ModelSection, TrainConfig, engine_of, wishes_of_tiered
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered import MARGIN, STATE_IN_RAM, TierSizes, tier_sizes, tiered_items, with_share_that_fits
 from offload_trainer.plan.time import PHASES, Forecast, forecast, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic, deepspeed_traffic, tiered_traffic
-from offload_trainer.plan.zero import Placement, Tier, ZeroSizes, zero_sizes
+from offload_trainer.plan.zero import Placement, Tier, ZeroSizes, drive_stretch, zero_sizes
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
@@ -169,8 +170,23 @@ def row_length(config: TrainConfig, shape: ModelShape) -> int:
     return wish
 
 
+def settle_and_plan(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1
+) -> tuple[TrainConfig, Plan]:
+    """The wish with its micro-batches chosen, and the plan for it. UserError as `make_plan`.
+
+    Of those that make `train.tokens_per_step` the fastest that fits, or the largest where nothing was timed.
+    """
+    tried = [
+        (one, make_plan(one, shape, machine, world=world))
+        for one in micro_batches(config, seq_len=row_length(config, shape), world=world)
+    ]
+    chosen = _choose([plan for _, plan in tried])
+    return next((one, plan) for one, plan in tried if plan is chosen)
+
+
 def make_plan(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1) -> Plan:
-    """The first candidate that fits, or, if none does, the one that comes nearest, with `fits` False.
+    """The fastest candidate that fits, or, if none does, the one that comes nearest, with `fits` False.
 
     Raises UserError for wishes that cannot be combined on this machine.
     """
@@ -223,7 +239,7 @@ def _tiered_plans(config: TrainConfig, shape: ModelShape, machine: MachineProfil
         everything = Placement("gpu", "gpu")
         plans.append(_laid_out(config, shape, machine, engine="deepspeed", placement=everything, sizes=None, world=1))
     for placement, gradients in _tiered_candidates(config, machine):
-        sizes = tier_sizes(config, placement, gradients=gradients)
+        sizes = tier_sizes(config, placement, machine, gradients=gradients)
         plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
         if not plan.fits and _leaves_share_open(config):
             held = sum(item.bytes for item in plan.items if item.name == STATE_IN_RAM)
@@ -384,6 +400,7 @@ def _laid_out(
             tokens=tokens,
             seq_len=seq_len,
             world=world,
+            stretch=drive_stretch(shape, config.deepspeed, zero) if zero else 1.0,
         ),
         rejected=(),
         notes=_notes(config, placement, traffic, engine=engine, machine=machine),
@@ -444,7 +461,7 @@ def _notes(
         notes.append("no GPU here: the CPU computes, and its memory is RAM")
     if engine == "deepspeed":
         notes.append(
-            "DeepSpeed's own copies are not counted: seen peaks of RAM were 1.1 to 1.8 times these (memory.md)"
+            "what DeepSpeed copies beyond its buffers is from peaks seen on a CPU, not worked out (predictions.md)"
         )
     if config.save.every == 0 and engine == "deepspeed":
         notes.append(

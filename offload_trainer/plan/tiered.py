@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
-from offload_trainer.plan.memory import Item, activation_items, item_bytes
+from offload_trainer.plan.memory import PROCESS, Item, activation_items, item_bytes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
 
-PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
 STATE_IN_RAM = "state in RAM"  # name of that item
 GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
@@ -32,21 +32,37 @@ class TierSizes:
     page_buffers: int
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
     speeds: tuple[float, ...]  # of the drives, relative
+    io_threads: int  # that read, and as many that write
+    io_block_bytes: int  # of one request
 
 
-def tier_sizes(config: TrainConfig, placement: Placement, *, gradients: Literal["cpu", "nvme"]) -> TierSizes:
-    """The sizes that `config` asks for; an `auto` share is all or nothing here, as `placement.optimizer` says."""
+def tier_sizes(
+    config: TrainConfig, placement: Placement, machine: MachineProfile, *, gradients: Literal["cpu", "nvme"]
+) -> TierSizes:
+    """The sizes that `config` asks for; an `auto` share is all or nothing here, as `placement.optimizer` says.
+
+    Requests to drives, and their shares, are as they were timed fastest on this machine, where nothing else is asked.
+    """
     wish = config.placement.ram_fraction
-    drives = len(config.placement.nvme)
+    tiered, timed = config.tiered, [drive.rates for drive in machine.drives if drive.rates is not None]
     share = wish if wish != "auto" else 0.0 if placement.optimizer == "nvme" else 1.0
+    io = {"tiered.io_threads": tiered.io_threads, "tiered.io_block_bytes": tiered.io_block_bytes}
+    if timed:
+        best = dict(word.split("=") for word in timed[0].words.split())
+        io |= {key: int(n) for key, n in best.items() if key.partition(".")[2] not in tiered.model_fields_set}
+    speeds = tiered.drive_speeds or (1.0,) * len(config.placement.nvme)
+    if not tiered.drive_speeds and len(timed) == len(speeds):
+        speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
     return TierSizes(
         ram_fraction=share,
         gradients=gradients,
         states=config.optim.states,
-        page=config.tiered.page_size,
-        page_buffers=config.tiered.page_buffers,
-        unit_buffers=config.tiered.unit_buffers,
-        speeds=config.tiered.drive_speeds or (1.0,) * drives,
+        page=tiered.page_size,
+        page_buffers=tiered.page_buffers,
+        unit_buffers=tiered.unit_buffers,
+        speeds=speeds,
+        io_threads=io["tiered.io_threads"],
+        io_block_bytes=io["tiered.io_block_bytes"],
     )
 
 

@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from offload_trainer.config import TrainConfig
 from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered import gradient_bytes
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.units import format_bytes, format_count
 
 PHASES = ("forward", "backward", "update")
 
 _OF_MATMUL = 0.8  # of the products' speed, what a whole model reaches: attention, norms and the loss are slower
-# Stock DeepSpeed, by docs/benchmarks/step.md and bench_update.py: seconds a parameter that its hooks add to a backward
-# on the CPU, and how much slower than the fused kernel its sequence of casts and copies is.
+# Stock DeepSpeed, by docs/benchmarks/step.md and predictions.md: seconds a parameter that its hooks add to a backward
+# on the CPU, and the speed of its step, of the fused kernel's.
 _STOCK_BACKWARD = 8e-9
-_STOCK_UPDATE = 1 / 4.4
+_STOCK_UPDATE = 0.47
+_PLAIN_UPDATE = 0.36  # torch's optimizer, and over the state once more for the norm, the clipping and the rounding
+_UPDATE_START = 0.005  # seconds: pages and stretches are walked in Python
 _OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.37, "8bit": 0.28}  # speed of the update (docs/benchmarks/states.md)
 
 
@@ -68,8 +71,12 @@ def forecast(
     tokens: int,
     seq_len: int,
     world: int,
+    stretch: float = 1.0,
 ) -> Forecast:
-    """`tokens` are those of a step on all `world` ranks; `optimizer` is the home of the state."""
+    """`tokens` are those of a step on all `world` ranks; `optimizer` is the home of the state.
+
+    `stretch`: how many times as long the update's drives take as their bytes both ways at once.
+    """
     compute = _compute_seconds(config, shape, machine, tokens=tokens // world, seq_len=seq_len)
     # A third of the work is the forward; with checkpointing the backward does it once more.
     shares = {"forward": 1 / 3, "backward": 1.0 if checkpointing else 2 / 3}
@@ -79,7 +86,8 @@ def forecast(
     ]
     bounds.append(_update_bound(config, shape, machine, engine=engine, optimizer=optimizer, world=world))
     for phase in PHASES:
-        bounds += _traffic_bounds([moved for moved in traffic if moved.phase == phase], machine, phase=phase)
+        longer = stretch if phase == "update" else 1.0
+        bounds += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
     seconds = {phase: _longest([bound for bound in bounds if bound.phase == phase]) for phase in PHASES}
     backward = seconds["backward"]
     if engine == "deepspeed" and machine.gpu is None and backward is not None:
@@ -114,17 +122,19 @@ def _update_bound(
     """AdamW alone: on the CPU, or on the device."""
     count = shape.trainable
     what = f"AdamW on {format_count(count)} parameters"
-    if engine == "plain" and machine.gpu is None:
-        rate = _update_rate(config, machine)
-        # torch's optimizer goes over the state once more for the norm, the clipping and the rounding.
-        return Bound("update", None if rate is None else 2 * count / rate, what)
-    if optimizer == "gpu" and machine.gpu is not None:
+    if machine.gpu is not None and (optimizer == "gpu" or engine == "plain"):
         return Bound("update", 0.0, "AdamW on the GPU")
     rate = _update_rate(config, machine)
-    if engine == "deepspeed":
+    if rate is None:
+        return Bound("update", None, what)
+    if engine == "plain":
+        rate *= _PLAIN_UPDATE
+    elif engine == "deepspeed":
         stock = machine.rates.update.get("deepspeed")
-        rate = stock.value if stock else rate and rate * _STOCK_UPDATE
-    return Bound("update", None if rate is None else count / rate, what)
+        rate = stock.value if stock else rate * _STOCK_UPDATE
+    else:
+        rate *= 28 / (26 + gradient_bytes(config))  # the kernel was timed with 16-bit gradients
+    return Bound("update", count / rate + _UPDATE_START, what)
 
 
 def _update_rate(config: TrainConfig, machine: MachineProfile) -> float | None:
@@ -136,7 +146,7 @@ def _update_rate(config: TrainConfig, machine: MachineProfile) -> float | None:
     return rate.value * _OF_FP32_STATES[config.optim.states] if rate else None
 
 
-def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase: str) -> list[Bound]:
+def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase: str, stretch: float) -> list[Bound]:
     """One bound for each disk, and one for the way to the device."""
     by_disk: dict[str, list[Traffic]] = {}
     for one in moved:
@@ -152,7 +162,8 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
             what = f"{format_bytes(read)} to the device, {format_bytes(written)} from it"
         else:
             drives = [drive for drive in (machine.drive(part.place) for part in parts) if drive]
-            seconds = _drive_seconds(drives[0] if drives else None, read=read, written=written)
+            alone = _drive_seconds(drives[0] if drives else None, read=read, written=written)
+            seconds = None if alone is None else stretch * alone
             what = f"{parts[0].place}: {format_bytes(read)} read, {format_bytes(written)} written"
         bounds.append(Bound(phase, seconds, what))
     return bounds

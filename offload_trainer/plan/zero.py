@@ -83,6 +83,17 @@ def zero_sizes(
     )
 
 
+def drive_stretch(shape: ModelShape, section: DeepSpeedSection, sizes: ZeroSizes) -> float:
+    """How many times as long the optimizer's drive takes as its bytes, both ways at once.
+
+    The first sub-group is read, and the last one written, while nothing goes the other way; without a pipeline that
+    is so for each of them.
+    """
+    if not (section.pipeline_read or section.pipeline_write):
+        return 2.0
+    return 1 + min(1.0, sizes.largest_sub_group / max(1, shape.trainable))
+
+
 def _given(wish: int | Literal["auto"], computed: int) -> int:
     return computed if wish == "auto" else wish
 

@@ -1,6 +1,6 @@
 """The plan beside the run: peak host bytes, drive bytes, seconds of the update, over sizes, engines, homes.
 
-    compare_predictions.py --nvme DIR [--only TEXT] [--steps 6] [--table FILE] [--json FILE]
+    compare_predictions.py --nvme DIR [--only TEXT ...] [--steps 6] [--table FILE] [--json FILE]
 
 The machine is timed first (`offload-train bench`, into a cache of its own), then each case is planned and run for a few
 steps in a process of its own. Run it in a box with a drive of known speed: what other machines do to a shared drive
@@ -112,7 +112,7 @@ def table(rows: dict[str, list[tuple[float | None, float | None]]]) -> Iterator[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", action="append", help="part of a case's name; repeat it for several")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--json", type=Path)
@@ -123,7 +123,7 @@ def main() -> None:
         timed = subprocess.run(bench, stdout=subprocess.PIPE, text=True, check=True).stdout
         rows = {}
         for name, words in CASES.items():
-            if options.only in name:
+            if not options.only or any(part in name for part in options.only):
                 say(f"-- {name}")
                 rows[name] = compare([*words, "--nvme", options.nvme], options.nvme, steps=options.steps)
                 say("\n".join(table({name: rows[name]})))

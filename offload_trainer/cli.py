@@ -137,7 +137,9 @@ def _value(words: list[str], name: str) -> str | None:
 
 
 def _count(words: list[str], name: str, *, otherwise: int) -> int:
-    text = _value(words, name) or str(otherwise)
+    text = _value(words, name)
+    if text is None:
+        return otherwise
     if not text.isdigit() or not int(text):
         raise UserError(f"{name} {text}: it should be a whole number, at least 1")
     return int(text)
@@ -162,6 +164,7 @@ def _show(plan: Plan, *, as_json: bool) -> None:
 
 def _bench(words: list[str]) -> None:
     as_json = bool(_take(words, "--json"))
+    gigabytes = _count(words, "--drive-gigabytes", otherwise=0)
     config = load_config(words)
     from offload_trainer.launch import prepare_process
 
@@ -169,7 +172,7 @@ def _bench(words: list[str]) -> None:
     _quiet()
     from offload_trainer.planner import bench_here
 
-    machine = bench_here(config, threads=threads, say=_say)
+    machine = bench_here(config, threads=threads, drive_bytes=gigabytes * 10**9 or None, say=_say)
     print(json.dumps(machine.to_json(), indent=1) if as_json else describe_rates(machine))
 
 

@@ -59,8 +59,13 @@ def refuse_shortfall(config: TrainConfig, plan: Plan) -> None:
         raise UserError("this does not fit: " + "; ".join(plan.shortfalls()) + " (--force tries all the same)")
 
 
-def bench_here(config: TrainConfig, *, threads: int, say: Callable[[str], None]) -> MachineProfile:
-    """Time this machine and each --nvme with `threads` CPU threads, and keep the rates for later plans."""
+def bench_here(
+    config: TrainConfig, *, threads: int, drive_bytes: int | None, say: Callable[[str], None]
+) -> MachineProfile:
+    """Time this machine and each --nvme with `threads` CPU threads, and keep the rates for later plans.
+
+    `drive_bytes`: written in one direction, however long it takes; None: as much as goes in some seconds.
+    """
     import torch
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
@@ -70,13 +75,13 @@ def bench_here(config: TrainConfig, *, threads: int, say: Callable[[str], None])
     from offload_trainer.machine.cache import keep_rates
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.model.source import DTYPES
-    from offload_trainer.tiers.transfer import ThreadedTransfers, Transfers, async_io_transfers
+    from offload_trainer.tiers.transfer import AioTransfers, ThreadedTransfers, Transfers, async_io_handle
 
     torch.set_num_threads(threads)
     machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
     if machine.gpu is None:
         use_fp32_products(DTYPES[config.model.dtype])  # what is timed is what a run does
-    budget = Budget()
+    budget = Budget() if drive_bytes is None else Budget(drive_bytes=drive_bytes, drive_seconds=float("inf"))
     if machine.drives:
         most = format_bytes(budget.written(len(machine.drives)))
         say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
@@ -87,7 +92,7 @@ def bench_here(config: TrainConfig, *, threads: int, say: Callable[[str], None])
         for threads, block in ((4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20))  # the default first
     }
     if machine.drives and is_built("async_io"):
-        io["tiered.io=async_io"] = async_io_transfers(load_async_io(), block_bytes=1 << 20)
+        io["tiered.io=async_io"] = partial(AioTransfers, async_io_handle(load_async_io(), block_bytes=1 << 20))
     timed = bench_machine(
         machine,
         transfers=io,

@@ -24,11 +24,11 @@ def test_commands(command: str) -> None:
         return
     if words[0] in ("plan", "bench", "tune", "doctor"):
         words = [word for word in words[1:] if word != "--json"]
-        for flag in ("--machine", "--write"):
+        for flag in ("--machine", "--write", "--drive-gigabytes"):
             if flag in words:
                 value = words.pop(words.index(flag) + 1)
                 words.remove(flag)
-                assert flag == "--write" or read_machine(value)
+                assert flag != "--machine" or read_machine(value)
     if words == ["--help"]:
         return
     load_config(words)

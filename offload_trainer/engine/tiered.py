@@ -54,11 +54,12 @@ from offload_trainer.tiers.store import PageStore, field_dtype, size_of_home
 from offload_trainer.tiers.stream import Stream
 from offload_trainer.tiers.tensorfile import TensorEntry
 from offload_trainer.tiers.transfer import (
+    AioTransfers,
     CheckedTransfers,
     DriveFile,
     ThreadedTransfers,
     Transfers,
-    async_io_transfers,
+    async_io_handle,
 )
 from offload_trainer.tiers.update import Stretch, Updater
 from offload_trainer.tiers.weights import Weights
@@ -430,7 +431,8 @@ def _transfers(config: TrainConfig, sizes: TierSizes) -> Transfers:
     """What moves bytes to and from drives."""
     tiered = config.tiered
     if tiered.io == "async_io":
-        return async_io_transfers(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))()
+        handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
+        return CheckedTransfers(AioTransfers(handle))  # the kernel tells no errors, so each of its bytes is checked
     threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
     return CheckedTransfers(threads) if tiered.checksums else threads
 

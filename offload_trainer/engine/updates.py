@@ -76,7 +76,7 @@ def _with_buffers(make: Callable[[Buffers], Step], elements: int) -> Step:
 def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
     """What DeepSpeed's ZeRO-Offload does between a 16-bit gradient and a 16-bit weight, operation by operation.
 
-    Without `gradient` only what is left for its step: its hooks have made the fp32 gradients before.
+    Without `gradient` what is left for its step, since its hooks make the fp32 gradients before: the norm as well.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -88,7 +88,9 @@ def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
     def update(step: int) -> None:
         if gradient:
             parameter.grad = b.grad.float()
-            parameter.grad.mul_(_SCALE)
+        else:
+            torch.linalg.vector_norm(parameter.grad)
+        parameter.grad.mul_(_SCALE)
         optimizer.step()
         b.out.copy_(parameter.data)
         if gradient:

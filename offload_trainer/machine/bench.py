@@ -2,8 +2,8 @@
 
     probe -> bench_machine -> the same profile with rates        a minute or two, nothing left behind
 
-Drives are timed through the run's own transfers, past the page cache, on fresh random bytes (some drives store zeros
-without writing them), and long enough that a cache in the drive shows: what is reported is the rate over all of it.
+Drives are timed through the run's own transfers, past the page cache, on random bytes (some drives store zeros
+without writing them). What is reported is the rate over all of it; a cache in the drive shows once more is written.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class Plan:
     sizes: ZeroSizes | TierSizes | None
     checkpointing: bool
     seq_len: int
+    micro_batch: int
     tokens_per_step: int
     world: int
     items: tuple[Item, ...]
@@ -92,6 +93,7 @@ class Plan:
                 "zero_stage": self.placement.stage if self.engine == "deepspeed" else None,
                 "checkpointing": self.checkpointing,
                 "seq_len": self.seq_len,
+                "micro_batch": self.micro_batch,
                 "tokens_per_step": self.tokens_per_step,
                 "ranks": self.world,
                 "sizes": asdict(self.sizes) if self.sizes else None,
@@ -113,8 +115,8 @@ class Plan:
             "plain": "plain torch",
         }[self.engine]
         lines = [
-            f"plan: {engine}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step; "
-            f"gradient checkpointing {'on' if self.checkpointing else 'off'}"
+            f"plan: {engine}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, {self.micro_batch} x "
+            f"{self.seq_len} at a time; gradient checkpointing {'on' if self.checkpointing else 'off'}"
         ]
         for tier, room in self.tiers.items():
             verdict = "" if room["need"] <= room["have"] else "   DOES NOT FIT"
@@ -142,11 +144,6 @@ class Plan:
                 f"    the update is a tenth of a step from {format_count(hidden)} tokens a step on (--accumulate)"
             )
         return lines
-
-    def written_to_drives(self) -> dict[str, int]:
-        """Bytes that a step writes to each drive."""
-        places = dict.fromkeys(moved.place for moved in self.traffic if moved.place != "device")
-        return {place: sum(m.written for m in self.traffic if m.place == place) for place in places}
 
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
@@ -384,6 +381,7 @@ def _laid_out(
         sizes=sizes or zero,
         checkpointing=checkpointing,
         seq_len=seq_len,
+        micro_batch=config.train.micro_batch,
         tokens_per_step=tokens,
         world=world,
         items=tuple(items),

@@ -247,15 +247,16 @@ class AioTransfers:
         self._writer.close()
 
 
-def async_io_transfers(kernel: Any, *, block_bytes: int) -> Callable[[], Transfers]:
-    """DeepSpeed's loaded kernel, which tells no errors, so each of its bytes is checked."""
-
-    def handle() -> Any:
-        return kernel.aio_handle(
-            block_size=block_bytes, queue_depth=32, single_submit=False, overlap_events=True, intra_op_parallelism=1
-        )
-
-    return lambda: CheckedTransfers(AioTransfers(handle))
+def async_io_handle(kernel: Any, *, block_bytes: int) -> Callable[[], Any]:
+    """What makes handles of DeepSpeed's loaded kernel, for `AioTransfers`."""
+    return partial(
+        kernel.aio_handle,
+        block_size=block_bytes,
+        queue_depth=32,
+        single_submit=False,
+        overlap_events=True,
+        intra_op_parallelism=1,
+    )
 
 
 class CheckedTransfers:

@@ -83,17 +83,18 @@ def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
     parameter = torch.nn.Parameter(b.master)
     optimizer = DeepSpeedCPUAdam([parameter], lr=_LR, betas=ADAM.betas, eps=ADAM.eps, weight_decay=_DECAY)
     optimizer.state[parameter] = {"step": 0, "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
-    parameter.grad = b.grad.float()
+    made_before = b.grad.float()
 
     def update(step: int) -> None:
         if gradient:
             parameter.grad = b.grad.float()
+            parameter.grad.mul_(_SCALE)
         else:
-            torch.linalg.vector_norm(parameter.grad)
-        parameter.grad.mul_(_SCALE)
+            parameter.grad = made_before
+            torch.linalg.vector_norm(made_before)
+            made_before.mul_(1.0)  # clipping; the same values each time
         optimizer.step()
         b.out.copy_(parameter.data)
-        if gradient:
-            parameter.grad = None
+        parameter.grad = None
 
     return update

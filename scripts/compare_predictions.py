@@ -39,6 +39,8 @@ CASES = {
     "39M, tiered, a quarter in RAM": [*_40M, *_TIERED, "--ram-fraction", "0.25"],
     "39M, tiered, all in RAM, 4 micro-batches": [*_40M, *_TIERED, "--ram-fraction", "1", "--accumulate", "4"],
     "39M, plain": [*_40M, "--engine", "plain"],
+    "39M, ZeRO-2, optimizer on the CPU": [*_40M, *_STOCK, "--params", "gpu", "--optimizer", "cpu"],
+    "39M, ZeRO-3, optimizer on the drive": [*_40M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
     "124M, tiered, state on the drive, 4 micro-batches": [*_124M, *_TIERED, "--ram-fraction", "0", "--accumulate", "4"],
     "124M, tiered, all on the drive, 2 micro-batches": [
         *(*_124M, *_TIERED, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "2"),

@@ -1,7 +1,7 @@
 """Bytes that a placement needs, item by item, with the reason for each. Pure arithmetic.
 
 Derivations: P parameters, T trainable ones, e bytes a weight, W ranks on this machine. DeepSpeed's items are what its
-source allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/); docs/benchmarks/memory.md holds them against
+source allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/); docs/benchmarks/predictions.md holds them against
 measurements.
 """
 

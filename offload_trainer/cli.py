@@ -6,8 +6,10 @@ Nothing heavy is imported before a command has its configuration: help and mista
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from offload_trainer import __version__
@@ -172,7 +174,8 @@ def _bench(words: list[str]) -> None:
     _quiet()
     from offload_trainer.planner import bench_here
 
-    machine = bench_here(config, threads=threads, drive_bytes=gigabytes * 10**9 or None, say=_say)
+    with redirect_stdout(sys.stderr):  # libraries print there
+        machine = bench_here(config, threads=threads, drive_bytes=gigabytes * 10**9 or None, say=_say)
     print(json.dumps(machine.to_json(), indent=1) if as_json else describe_rates(machine))
 
 
@@ -194,12 +197,11 @@ def _tune(words: list[str]) -> None:
     refuse_shortfall(config, plan)
     trials = tune(words, groups_for(plan, config), steps=steps, say=_say)
     path.write_text(dump_config(load_config([*words, *trials[0].words.split()])), encoding="utf-8")
-    if not trials[0].words:
-        keep_ratios(machine, ratios(plan, trials[0]))
+    planned = next(trial for trial in trials if not trial.words)
+    keep_ratios(machine, ratios(plan, planned))
     if as_json:
         print(json.dumps([trial.to_json() for trial in trials], indent=1))
         return
-    planned = next(trial for trial in trials if not trial.words)
     print(
         f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {planned.seconds:.2f}; {path}"
     )
@@ -210,11 +212,13 @@ def _doctor(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.launch import prepare_process
 
+    given = os.environ.get("OMP_NUM_THREADS")
     prepare_process(config)
     _quiet()
     from offload_trainer.doctor import examine, report
 
-    checks = examine(config)
+    with redirect_stdout(sys.stderr):  # libraries print there
+        checks = examine(config, threads_given=given)
     print(json.dumps([vars(check) for check in checks], indent=1) if as_json else report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
@@ -262,7 +266,6 @@ def _export(words: list[str]) -> None:
 def _quiet() -> None:
     """Libraries that talk on import or per call keep to warnings that a user can act on."""
     import logging
-    import os
     import warnings
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -37,10 +37,10 @@ class Check:
     fix: str = ""
 
 
-def examine(config: TrainConfig) -> list[Check]:
-    """All checks for a run with this configuration."""
+def examine(config: TrainConfig, *, threads_given: str | None = None) -> list[Check]:
+    """All checks for a run with this configuration. `threads_given`: OMP_NUM_THREADS as this process was started."""
     stock = engine_of(config) == "deepspeed"
-    checks = [_threads(), _torch(), _native_kernel()]
+    checks = [_threads(config, threads_given), _torch(), _native_kernel()]
     checks += _stock_tools(needed=stock, drive=bool(config.placement.nvme))
     checks += _stale_locks()
     try:
@@ -68,12 +68,14 @@ def report(checks: list[Check]) -> str:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def _threads() -> Check:
-    cores, given = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
-    found = f"{given} for {cores} cores"
+def _threads(config: TrainConfig, given: str | None) -> Check:
+    cores, wish = len(os.sched_getaffinity(0)), config.placement.threads
+    if wish == 1 and cores > 1:
+        return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
     if given == "1" and cores > 1:
-        return Check("threads", "warning", found, "a launcher set OMP_NUM_THREADS=1; unset it, or placement.threads=N")
-    return Check("threads", "ok", found)
+        found = f"a launcher set OMP_NUM_THREADS=1 for {cores} cores; this program takes its share of the cores"
+        return Check("threads", "warning", found, "unset OMP_NUM_THREADS for other programs; or placement.threads=N")
+    return Check("threads", "ok", f"{cores if wish == 'auto' else wish} for {cores} cores")
 
 
 def _torch() -> Check:

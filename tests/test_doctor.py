@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -47,12 +48,25 @@ def test_a_failure_ends_with_1(tmp_path: Path) -> None:
     assert "nowhere: no such directory" in done.stdout
 
 
-def test_threads_that_a_launcher_left_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.mark.parametrize(
+    ("given", "words", "state"),
+    [("1", [], "warning"), ("2", [], "ok"), (None, [], "ok"), (None, ["placement.threads=1"], "warning")],
+)
+def test_threads(given: str | None, words: list[str], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    assert doctor._threads().state == "warning"
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert doctor._threads().state == "ok"
+    assert doctor._threads(load_config(words), given).state == state
+
+
+def test_a_launchers_threads_are_seen(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("doctor", "--json", "--output", tmp_path / "out"),
+        capture_output=True,
+        text=True,
+        env=environment(OMP_NUM_THREADS="1"),
+        check=False,
+    )
+    threads = next(check for check in json.loads(done.stdout) if check["name"] == "threads")
+    assert threads["state"] == ("ok" if len(os.sched_getaffinity(0)) == 1 else "warning")
 
 
 @pytest.mark.parametrize(

@@ -83,28 +83,45 @@ def save_checkpoint(
                 "older checkpoints are untouched. Free space there, or set --save-every 0"
             )
         temporary.mkdir()
-    states = gather(random_state())
-    wait_for_all()
-    files = engine.save(temporary)
+    try:
+        _write(engine, state, temporary, final, identity=identity)
+    except BaseException as error:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise TrainerError(
+                f"{final} could not be written: {error.strerror or error}; older checkpoints are untouched. Free space "
+                "there, and the same command goes on from the newest of them"
+            ) from error
+        raise
     if first:
-        write_text(temporary / "state.json", json.dumps(asdict(state) | {"random": states}, indent=1))
-        for name in ("state.json", "engine.json"):
-            data = (temporary / name).read_bytes()
-            files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-        manifest = {
-            "format": FORMAT,
-            "offload_trainer": __version__,
-            "torch": torch.__version__,
-            "step": state.step,
-            "identity": identity,
-            "files": files,
-        }
-        write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
-        _put_in_place(temporary, final)
         for old in complete_checkpoints(root)[:-keep]:
             shutil.rmtree(old)
     wait_for_all()
     return final
+
+
+def _write(engine: Engine, state: TrainState, temporary: Path, final: Path, *, identity: dict[str, Any]) -> None:
+    """All files into `temporary`, the manifest last, then the name."""
+    states = gather(random_state())
+    wait_for_all()
+    files = engine.save(temporary)
+    if engine.rank != 0:
+        return
+    write_text(temporary / "state.json", json.dumps(asdict(state) | {"random": states}, indent=1))
+    for name in ("state.json", "engine.json"):
+        data = (temporary / name).read_bytes()
+        files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    manifest = {
+        "format": FORMAT,
+        "offload_trainer": __version__,
+        "torch": torch.__version__,
+        "step": state.step,
+        "identity": identity,
+        "files": files,
+    }
+    write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
+    _put_in_place(temporary, final)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:

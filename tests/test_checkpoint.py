@@ -1,0 +1,57 @@
+"""Saving when the disk gives out: one message, nothing left behind, the older checkpoints whole."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_trainer import checkpoint
+from offload_trainer.checkpoint import TrainState, complete_checkpoints, read_manifest, save_checkpoint
+from offload_trainer.errors import TrainerError
+
+
+class Small:
+    """An engine whose state is one file of a few bytes."""
+
+    rank, world = 0, 1
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        for name in ("engine.json", "master.safetensors"):
+            (directory / name).write_text("{}")
+        return {"master.safetensors": {"bytes": 2, "crc32": checkpoint._crc32(directory / "master.safetensors")}}
+
+
+def save(root: Path, step: int) -> Path:
+    state = TrainState(step=step, tokens=0, data_position=0)
+    return save_checkpoint(Small(), state, root, identity={}, keep=2, need_bytes=10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])
+def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(tmp_path, 1)
+
+    def full(path: Path, *_: object) -> None:
+        if path.name == file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *_)  # type: ignore[arg-type]
+
+    write = checkpoint.write_text
+    monkeypatch.setattr(checkpoint, "write_text", full)
+    if file.endswith("safetensors"):
+        monkeypatch.setattr(Small, "save", lambda self, directory: full(directory / file))
+    with pytest.raises(TrainerError, match=r"step-00000002 could not be written: No space left.*untouched"):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    read_manifest(first)
+    monkeypatch.undo()
+    assert save(tmp_path, 2) == complete_checkpoints(tmp_path)[-1]
+
+
+def test_the_same_step_twice_and_pruning(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 3):
+        save(tmp_path, step)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert not list(tmp_path.glob(".*"))

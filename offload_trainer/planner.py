@@ -15,7 +15,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.plan import Plan, settle_and_plan
+from offload_trainer.plan.choose import settle_and_plan
+from offload_trainer.plan.plan import Plan
 from offload_trainer.units import format_bytes
 
 

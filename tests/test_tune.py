@@ -13,7 +13,7 @@ from test_plan import SHAPES, machine, wish
 
 from offload_trainer import tune
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.plan import make_plan
+from offload_trainer.plan.choose import make_plan
 from offload_trainer.settings import load_config
 
 

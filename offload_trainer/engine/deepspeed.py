@@ -26,7 +26,7 @@ from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, state_files, write_state
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
-from offload_trainer.plan.plan import reentrant
+from offload_trainer.plan.auto import reentrant
 from offload_trainer.plan.zero import Placement, decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
 

@@ -32,6 +32,7 @@ from offload_trainer.engine.state import (
 )
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
+from offload_trainer.plan.auto import reentrant
 from offload_trainer.plan.layout import (
     BLOCK_8BIT,
     FIELDS,
@@ -41,7 +42,6 @@ from offload_trainer.plan.layout import (
     page_bytes,
     units_of,
 )
-from offload_trainer.plan.plan import reentrant
 from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, gradients_apart, homes_in
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock

@@ -29,7 +29,7 @@ from offload_trainer.model.initial import NamedTensor, initial_weights, meta_mod
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import checkpoint_files, pretrained_weights
-from offload_trainer.plan.plan import wants_checkpointing
+from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

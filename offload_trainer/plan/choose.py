@@ -1,0 +1,321 @@
+"""Facts and wishes in, a plan out: which engine, what lives where, and why not otherwise.
+
+    MachineProfile + ModelShape + TrainConfig  ->  settle_and_plan  ->  Plan
+
+Candidates are laid out from the fastest to the roomiest; of those that fit the fastest is taken, or the first where the
+machine has not been timed. Same inputs, same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from offload_trainer.config import TrainConfig, engine_of, wishes_of_tiered
+from offload_trainer.errors import UserError
+from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.plan.auto import row_length, wants_checkpointing
+from offload_trainer.plan.batches import micro_batches
+from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered import MARGIN, STATE_IN_RAM, TierSizes, tier_sizes, tiered_items, with_share_that_fits
+from offload_trainer.plan.time import forecast
+from offload_trainer.plan.traffic import Traffic, deepspeed_traffic, tiered_traffic
+from offload_trainer.plan.zero import Placement, Tier, drive_stretch, zero_sizes
+from offload_trainer.units import format_bytes, format_count, format_seconds
+
+_ALIKE = 1.05  # times as long
+
+# DeepSpeed's, from the fastest to the roomiest.
+_CANDIDATES = (
+    Placement("gpu", "gpu"),
+    Placement("gpu", "cpu"),
+    Placement("cpu", "cpu"),
+    Placement("gpu", "nvme"),
+    Placement("cpu", "nvme"),
+    Placement("nvme", "nvme"),
+)
+
+
+def settle_and_plan(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1
+) -> tuple[TrainConfig, Plan]:
+    """The wish with its micro-batches chosen, and the plan for it. UserError as `make_plan`.
+
+    Of those that make `train.tokens_per_step` the fastest that fits, or the largest where nothing was timed.
+    """
+    tried = [
+        (one, make_plan(one, shape, machine, world=world))
+        for one in micro_batches(config, seq_len=row_length(config, shape), world=world)
+    ]
+    chosen = _choose([plan for _, plan in tried])
+    return next((one, plan) for one, plan in tried if plan is chosen)
+
+
+def make_plan(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1) -> Plan:
+    """The fastest candidate that fits, or, if none does, the one that comes nearest, with `fits` False.
+
+    Raises UserError for wishes that cannot be combined on this machine.
+    """
+    engine = engine_of(config, world=world)
+    refuse_impossible(config, machine, engine=engine, world=world)
+    if engine == "tiered":
+        plans = _tiered_plans(config, shape, machine)
+    else:
+        plans = [
+            _laid_out(config, shape, machine, engine=engine, placement=placement, sizes=None, world=world)
+            for placement in _wanted(config, machine, engine=engine)
+        ]
+    chosen = _choose(plans)
+    rejected = []
+    for plan in plans:
+        if plan is chosen:
+            continue
+        if not plan.fits:
+            rejected.append((plan.homes, "; ".join(plan.shortfalls())))
+        elif plan.forecast.step is not None and chosen.forecast.step is not None:
+            slower = format_seconds(plan.forecast.step)
+            rejected.append(
+                (plan.homes, f"fits, but a step takes {slower}, not {format_seconds(chosen.forecast.step)}")
+            )
+    return replace(chosen, rejected=tuple(rejected))
+
+
+def _choose(plans: Sequence[Plan]) -> Plan:
+    """The fastest that fits; the first, where not all could be timed; the nearest to fitting, if none does.
+
+    Forecasts are not that exact: the first within `_ALIKE` of the fastest is taken, since it moves least.
+    """
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return min(plans, key=_excess)
+    steps = [plan.forecast.step for plan in fitting]
+    known = [step for step in steps if step is not None]
+    if len(known) < len(fitting):
+        return fitting[0]
+    return next(plan for plan, step in zip(fitting, known, strict=True) if step <= _ALIKE * min(known))
+
+
+def _excess(plan: Plan) -> int:
+    return sum(max(0, room["need"] - room["have"]) for room in plan.tiers.values())
+
+
+def _tiered_plans(config: TrainConfig, shape: ModelShape, machine: MachineProfile) -> list[Plan]:
+    """Everything on the GPU, where that is left open; then weights on the device, in RAM, on drives, and gradients too.
+
+    Each with as much of the optimizer state in RAM as fits, unless that is given.
+    """
+    plans = []
+    if machine.gpu is not None and _leaves_optimizer_open(config) and config.placement.params in ("auto", "gpu"):
+        everything = Placement("gpu", "gpu")
+        plans.append(_laid_out(config, shape, machine, engine="deepspeed", placement=everything, sizes=None, world=1))
+    for placement, gradients in _tiered_candidates(config, machine):
+        sizes = tier_sizes(config, placement, machine, gradients=gradients)
+        plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
+        if not plan.fits and _leaves_share_open(config):
+            held = sum(item.bytes for item in plan.items if item.name == STATE_IN_RAM)
+            # With a share on a drive there are page buffers too: the bytes without any state in RAM count.
+            bare = _laid_out(
+                config,
+                shape,
+                machine,
+                engine="tiered",
+                placement=placement,
+                sizes=replace(sizes, ram_fraction=0.0),
+                world=1,
+            )
+            spare = int(machine.ram_bytes * (1 - MARGIN)) - bare.tiers["ram"]["need"]
+            if spare < held:
+                sizes = with_share_that_fits(shape, sizes, spare_bytes=max(0, spare))
+                plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
+        plans.append(plan)
+    return plans
+
+
+def _leaves_optimizer_open(config: TrainConfig) -> bool:
+    """Whether nothing asks for the tiered engine, so that all of it may go to the GPU."""
+    place = config.placement
+    return place.engine == "auto" and place.optimizer == "auto" and not wishes_of_tiered(config, "deepspeed")
+
+
+def _leaves_share_open(config: TrainConfig) -> bool:
+    place = config.placement
+    return place.optimizer == "auto" and place.ram_fraction == "auto" and bool(place.nvme)
+
+
+def _tiered_candidates(config: TrainConfig, machine: MachineProfile) -> list[tuple[Placement, Literal["cpu", "nvme"]]]:
+    """Homes of weights and gradients, from the fastest to the roomiest."""
+    place = config.placement
+    if place.params != "auto":
+        params: list[Tier] = [place.params]
+    elif machine.gpu is None:
+        params = ["gpu", "nvme"]  # the device's memory is RAM already
+    else:
+        params = ["gpu", "cpu", "nvme"]
+    candidates: list[tuple[Placement, Literal["cpu", "nvme"]]] = []
+    for home in params:
+        placement = Placement(home, "nvme" if place.optimizer == "nvme" else "cpu")
+        if place.gradients != "auto":
+            candidates.append((placement, place.gradients))
+        else:
+            candidates.append((placement, "cpu"))
+            if home == "nvme":
+                candidates.append((placement, "nvme"))
+    return [c for c in candidates if place.nvme or "nvme" not in (c[0].params, c[1])]
+
+
+def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: str, world: int) -> None:
+    """Combinations that only this machine, or the launcher's number of ranks, makes impossible."""
+    if world > 1 and engine == "tiered":
+        raise UserError(f"--engine tiered trains with one rank, and {world} were started; use --engine deepspeed")
+    if engine != "tiered" and (ignored := wishes_of_tiered(config, engine)):
+        raise UserError("; ".join(ignored))
+    if machine.gpu is None and config.model.dtype == "fp16" and engine == "deepspeed":
+        raise UserError(
+            "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine tiered"
+        )
+
+
+def _wanted(config: TrainConfig, machine: MachineProfile, *, engine: str) -> list[Placement]:
+    if engine == "plain":
+        return [Placement("gpu", "gpu")]
+    params, optimizer = config.placement.params, config.placement.optimizer
+    if config.optim.name == "adamw8bit":
+        optimizer = "gpu"
+    if params != "auto" and optimizer != "auto":
+        return [Placement(params, optimizer)]
+    found = [
+        candidate
+        for candidate in _CANDIDATES
+        if params in ("auto", candidate.params)
+        and optimizer in ("auto", candidate.optimizer)
+        and (config.placement.nvme or "nvme" not in (candidate.params, candidate.optimizer))
+        # Without a GPU "gpu" is host memory: an optimizer there would be DeepSpeed's slower path to the same place.
+        and (machine.gpu is not None or candidate.optimizer != "gpu" or optimizer == "gpu")
+    ]
+    # A wish for one home that no candidate has (weights off the GPU, optimizer on it): take it at its word.
+    fallback = Placement("gpu" if params == "auto" else params, "cpu" if optimizer == "auto" else optimizer)
+    return found or [fallback]
+
+
+def _laid_out(
+    config: TrainConfig,
+    shape: ModelShape,
+    machine: MachineProfile,
+    *,
+    engine: str,
+    placement: Placement,
+    sizes: TierSizes | None,
+    world: int,
+) -> Plan:
+    """The plan of one candidate. `sizes` are the tiered engine's; DeepSpeed's are worked out here."""
+    device = "ram" if machine.gpu is None else "gpu"
+    drive = machine.drives[0].directory if machine.drives else None
+    seq_len = row_length(config, shape)
+    checkpointing = wants_checkpointing(config.model, shape)
+    zero = None
+    if engine == "plain":
+        items = plain_items(config, shape, device=device, checkpointing=checkpointing, seq_len=seq_len)
+    elif sizes is not None:
+        items = tiered_items(
+            config,
+            shape,
+            placement,
+            sizes,
+            device=device,
+            drives=[one.directory for one in machine.drives],
+            checkpointing=checkpointing,
+            seq_len=seq_len,
+        )
+    else:
+        zero = zero_sizes(shape, config.deepspeed, placement, world=world, item_bytes=item_bytes(config.model.dtype))
+        items = deepspeed_items(
+            config,
+            shape,
+            placement,
+            zero,
+            device=device,
+            drive=drive,
+            world=world,
+            checkpointing=checkpointing,
+            seq_len=seq_len,
+        )
+    items += saved_items(config, shape, output=machine.output.directory)
+    directories = [one.directory for one in machine.drives]
+    if engine == "plain":
+        traffic: list[Traffic] = []
+    elif isinstance(sizes, TierSizes):
+        traffic = tiered_traffic(config, shape, placement, sizes, drives=directories)
+    else:
+        traffic = deepspeed_traffic(config, shape, placement, drive=drive)
+    tokens = config.train.micro_batch * config.train.accumulate * world * seq_len
+    return Plan(
+        engine=engine,
+        placement=placement,
+        sizes=sizes or zero,
+        checkpointing=checkpointing,
+        seq_len=seq_len,
+        micro_batch=config.train.micro_batch,
+        tokens_per_step=tokens,
+        world=world,
+        items=tuple(items),
+        tiers=_tiers(items, machine, world=world),
+        traffic=tuple(traffic),
+        forecast=forecast(
+            config,
+            shape,
+            machine,
+            traffic,
+            engine=engine,
+            optimizer=placement.optimizer,
+            checkpointing=checkpointing,
+            tokens=tokens,
+            seq_len=seq_len,
+            world=world,
+            stretch=drive_stretch(shape, config.deepspeed, zero) if zero else 1.0,
+        ),
+        rejected=(),
+        notes=_notes(config, placement, traffic, engine=engine, machine=machine),
+    )
+
+
+def _tiers(items: list[Item], machine: MachineProfile, *, world: int) -> dict[str, dict[str, int]]:
+    """Needed and available bytes of each; of a filesystem with several of the directories, what the others leave."""
+    have = {"gpu": machine.gpu_bytes * world, "ram": machine.ram_bytes}
+    drives = {drive.directory: drive for drive in (machine.output, *machine.drives)}
+    have |= {directory: drive.free_bytes for directory, drive in drives.items()}
+    need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
+    for directory, drive in drives.items():
+        if drive.device is not None:
+            others = [o for o, other in drives.items() if other.device == drive.device and o != directory]
+            have[directory] = max(0, have[directory] - sum(need[other] for other in others))
+    return {tier: {"need": need[tier], "have": have[tier]} for tier in have}
+
+
+def _notes(
+    config: TrainConfig, placement: Placement, traffic: Sequence[Traffic], *, engine: str, machine: MachineProfile
+) -> tuple[str, ...]:
+    notes = []
+    for drive in machine.drives:
+        written = sum(moved.written for moved in traffic if moved.place == drive.directory)
+        if written and drive.endurance_bytes:
+            steps, rated = format_count(drive.endurance_bytes / written), format_bytes(drive.endurance_bytes)
+            notes.append(f"{drive.directory} is rated for {rated}: {steps} steps of {format_bytes(written)} written")
+        elif written:
+            notes.append(f"a step writes {format_bytes(written)} to {drive.directory}")
+    if machine.gpu is not None and machine.rates.matmul and config.model.dtype not in machine.rates.matmul:
+        known = ", ".join(machine.rates.matmul)
+        notes.append(f"{machine.gpu} has no units for {config.model.dtype} (it has {known}): use --dtype fp16")
+    if machine.gpu is None:
+        notes.append("no GPU here: the CPU computes, and its memory is RAM")
+    if engine == "deepspeed":
+        notes.append(
+            "what DeepSpeed copies beyond its buffers is from peaks seen on a CPU, not worked out (predictions.md)"
+        )
+    if config.save.every == 0 and engine == "deepspeed":
+        notes.append(
+            "no checkpoints (--save-every 0): an interrupted run starts again; weights are exported at the end"
+        )
+    return tuple(notes)

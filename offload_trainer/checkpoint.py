@@ -26,7 +26,7 @@ from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.ranks import gather, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers.durable import sync_directory, write_text
+from offload_trainer.tiers.durable import exchange, sync_directory, write_text
 from offload_trainer.units import format_bytes
 
 FORMAT = 1
@@ -125,14 +125,16 @@ def _write(engine: Engine, state: TrainState, temporary: Path, final: Path, *, i
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Rename, also over a checkpoint of the same step."""
-    if final.exists():
+    """Give it its name, also over a checkpoint of the same step: at no moment is there none."""
+    if not final.exists():
+        os.rename(temporary, final)
+    elif exchange(temporary, final):
+        shutil.rmtree(temporary)
+    else:
         replaced = final.with_name(f".{final.name}.replaced")
         os.rename(final, replaced)
         os.rename(temporary, final)
         shutil.rmtree(replaced)
-    else:
-        os.rename(temporary, final)
     sync_directory(final.parent)
 
 

@@ -11,6 +11,7 @@ import pytest
 from offload_trainer import checkpoint
 from offload_trainer.checkpoint import TrainState, complete_checkpoints, read_manifest, save_checkpoint
 from offload_trainer.errors import TrainerError
+from offload_trainer.tiers.durable import exchange
 
 
 class Small:
@@ -50,8 +51,21 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
     assert save(tmp_path, 2) == complete_checkpoints(tmp_path)[-1]
 
 
-def test_the_same_step_twice_and_pruning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("swaps", [True, False])
+def test_the_same_step_twice_and_pruning(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the filesystem cannot exchange two names."""
+    if not swaps:
+        monkeypatch.setattr(checkpoint, "exchange", lambda one, other: False)
     for step in (1, 2, 3, 3):
         save(tmp_path, step)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "inside").touch()
+    swapped = exchange(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / ("b" if swapped else "a") / "inside").exists()
+    assert not exchange(tmp_path / "a", tmp_path / "nowhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -15,6 +16,15 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names at once; False, and nothing done, where the filesystem cannot (renameat2(2), RENAME_EXCHANGE)."""
+    library = ctypes.CDLL(None, use_errno=True)
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if not hasattr(library, "renameat2"):
+        return False
+    return bool(library.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
 
 
 def sync_directory(path: Path) -> None:

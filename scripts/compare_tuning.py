@@ -1,6 +1,6 @@
 """What `tune` picks, beside a full sweep of the same keys and DeepSpeed's own defaults. Run it in a box.
 
-    compare_tuning.py --nvme DIR [--model NAME] [--steps 5] [--table FILE]
+    compare_tuning.py --nvme DIR [--steps 5] [--table FILE] [WORDS]
 
 All of it with the optimizer state on the drive. The tuner is held against a sweep of its keys in every combination.
 DeepSpeed's defaults are those of its documentation (0.19), except that a buffer holds a whole sub-group.
@@ -35,44 +35,32 @@ def say(line: str) -> None:
 
 
 def rows(named: dict[str, Trial], picked: Trial) -> Iterator[str]:
-    yield "| settings | step s | update s | step / the tuner's |"
+    yield "| settings | step s | update s | update / the tuner's |"
     yield "| --- | --- | --- | --- |"
-    for name, trial in sorted(named.items(), key=lambda item: item[1].seconds):
+    for name, trial in sorted(named.items(), key=lambda item: item[1].phase("update")):
         if trial.failed:
             yield f"| {name} | failed: {trial.failed[:80]} | | |"
             continue
-        ratio = trial.seconds / picked.seconds
+        ratio = trial.phase("update") / picked.phase("update")
         yield f"| {name} | {trial.seconds:.2f} | {trial.phase('update'):.2f} | {ratio:.2f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", required=True)
-    parser.add_argument("--model", default="gpt2")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--table", type=Path)
-    options = parser.parse_args()
-    common = [
-        "--nvme",
-        options.nvme,
-        "--model",
-        options.model,
-        "--seq-len",
-        "128",
-        "--micro-batch",
-        "1",
-        "--dtype",
-        "bf16",
-    ]
+    options, words = parser.parse_known_args()
+    common = ["--nvme", options.nvme, "--seq-len", "128", "--micro-batch", "1", "--dtype", "bf16", *words]
     tiered = [*common, "--engine", "tiered", "--ram-fraction", "0"]
     named: dict[str, Trial] = {}
     stock = [*common, "--engine", "deepspeed", "--optimizer", "nvme"]
     named["DeepSpeed's defaults"] = run_trial(stock, _STOCK_DEFAULTS, steps=options.steps, say=say)
     named["DeepSpeed, pipelined, 12 buffers"] = run_trial(stock, "", steps=options.steps, say=say)
-    best, *_ = tune(tiered, _GROUPS, steps=options.steps, say=say)
+    best, *_ = tune(tiered, _GROUPS, phase="update", steps=options.steps, say=say)
     named[f"the tuner's: {best.words or 'as planned'}"] = best
-    for words in product(*((planned, *group) for planned, group in zip(_PLANNED, _GROUPS, strict=True))):
-        added = " ".join(words)
+    for combination in product(*((planned, *group) for planned, group in zip(_PLANNED, _GROUPS, strict=True))):
+        added = " ".join(combination)
         named[added] = run_trial(tiered, added, steps=options.steps, say=say)
     page = "\n".join(rows(named, best))
     print(page)

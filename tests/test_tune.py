@@ -33,7 +33,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float | None]) 
 
 def test_each_group_goes_on_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = outcomes(monkeypatch, {"": 2.0, "a": 1.5, "b": 1.8, "a c": None, "a d": 1.2})
-    trials = tune.tune([], [("a", "b"), ("c", "d")], steps=4, say=lambda line: None)
+    trials = tune.tune([], [("a", "b"), ("c", "d")], phase="step", steps=4, say=lambda line: None)
     assert tried == ["", "a", "b", "a c", "a d"]
     assert trials[0].words == "a d"
     assert len(trials) == 5
@@ -42,13 +42,13 @@ def test_each_group_goes_on_from_the_best_so_far(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gain_within_the_noise_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(monkeypatch, {"": 2.0, "a": 1.97})
-    assert tune.tune([], [("a",)], steps=4, say=lambda line: None)[0].words == ""
+    assert tune.tune([], [("a",)], phase="step", steps=4, say=lambda line: None)[0].words == ""
 
 
 def test_nothing_to_tune_where_the_plan_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(monkeypatch, {"": None})
     with pytest.raises(TrainerError, match="killed by signal 9"):
-        tune.tune([], [("a",)], steps=4, say=lambda line: None)
+        tune.tune([], [("a",)], phase="step", steps=4, say=lambda line: None)
 
 
 def test_the_first_steps_do_not_count() -> None:
@@ -71,6 +71,7 @@ def test_only_what_matters_to_the_placement_is_tried(words: list[str], keys: set
     plan = make_plan(config, SHAPES["gpt2"], replace(here, drives=(replace(here.drives[0], directory=str(tmp_path)),)))
     tried = {word.partition("=")[0] for group in tune.groups_for(plan, config) for word in group}
     assert tried == keys
+    assert tune.steered_phase(plan) == ("update" if keys and "tiered.page_size" in keys else "step")
     for group in tune.groups_for(plan, config):
         for added in group:
             wish(*words, *added.split())  # each is a configuration

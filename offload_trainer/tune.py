@@ -2,9 +2,9 @@
 
     plan -> groups of changes, each tried on top of the best so far -> FILE.yaml, and the ratio of measured to predicted
 
-A trial that runs out of memory costs only itself. What decides is the median over the steps without the first two, of
-the phase that the keys steer; settings that are not at least 2 % faster than what they replace are left out, since steps
-differ by as much from run to run.
+A trial that runs out of memory costs only itself. What decides is the median, over the steps without the first two, of
+the phase that the keys steer. Settings that are not at least 2 % faster than what they replace are left out, since
+steps differ by as much from run to run.
 """
 
 from __future__ import annotations

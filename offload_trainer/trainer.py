@@ -5,6 +5,7 @@ It knows no engine and no model. What it is given decides everything; what it ho
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +73,7 @@ def train(job: Job, *, resume: Path | None = None) -> TrainState:
         rank=job.engine.rank,
         world=job.engine.world,
     )
-    with _stop_signals(job.say) as asked:
+    with _stop_signals(loud=job.telemetry is not None) as asked:
         while state.step < config.train.steps:
             state = _step(job, state, batches)
             if _due(state.step, config.train.eval_every) or state.step == config.train.steps:
@@ -212,14 +213,20 @@ def _save(job: Job, state: TrainState) -> int:
 
 
 @contextmanager
-def _stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
-    """SIGINT and SIGTERM wait for the end of the step; a second one ends the process as it would without us."""
+def _stop_signals(*, loud: bool) -> Iterator[Callable[[], int]]:
+    """SIGINT and SIGTERM wait for the end of the step; a second one ends the process as it would without us.
+
+    The handler may interrupt a line that is being printed, and Python's files refuse to be entered twice: it writes to
+    the descriptor.
+    """
     received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-        say(f"{signal.Signals(number).name}: finishing this step, then saving; once more ends at once, unsaved")
+        if loud:
+            name = signal.Signals(number).name
+            os.write(2, f"{name}: finishing this step, then saving; once more ends at once, unsaved\n".encode())
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -192,7 +192,12 @@ def _drive(drive: DriveFacts) -> Iterator[Check]:
     elif drive.network:
         yield Check(name, "warning", f"{drive.filesystem} is a network filesystem", "use a local SSD")
     if drive.rotational:
-        yield Check(name, "warning", f"{drive.disk} says that it rotates", "use an SSD: a step would take hours")
+        yield Check(
+            name,
+            "warning",
+            f"{drive.disk} says that it rotates",
+            "use an SSD; virtual disks say so too, and `offload-train bench` tells",
+        )
     if not drive.direct:
         yield Check(name, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs")
     if drive.throttle:

@@ -182,6 +182,8 @@ def _bench(words: list[str]) -> None:
 def _tune(words: list[str]) -> None:
     as_json = bool(_take(words, "--json"))
     path = Path(_value(words, "--write") or "tuned.yaml")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--write {path}: {path.absolute().parent} is not a directory")
     steps = _count(words, "--trial-steps", otherwise=6)
     config = load_config(words)
     from offload_trainer.launch import prepare_process
@@ -195,7 +197,7 @@ def _tune(words: list[str]) -> None:
     config, plan, machine, _ = plan_run(config)
     _say(plan.describe())
     refuse_shortfall(config, plan)
-    trials = tune(words, groups_for(plan, config), phase=steered_phase(plan), steps=steps, say=_say)
+    trials = tune(words, groups_for(plan, machine), phase=steered_phase(plan), steps=steps, say=_say)
     path.write_text(dump_config(load_config([*words, *trials[0].words.split()])), encoding="utf-8")
     planned = next(trial for trial in trials if not trial.words)
     keep_ratios(machine, ratios(plan, planned))

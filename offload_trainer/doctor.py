@@ -119,7 +119,7 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
     only = "" if needed else " (only --engine deepspeed needs it)"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     if importlib.util.find_spec("deepspeed") is None:
-        yield Check("deepspeed", missing, f"not installed{only}", "pip install 'offload-trainer[deepspeed]'")
+        yield Check("deepspeed", missing, f"not installed{only}", "pip install deepspeed")
         return
     yield Check("deepspeed", "ok", version("deepspeed"))
     for tool, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):

@@ -83,9 +83,6 @@ def bench_here(
     if machine.gpu is None:
         use_fp32_products(DTYPES[config.model.dtype])  # what is timed is what a run does
     budget = Budget() if drive_bytes is None else Budget(drive_bytes=drive_bytes, drive_seconds=float("inf"))
-    if machine.drives:
-        most = format_bytes(budget.written(len(machine.drives)))
-        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
     io: dict[str, Callable[[], Transfers]] = {
         f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
             ThreadedTransfers, threads=threads, block=block
@@ -94,6 +91,9 @@ def bench_here(
     }
     if machine.drives and is_built("async_io"):
         io["tiered.io=async_io"] = partial(AioTransfers, async_io_handle(load_async_io(), block_bytes=1 << 20))
+    if machine.drives:
+        most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
+        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
     timed = bench_machine(
         machine,
         transfers=io,

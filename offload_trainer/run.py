@@ -463,7 +463,10 @@ def _report(
     }
     if off and len(steady(rows)) >= _TELLING:
         log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
-        keep_ratios(machine, {f"{plan.engine}.{phase}": ratio for phase, ratio in off.items()})
+        try:
+            keep_ratios(machine, {f"{plan.engine}.{phase}": ratio for phase, ratio in off.items()})
+        except OSError as error:  # the run itself is whole
+            log.say(f"note: these ratios could not be kept for later plans: {error}")
 
 
 def _bytes_in(directory: Path) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from offload_trainer.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from offload_trainer.config import TrainConfig
-from offload_trainer.data.rows import DataState, RowReader
+from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.engine.ranks import gather
 from offload_trainer.errors import Interrupted, TrainerError
@@ -101,11 +101,8 @@ def _farewell(state: TrainState, saved: int) -> str:
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     """One optimizer step, measured."""
     lr = learning_rate(state.step, job.config.optim, steps=job.config.train.steps)
-    before, start = read_io(), time.perf_counter()
-    with job.clock.phase("data"):
-        group = [next(batches) for _ in range(job.config.train.accumulate)]
-    result = job.engine.train_step(group, lr=lr, clock=job.clock)
-    seconds = time.perf_counter() - start
+    before = read_io()
+    group, result, seconds = _carry_out(job, batches, lr=lr)
     drive = read_io() - before
     state = replace(
         state,
@@ -139,6 +136,15 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     return state
 
 
+def _carry_out(job: Job, batches: Iterator[Batch], *, lr: float) -> tuple[list[Batch], StepResult, float]:
+    """The next step's batches, its result, and its seconds."""
+    start = time.perf_counter()
+    with job.clock.phase("data"):
+        group = [next(batches) for _ in range(job.config.train.accumulate)]
+    result = job.engine.train_step(group, lr=lr, clock=job.clock)
+    return group, result, time.perf_counter() - start
+
+
 def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     """The loop without all that is not a step: what each took, its result, and the peak of memory in it.
 
@@ -149,12 +155,8 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     counted = read_io()
     for number in range(steps):
         forget_peak_rss()
-        start = time.perf_counter()
-        with job.clock.phase("data"):
-            group = [next(batches) for _ in range(train.accumulate)]
         rate = learning_rate(number, job.config.optim, steps=train.steps)
-        result = job.engine.train_step(group, lr=rate, clock=job.clock)
-        seconds = time.perf_counter() - start
+        _, result, seconds = _carry_out(job, batches, lr=rate)
         before, counted = counted, read_io()
         peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes()}
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}

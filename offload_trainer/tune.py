@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_trainer.config import TrainConfig
 from offload_trainer.errors import TrainerError
+from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.settings import load_config
@@ -68,7 +68,7 @@ class Trial:
         }
 
 
-def groups_for(plan: Plan, config: TrainConfig) -> list[tuple[str, ...]]:
+def groups_for(plan: Plan, machine: MachineProfile) -> list[tuple[str, ...]]:
     """What may make this plan's placement faster; nothing here changes a result, or where something lives."""
     if plan.engine == "deepspeed":
         nvme = plan.placement.optimizer == "nvme"
@@ -77,7 +77,7 @@ def groups_for(plan: Plan, config: TrainConfig) -> list[tuple[str, ...]]:
         return []
     groups: list[tuple[str, ...]] = []
     if plan.uses_drives:
-        groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *_backends(config)))
+        groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *_backends(machine)))
         groups.append(("tiered.page_size=2097152", "tiered.page_size=8388608"))
         groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
     if plan.placement.params != "gpu":
@@ -85,12 +85,8 @@ def groups_for(plan: Plan, config: TrainConfig) -> list[tuple[str, ...]]:
     return groups
 
 
-def _backends(config: TrainConfig) -> list[str]:
+def _backends(machine: MachineProfile) -> list[str]:
     """DeepSpeed's kernel, where `bench` found it faster on a drive than threads."""
-    from offload_trainer.machine.cache import with_cached_rates
-    from offload_trainer.machine.probe import probe_machine
-
-    machine = with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output))
     other = "tiered.io=async_io"
     rated = [drive.rates for drive in machine.drives if drive.rates is not None]
     return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []

@@ -64,6 +64,13 @@ def call(*words: object, output: Path, check: bool = True) -> Run:
     return run
 
 
+def ask(*words: object, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`offload-train WORDS`, with `extra` in the environment; stdout and stderr apart."""
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, env=environment(**extra), timeout=500, check=False
+    )
+
+
 def call_and_kill(*words: object, output: Path, when: Callable[[list[str]], bool], number: int) -> Run:
     """The same, sent signal `number` as soon as `when(lines of metrics.jsonl)` holds."""
     metrics = output / "metrics.jsonl"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import command, environment
+from conftest import ask, command, environment
 
 LIMIT = 3 << 29  # bytes: 1.5 GiB
 MODEL = ["--model", "gpt2", "--seq-len", "64", "--micro-batch", "1", "--steps", "2", "train.eval_every=0"]
@@ -70,14 +70,7 @@ def test_what_the_plan_allows_runs_under_the_limit(box: Path, drive: Path, tmp_p
 
 def test_a_drive_with_too_little_room_is_refused(drive: Path, tmp_path: Path) -> None:
     words = ["--model", "gpt2-10b", "model.overrides.n_embd=16384", "--nvme", drive, "--save-every", "0"]
-    done = subprocess.run(
-        command(*words, "--ram-fraction", "0", "--output", tmp_path / "out"),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=500,
-        check=False,
-    )
+    done = ask(*words, "--ram-fraction", "0", "--output", tmp_path / "out")
     assert done.returncode == 2, done.stderr[-2000:]
     assert f"{drive} needs" in done.stderr
     assert not (tmp_path / "out").exists()

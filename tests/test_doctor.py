@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import command, environment
+from conftest import ask
 
 from offload_trainer import doctor
 from offload_trainer.engine import kernels
@@ -22,13 +21,7 @@ def states(checks: list[doctor.Check]) -> dict[str, str]:
 
 
 def test_this_machine_is_well(drive: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command("doctor", "--json", "--nvme", drive, "--output", tmp_path / "out"),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
+    done = ask("doctor", "--json", "--nvme", drive, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert {"threads", "torch", "memory", "GPU", f"drive {drive}"} <= set(checks)
@@ -36,13 +29,7 @@ def test_this_machine_is_well(drive: Path, tmp_path: Path) -> None:
 
 
 def test_a_failure_ends_with_1(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command("doctor", "--nvme", tmp_path / "nowhere"),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
+    done = ask("doctor", "--nvme", tmp_path / "nowhere")
     assert done.returncode == 1
     assert "failure  directories" in done.stdout
     assert "nowhere: no such directory" in done.stdout
@@ -58,13 +45,7 @@ def test_threads(given: str | None, words: list[str], state: str, monkeypatch: p
 
 
 def test_a_launchers_threads_are_seen(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command("doctor", "--json", "--output", tmp_path / "out"),
-        capture_output=True,
-        text=True,
-        env=environment(OMP_NUM_THREADS="1"),
-        check=False,
-    )
+    done = ask("doctor", "--json", "--output", tmp_path / "out", OMP_NUM_THREADS="1")
     threads = next(check for check in json.loads(done.stdout) if check["name"] == "threads")
     assert threads["state"] == ("ok" if len(os.sched_getaffinity(0)) == 1 else "warning")
 

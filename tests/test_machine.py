@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import command, environment
+from conftest import ask
 
 from offload_trainer.cli import main
 from offload_trainer.engine.updates import ADAM, kernel_update, make_buffers
@@ -145,12 +145,6 @@ def test_planning_for_another_machine_imports_no_torch() -> None:
 
 
 def test_another_machines_drives_are_its_own() -> None:
-    done = subprocess.run(
-        command("plan", "--machine", "v100-32gb", "--nvme", "/elsewhere"),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
+    done = ask("plan", "--machine", "v100-32gb", "--nvme", "/elsewhere")
     assert done.returncode == 2
     assert "the machine has /mnt/nvme" in done.stderr

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import TINY, command, environment
+from conftest import TINY, ask
 from test_plan import SHAPES, machine, wish
 
 from offload_trainer import tune
@@ -67,12 +66,12 @@ def test_the_first_steps_do_not_count() -> None:
 )
 def test_only_what_matters_to_the_placement_is_tried(words: list[str], keys: set[str], tmp_path: Path) -> None:
     config = load_config(["--nvme", str(tmp_path), "--save-every", "0", *words])
-    here = machine()
-    plan = make_plan(config, SHAPES["gpt2"], replace(here, drives=(replace(here.drives[0], directory=str(tmp_path)),)))
-    tried = {word.partition("=")[0] for group in tune.groups_for(plan, config) for word in group}
+    here = replace(machine(), drives=(replace(machine().drives[0], directory=str(tmp_path)),))
+    plan = make_plan(config, SHAPES["gpt2"], here)
+    tried = {word.partition("=")[0] for group in tune.groups_for(plan, here) for word in group}
     assert tried == keys
     assert tune.steered_phase(plan) == ("update" if keys and "tiered.page_size" in keys else "step")
-    for group in tune.groups_for(plan, config):
+    for group in tune.groups_for(plan, here):
         for added in group:
             wish(*words, *added.split())  # each is a configuration
 
@@ -81,14 +80,7 @@ def test_the_command(tmp_path: Path) -> None:
     """A plan with nothing to vary: one real trial, and a file that is a configuration."""
     best = tmp_path / "best.yaml"
     words = [*TINY, "--engine", "tiered", "--ram-fraction", "1", "--output", tmp_path / "run"]
-    done = subprocess.run(
-        command("tune", "--json", "--write", best, "--trial-steps", "3", *words),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
-        check=False,
-    )
+    done = ask("tune", "--json", "--write", best, "--trial-steps", "3", *words)
     assert done.returncode == 0, done.stderr
     (trial,) = json.loads(done.stdout)
     assert len(trial["steps"]) == 3

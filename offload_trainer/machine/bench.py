@@ -24,6 +24,7 @@ from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer: about what a page of the tiered engine is
+_BUFFERS = 6
 _MATRIX_CPU = (256, 1024, 4096)
 _MATRIX_GPU = (4096, 4096, 4096)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,9 +39,9 @@ class Budget:
     try_seconds: float = 2.0  # for each way to move bytes that is tried
     update_elements: int = 20_000_000
 
-    def written(self, drives: int) -> int:
-        """Bytes that go to the drives at most: filling the file, trying ways, writing alone, writing while reading."""
-        return 7 * self.drive_bytes * drives
+    def written(self, *, drives: int, ways: int) -> int:
+        """Bytes that go to the drives at most: filling the file, each way tried, writing alone, both at once."""
+        return (ways + 3) * self.drive_bytes * drives
 
 
 def bench_machine(
@@ -164,7 +165,7 @@ def _copies() -> Rates:
 def _drive(drive: DriveFacts, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
     with DriveLease(Path(drive.directory)) as lease:
         size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
-        file = DriveFile(lease.path / "bench", max(size, 2 * len(_buffers()) * _PIECE))
+        file = DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))
         try:
             return _timed_file(file, transfers, budget)
         finally:
@@ -173,7 +174,7 @@ def _drive(drive: DriveFacts, transfers: Mapping[str, Callable[[], Transfers]], 
 
 def _buffers() -> list[torch.Tensor]:
     noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
-    buffers = [host_buffer(_PIECE) for _ in range(6)]
+    buffers = [host_buffer(_PIECE) for _ in range(_BUFFERS)]
     for buffer in buffers:
         buffer.view(-1, 1 << 20)[:] = noise
     return buffers

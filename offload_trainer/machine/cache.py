@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_trainer.machine.profile import DriveFacts, MachineProfile, Rate, Rates, drive_rates
+from offload_trainer.machine.profile import DriveFacts, MachineProfile, drive_rates, rates_from_json
 from offload_trainer.places import cache_directory
 
 _KEEP = 5  # runs whose ratios of measured to predicted seconds count
@@ -53,18 +53,13 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     """The machine with what is known of its speed; as it was where nothing is."""
     stored = _read()
     here = stored.get("machines", {}).get(fingerprint(machine), {})
-    rates: dict[str, Any] = {}
-    for name, value in here.get("rates", {}).items():
-        if name in ("matmul", "update"):
-            rates[name] = {key: Rate(**rate) for key, rate in value.items()}
-        elif value is not None and name != "corrections":
-            rates[name] = Rate(**value)
-    rates["corrections"] = {key: median(ratios) for key, ratios in here.get("ratios", {}).items() if ratios}
+    corrections = {key: median(ratios) for key, ratios in here.get("ratios", {}).items() if ratios}
+    rates = rates_from_json(here.get("rates", {}) | {"corrections": corrections})
     drives = []
     for drive in machine.drives:
         known = stored.get("drives", {}).get(_drive_key(drive))
         drives.append(replace(drive, rates=drive_rates(known) if known else None))
-    return replace(machine, rates=Rates(**rates), drives=tuple(drives))
+    return replace(machine, rates=rates, drives=tuple(drives))
 
 
 def keep_rates(machine: MachineProfile) -> None:

@@ -1,4 +1,7 @@
-"""What is here, and how much of it is free. Reads only; torch is asked only where it sees a GPU."""
+"""What is here, and how much of it is free. torch is asked only where there is a GPU.
+
+Reads only, but for one empty file in each directory, gone at once: whether O_DIRECT works shows in no other way.
+"""
 
 from __future__ import annotations
 

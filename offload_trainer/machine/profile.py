@@ -30,7 +30,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class DriveRates:
-    """Sustained bytes a second, past the drive's cache. `mixed_*`: while both go on at once."""
+    """Bytes a second over as much as each rate's source says. `mixed_*`: while both go on at once."""
 
     read: Rate
     write: Rate
@@ -114,13 +114,9 @@ def profile_from_json(values: dict[str, Any]) -> MachineProfile:
     """The inverse of `to_json`. Raises UserError for a file that is none."""
     try:
         values = dict(values)
-        rates = dict(values.pop("rates", {}))
-        for name in ("matmul", "update"):
-            rates[name] = {key: Rate(**rate) for key, rate in rates.get(name, {}).items()}
-        single = {key: Rate(**value) for key, value in rates.items() if isinstance(value, dict) and "value" in value}
-        rates |= single
+        rates = rates_from_json(values.pop("rates", {}))
         drives, output = tuple(_drive(drive) for drive in values.pop("drives")), _drive(values.pop("output"))
-        return MachineProfile(**values, drives=drives, output=output, rates=Rates(**rates))
+        return MachineProfile(**values, drives=drives, output=output, rates=rates)
     except (TypeError, KeyError, AttributeError) as error:
         raise UserError(f"not a machine profile as `offload-train bench --json` prints it: {error}") from error
 
@@ -131,6 +127,15 @@ def _drive(values: dict[str, Any]) -> DriveFacts:
         **{key: value for key, value in values.items() if key != "rates"},
         rates=drive_rates(rates) if rates else None,
     )
+
+
+def rates_from_json(values: dict[str, Any]) -> Rates:
+    """The inverse of `asdict`; what is missing is not known."""
+    found = dict(values)
+    for name in ("matmul", "update"):
+        found[name] = {key: Rate(**rate) for key, rate in values.get(name, {}).items()}
+    found |= {key: Rate(**value) for key, value in values.items() if isinstance(value, dict) and "value" in value}
+    return Rates(**found)
 
 
 def drive_rates(values: dict[str, Any]) -> DriveRates:

@@ -5,32 +5,50 @@
         state.json         TrainState
         *.safetensors      masters and moments by name (engine/state.py)
         engine.json        Adam's step count, the loss scale
+        run.json           the run's configuration, plan and versions
+        model/             the model's configuration and its tokenizer
 
-A checkpoint is written under a temporary name, synced, and renamed; the oldest go only after that.
+    trainer ── save(state) ──> snapshot ── written under a hidden name, synced, renamed ──> the oldest go
+                                 (behind the training, where the engine's snapshot allows it)
+
+Nothing in one needs the engine, the GPU, the model's class or the rest of the run directory to be read.
 """
 
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
+import time
 import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from offload_trainer import __version__
-from offload_trainer.engine.protocol import Engine
+from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.engine.ranks import gather, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers.durable import exchange, sync_directory, write_text
-from offload_trainer.units import format_bytes
+from offload_trainer.tiers.durable import copy_tree, exchange, sync_directory, write_text
+from offload_trainer.tiers.transfer import Ticket, Workers, ending
+from offload_trainer.units import format_bytes, format_seconds
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "MANIFEST.json"
+
+# What a run may change when it goes on, and what then goes on differently.
+_STEERING = {
+    "model": ("dtype", "attention"),
+    "optim": ("lr", "betas", "eps", "states", "weight_decay", "clip", "schedule", "warmup_steps", "decay_steps"),
+    "train": ("steps", "micro_batch", "accumulate"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,67 +79,172 @@ def restore_random_state(text: str) -> None:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(
-    engine: Engine, state: TrainState, root: Path, *, identity: dict[str, Any], keep: int, need_bytes: int
-) -> Path:
-    """Write ``root/step-N`` and remove the oldest beyond `keep`. All ranks call it; rank 0 writes.
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's checkpoints say beside its state."""
 
-    `identity` says what the state belongs to (seed, data, ...) and is compared at resume. `need_bytes` is the size
-    to expect. Raises TrainerError, the older checkpoints untouched, where the disk is too full.
-    """
-    first = engine.rank == 0
-    final = root / f"step-{state.step:08d}"
-    temporary = root / f".{final.name}.tmp"
-    if first:
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(".step-*"):
-            shutil.rmtree(leftover)
-        free = shutil.disk_usage(root).free
-        if free < need_bytes:
+    identity: Mapping[str, Any]  # seed, data, ...: compared at resume
+    layout: Mapping[str, Any]  # each weight's shape, and whether it is trained: compared at resume
+    run: Mapping[str, Any]  # configuration, plan, versions
+    model: Path  # directory with the model's configuration and tokenizer
+
+
+class Checkpoints:
+    """Saves a run's state under `root`, one save at a time. As a context manager it ends the one under way."""
+
+    def __init__(
+        self, root: Path, *, record: RunRecord, keep: int, need_bytes: int, say: Callable[[str], None]
+    ) -> None:
+        """`need_bytes` is the size to expect of one."""
+        self.saved: int | None = None  # the newest step that is safe
+        self.record = record
+        self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
+        self._place = _place_of(root.parent)
+        self._under_way: tuple[Ticket, Snapshot, int] | None = None
+        self._worker: Workers | None = None
+
+    def save(self, engine: Engine, state: TrainState) -> None:
+        """Save `state` and the engine's; all ranks call it, rank 0 writes.
+
+        Raises TrainerError, the older checkpoints untouched, where the disk refuses or is too full. What goes wrong
+        behind the training is raised by `look`, `settle` or the next save.
+        """
+        self.settle()
+        first = engine.rank == 0
+        if first:
+            self._make_room()
+        generators = gather(random_state())
+        wait_for_all()
+        snapshot = engine.snapshot()
+        ticket = Ticket()
+        self._under_way = ticket, snapshot, state.step
+
+        def work() -> None:
+            try:
+                self._write(snapshot, state, generators, first=first)
+            finally:
+                snapshot.close()
+
+        if snapshot.behind:
+            self._worker = self._worker or Workers(1, "save")
+            self._worker.put(ending(ticket, work))
+        else:
+            ending(ticket, work)()
+            self.settle()
+            wait_for_all()
+
+    def look(self) -> None:
+        """Take note of a save that has ended; raises what it met."""
+        if self._under_way and self._under_way[0].done:
+            self.settle()
+
+    def settle(self) -> None:
+        """Return when no save is under way; raises what the last one met."""
+        if self._under_way is None:
+            return
+        (ticket, _, step), self._under_way = self._under_way, None
+        ticket.wait()
+        self.saved = step
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """A save under way is finished where the run ends in order; where it is torn down, it is let go of."""
+        if self._under_way and kind is not None and not issubclass(kind, TrainerError):
+            self._under_way[1].close()
+            self._under_way = None
+        try:
+            self.settle()
+        except TrainerError as failed:
+            if error is None:
+                raise
+            self._say(f"and {failed}")  # the run ends with the error that came first
+        if self._worker:
+            self._worker.close()
+
+    # -- one of them --------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Remove what a killed save or prune has left, and look whether there is room."""
+        if _place_of(self._root.parent) != self._place:
             raise TrainerError(
-                f"{root}: a checkpoint takes {format_bytes(need_bytes)} and {format_bytes(free)} are free; "
+                f"{self._root.parent} is not the directory that this run began in: a drive that is no longer mounted? "
+                "Nothing was saved. Mount it, and the same command goes on from the newest checkpoint in it"
+            )
+        try:
+            self._root.mkdir(exist_ok=True)
+            for leftover in self._root.glob(".step-*"):
+                shutil.rmtree(leftover)
+            free = shutil.disk_usage(self._root).free
+        except OSError as error:
+            raise TrainerError(f"{self._root} cannot be written: {error.strerror}; nothing was saved") from error
+        if free < self._need:
+            raise TrainerError(
+                f"{self._root}: a checkpoint takes {format_bytes(self._need)} and {format_bytes(free)} are free; "
                 "older checkpoints are untouched. Free space there, or set --save-every 0"
             )
-        temporary.mkdir()
+
+    def _write(self, snapshot: Snapshot, state: TrainState, generators: list[str], *, first: bool) -> None:
+        """The whole of it: every rank calls, `first` writes."""
+        start = time.perf_counter()
+        final = self._root / f"step-{state.step:08d}"
+        temporary = self._root / f".{final.name}.tmp"
+        try:
+            if first:
+                temporary.mkdir()
+            files = snapshot.write(temporary)
+            if not first:
+                return
+            size = self._finish(temporary, files, state, generators)
+            _put_in_place(temporary, final)
+        except BaseException as error:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise TrainerError(
+                    f"{final} could not be written: {error.strerror or error}; older checkpoints are untouched. Free "
+                    "space there, and the same command goes on from the newest of them"
+                ) from error
+            raise
+        seconds = time.perf_counter() - start
+        behind = ", while training went on" if snapshot.behind else ""
+        rate = f"{size / seconds / 1e6:.0f} MB/s"
+        self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{behind}")
+        _prune(self._root, keep=self._keep)
+
+    def _finish(self, directory: Path, files: dict[str, Any], state: TrainState, generators: list[str]) -> int:
+        """What is not the engine's, then the manifest; returns the bytes of all files."""
+        write_text(directory / "state.json", json.dumps(asdict(state) | {"random": generators}, indent=1))
+        write_text(directory / "run.json", json.dumps(self.record.run, indent=1))
+        copy_tree(self.record.model, directory / "model")
+        for path in sorted(directory.rglob("*")):
+            name = path.relative_to(directory).as_posix()
+            if path.is_file() and name not in files:
+                data = path.read_bytes()
+                files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+        manifest = {
+            "format": FORMAT,
+            "offload_trainer": __version__,
+            "torch": torch.__version__,
+            "step": state.step,
+            "identity": dict(self.record.identity),
+            "layout": dict(self.record.layout),
+            "files": files,
+        }
+        write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
+        return sum(about["bytes"] for about in files.values())
+
+
+def _place_of(directory: Path) -> tuple[int, int] | None:
+    """What tells this directory from another of the same name."""
     try:
-        _write(engine, state, temporary, final, identity=identity)
-    except BaseException as error:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise TrainerError(
-                f"{final} could not be written: {error.strerror or error}; older checkpoints are untouched. Free space "
-                "there, and the same command goes on from the newest of them"
-            ) from error
-        raise
-    if first:
-        for old in complete_checkpoints(root)[:-keep]:
-            shutil.rmtree(old)
-    wait_for_all()
-    return final
-
-
-def _write(engine: Engine, state: TrainState, temporary: Path, final: Path, *, identity: dict[str, Any]) -> None:
-    """All files into `temporary`, the manifest last, then the name."""
-    states = gather(random_state())
-    wait_for_all()
-    files = engine.save(temporary)
-    if engine.rank != 0:
-        return
-    write_text(temporary / "state.json", json.dumps(asdict(state) | {"random": states}, indent=1))
-    for name in ("state.json", "engine.json"):
-        data = (temporary / name).read_bytes()
-        files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    manifest = {
-        "format": FORMAT,
-        "offload_trainer": __version__,
-        "torch": torch.__version__,
-        "step": state.step,
-        "identity": identity,
-        "files": files,
-    }
-    write_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
-    _put_in_place(temporary, final)
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
@@ -138,7 +261,35 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     sync_directory(final.parent)
 
 
+def _prune(root: Path, *, keep: int) -> None:
+    """Remove the oldest beyond `keep`, but none that is being read. A kill in between leaves no half of one."""
+    for old in complete_checkpoints(root)[:-keep]:
+        with open(old / MANIFEST) as manifest:
+            try:
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            hidden = old.with_name(f".{old.name}.pruned")
+            os.rename(old, hidden)
+            shutil.rmtree(hidden)
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Inside, a run that goes on does not prune this checkpoint. UserError if it just has."""
+    gone = UserError(f"{checkpoint}: removed meanwhile by its run, which has a newer one")
+    try:
+        manifest = open(checkpoint / MANIFEST)  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        raise gone from None
+    with manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        if not (checkpoint / MANIFEST).exists():
+            raise gone
+        yield
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -180,7 +331,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error})") from error
     for name, expected in files.items():
         path = checkpoint / name
-        if path.parent != checkpoint:
+        if not path.resolve().is_relative_to(checkpoint.resolve()):
             raise _damaged(checkpoint, f"the manifest names {name}, which lies outside")
         if not path.exists():
             raise _damaged(checkpoint, f"{name} is missing")
@@ -207,9 +358,22 @@ def _crc32(path: Path) -> int:
     return crc
 
 
-def check_resume(checkpoint: Path, identity: dict[str, Any]) -> None:
-    """UserError if the checkpoint is damaged, or belongs to another seed, data or shape. Writes nothing."""
-    _compare(read_manifest(checkpoint)["identity"], identity, checkpoint=checkpoint)
+def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
+    """Say which settings differ from those that the checkpoint was made with, one line each. Writes nothing.
+
+    UserError if it is damaged, belongs to another seed, data or shape, or holds other weights.
+    """
+    manifest = read_manifest(checkpoint)
+    _compare(manifest["identity"], dict(record.identity), checkpoint=checkpoint)
+    _compare(manifest["layout"], dict(record.layout), checkpoint=checkpoint)
+    before = json.loads((checkpoint / "run.json").read_text())["config"]
+    now = record.run["config"]
+    return [
+        f"{section}.{key} is {now[section].get(key)}; {checkpoint.name} was saved with {before[section].get(key)}"
+        for section, keys in _STEERING.items()
+        for key in keys
+        if now[section].get(key) != before[section].get(key)
+    ]
 
 
 def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
@@ -226,7 +390,7 @@ def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
 def _compare(saved: dict[str, Any], now: dict[str, Any], *, checkpoint: Path) -> None:
     differs = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
     if differs:
-        told = "\n".join(f"  {key}: it has {saved.get(key)}, this run {now.get(key)}" for key in differs)
+        told = "\n".join(f"  {key}: it has {saved.get(key)}, this run {now.get(key)}" for key in differs[:10])
         raise UserError(
             f"{checkpoint} belongs to another run:\n{told}\nUse its values, another --output, or --resume never"
         )

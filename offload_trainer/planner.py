@@ -6,14 +6,16 @@ A preset on a described machine needs no torch; everything else counts on transf
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.launch import ranks_of_environment
-from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.plan import Plan
@@ -27,10 +29,29 @@ def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, An
     from offload_trainer.model.source import resolve_model
 
     machine = with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output))
+    machine = _with_what_goes(machine)
     source = resolve_model(config.model, seed=config.train.seed)
     _, world = ranks_of_environment()
     settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
     return settled, plan, machine, source
+
+
+def _with_what_goes(machine: MachineProfile) -> MachineProfile:
+    """The machine with the bytes as free that this run's older checkpoints and the page files of dead runs take."""
+    from offload_trainer.tiers.durable import bytes_below
+    from offload_trainer.tiers.lease import dead_runs
+
+    goes = {machine.output.directory: bytes_below(Path(machine.output.directory) / "checkpoints")}
+    for drive in machine.drives:
+        dead = sum(map(bytes_below, dead_runs(Path(drive.directory))))
+        goes[drive.directory] = goes.get(drive.directory, 0) + dead
+    devices = {drive.directory: drive.device for drive in (machine.output, *machine.drives)}
+
+    def freed(drive: DriveFacts) -> DriveFacts:
+        shared = [d for d, device in devices.items() if d == drive.directory or device == drive.device is not None]
+        return replace(drive, free_bytes=drive.free_bytes + sum(goes[directory] for directory in shared))
+
+    return replace(machine, output=freed(machine.output), drives=tuple(map(freed, machine.drives)))
 
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from offload_trainer.checkpoint import check_resume, complete_checkpoints, find_resume
+from offload_trainer.checkpoint import Checkpoints, RunRecord, check_resume, complete_checkpoints, find_resume
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
 from offload_trainer.launch import ranks_of_environment
@@ -32,7 +33,7 @@ from offload_trainer.plan.plan import Plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
 from offload_trainer.settings import dump_config
-from offload_trainer.tiers.durable import write_text
+from offload_trainer.tiers.durable import bytes_below, write_text
 from offload_trainer.units import format_bytes, format_seconds
 
 _TELLING = 3  # steps after the warm ones, from which a run's seconds say something about the machine
@@ -84,6 +85,7 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
 
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -102,16 +104,23 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
     data = _prepare_data(config, source, plan, say=log.say)
     output = Path(config.save.output)
     resume = find_resume(config.save.resume, output=output)
+    record = _record(config, plan, source, data, output)
     if resume:
-        on_rank_zero(lambda: check_resume(resume, _identity(config, plan, source, data)))
+        on_rank_zero(lambda: _check(resume, record, log))
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(_run_directory(output, config, plan, machine, source, data, log))
-        job = _build_job(config, plan, machine, source, data, output, log, stack, resume=resume)
+        job = _build_job(config, plan, machine, source, data, output, log, stack, record=record, resume=resume)
         if instead is not None:
             instead(job)
             return
         _train(job, config, plan, machine, source, output, log, resume=resume)
+
+
+def _check(resume: Path, record: RunRecord, log: Log) -> None:
+    log.say(f"checking {resume}")
+    for line in check_resume(resume, record):
+        log.say(f"note: {line}")
 
 
 def prepare_run(config: TrainConfig) -> Path:
@@ -130,6 +139,7 @@ def _build_job(
     log: Log,
     stack: ExitStack,
     *,
+    record: RunRecord,
     resume: Path | None,
 ) -> Any:
     """Drives leased, the engine built; `stack` closes what was opened, also after a failure."""
@@ -142,6 +152,9 @@ def _build_job(
 
         drives = [Path(drive).expanduser() for drive in config.placement.nvme]
         leases = [stack.enter_context(DriveLease(drive)) for drive in drives] if log.loud else []
+        for lease in leases:
+            if lease.removed:
+                log.say(f"{lease.path.parent}: removed what {len(lease.removed)} run(s) left that died")
         swaps = share_from_zero([lease.path for lease in leases])
     start = time.perf_counter()
     engine = _build_engine(config, plan, source, swaps=swaps, load_weights=resume is None, output=output, log=log)
@@ -149,7 +162,16 @@ def _build_job(
     log.say(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
     )
-    job = _make_job(config, plan, machine, source, data, engine, output, log, done=_steps_done(resume), swaps=swaps)
+    checkpoints = Checkpoints(
+        output / "checkpoints",
+        record=record,
+        keep=config.save.keep,
+        need_bytes=checkpoint_bytes(config, source.shape),
+        say=log.say,
+    )
+    job = _make_job(
+        config, plan, machine, source, data, engine, output, log, checkpoints, done=_steps_done(resume), swaps=swaps
+    )
     if job.telemetry:
         stack.callback(job.telemetry.close)
     return job
@@ -344,6 +366,7 @@ def _make_job(
     engine: Any,
     output: Path,
     log: Log,
+    checkpoints: Checkpoints,
     *,
     done: int,
     swaps: list[Path],
@@ -385,27 +408,34 @@ def _make_job(
         else None,
         sample=sample if train.sample_every else None,
         say=log.say,
-        checkpoints=output / "checkpoints",
-        checkpoint_bytes=checkpoint_bytes(config, shape),
+        checkpoints=checkpoints,
+        cannot_save=saves_state(config, plan),
         save_every=max(1, train.steps // 10) if every == "auto" else every,
+        save_wish=output / "save",
         flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
         peak_flops=peak.value * plan.world if (peak := machine.rates.matmul.get(config.model.dtype)) else None,
-        identity=_identity(config, plan, source, data),
         swaps=swaps,
     )
 
 
-def _identity(config: TrainConfig, plan: Plan, source: Any, data: _Data) -> dict[str, Any]:
-    """What a checkpoint belongs to: with another value of any of these its run would not go on as it began."""
-    return {
-        "seed": config.train.seed,
-        "seq_len": plan.seq_len,
-        "shuffle": config.data.shuffle,
-        "tokens": len(data.tokens),
-        "training rows": len(data.split.train),
-        "tokenizer": data.tokens.tokenizer,
-        "parameters": source.shape.parameters,
-    }
+def _record(config: TrainConfig, plan: Plan, source: Any, data: _Data, output: Path) -> RunRecord:
+    """What checkpoints say beside the state. With another identity or layout a run would not go on as it began."""
+    return RunRecord(
+        identity={
+            "seed": config.train.seed,
+            "seq_len": plan.seq_len,
+            "shuffle": config.data.shuffle,
+            "tokens": len(data.tokens),
+            "training rows": len(data.split.train),
+            "tokenizer": data.tokens.tokenizer,
+            "parameters": source.shape.parameters,
+        },
+        layout={
+            weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights
+        },
+        run={"config": config.model_dump(mode="json"), "plan": plan.to_json(), "environment": _environment()},
+        model=output / "model",
+    )
 
 
 def _export_live(config: TrainConfig, source: Any, engine: Any, output: Path, log: Log) -> None:
@@ -439,8 +469,8 @@ def _report(
     measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
     measured["gpu"] = max(row.device_peak_bytes for row in rows)
     for drive, swap in zip(config.placement.nvme, swaps, strict=False):
-        measured[str(Path(drive).expanduser().resolve())] = _bytes_in(swap)
-    measured[str(output.expanduser().absolute())] = _bytes_in(output / "checkpoints")
+        measured[str(Path(drive).expanduser().resolve())] = bytes_below(swap)
+    measured[str(output.expanduser().absolute())] = bytes_below(output / "checkpoints")
     planned = plan.to_json()
     on_drives = [moved for moved in plan.traffic if moved.place != "device"]
     for way, bytes_of in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
@@ -467,8 +497,3 @@ def _report(
             keep_ratios(machine, {f"{plan.engine}.{phase}": ratio for phase, ratio in off.items()})
         except OSError as error:  # the run itself is whole
             log.say(f"note: these ratios could not be kept for later plans: {error}")
-
-
-def _bytes_in(directory: Path) -> int:
-    """Bytes that the files below take on the drive."""
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())

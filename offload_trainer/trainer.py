@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from offload_trainer.checkpoint import Checkpoints, TrainState, load_checkpoint
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
@@ -46,12 +46,12 @@ class Job:
     telemetry: Telemetry | None  # rank 0 only
     sample: Callable[[Engine], str] | None
     say: Callable[[str], None]
-    checkpoints: Path
-    checkpoint_bytes: int
-    save_every: int  # 0: never
+    checkpoints: Checkpoints
+    cannot_save: str | None  # why no exact checkpoint can be made here
+    save_every: int  # 0: only when asked
+    save_wish: Path  # a file that asks for a checkpoint by being there
     flops_per_step: float
     peak_flops: float | None  # what products reach on this machine, if it was timed
-    identity: dict[str, Any]
     swaps: list[Path]  # the run's private directories on drives
 
 
@@ -65,37 +65,53 @@ def train(job: Job, *, resume: Path | None = None) -> TrainState:
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
         state = load_checkpoint(job.engine, resume)
+        job.checkpoints.saved = state.step
         job.say(f"resumed from {resume}, step {state.step}")
-    saved = state.step
     batches = job.train_rows.train_batches(
         DataState(state.data_position),
         micro_batch=config.train.micro_batch,
         rank=job.engine.rank,
         world=job.engine.world,
     )
-    with _stop_signals(loud=job.telemetry is not None) as asked:
+    with _signals(loud=job.telemetry is not None) as asked, job.checkpoints:
         while state.step < config.train.steps:
             state = _step(job, state, batches)
-            if _due(state.step, config.train.eval_every) or state.step == config.train.steps:
+            last = state.step == config.train.steps
+            if _due(state.step, config.train.eval_every) or last:
                 _evaluate(job, state.step)
             if job.sample and _due(state.step, config.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
-            stop = max(gather(asked()))  # every rank stops at the same step
-            if _due(state.step, job.save_every) or stop or state.step == config.train.steps:
-                saved = _save(job, state)
+            stop, wished = _agree(job, asked)
+            if wished and job.cannot_save:
+                job.say(f"no checkpoint was made: {job.cannot_save}")
+            elif wished or (job.save_every and (_due(state.step, job.save_every) or stop or last)):
+                job.checkpoints.save(job.engine, state)
+            job.checkpoints.look()
             if stop:
-                raise Interrupted(_farewell(state, saved), signal_number=stop)
+                job.checkpoints.settle()
+                raise Interrupted(_farewell(state, job.checkpoints.saved), signal_number=stop)
     return state
+
+
+def _agree(job: Job, asked: Asked) -> tuple[int, bool]:
+    """The signal to stop for, or 0, and whether a checkpoint is wished for: on every rank after the same step."""
+    wished = asked.save
+    asked.save = False
+    if job.telemetry and job.save_wish.exists():
+        job.save_wish.unlink()
+        wished = True
+    answers = gather((asked.stop, wished))
+    return max(stop for stop, _ in answers), any(wish for _, wish in answers)
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _farewell(state: TrainState, saved: int) -> str:
+def _farewell(state: TrainState, saved: int | None) -> str:
     if saved == state.step:
         return f"stopped after step {state.step}, everything saved; the same command goes on from there"
-    return f"stopped after step {state.step}; this run makes no checkpoints, so the steps since {saved} are lost"
+    return f"stopped after step {state.step}; this run makes no checkpoints, so the steps since {saved or 0} are lost"
 
 
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
@@ -196,43 +212,37 @@ def _evaluate(job: Job, step: int) -> None:
     )
 
 
-def _save(job: Job, state: TrainState) -> int:
-    """Save, where this run saves; returns the step that is safe now."""
-    if job.save_every == 0:
-        return 0
-    start = time.perf_counter()
-    path = save_checkpoint(
-        job.engine,
-        state,
-        job.checkpoints,
-        identity=job.identity,
-        keep=job.config.save.keep,
-        need_bytes=job.checkpoint_bytes,
-    )
-    seconds = time.perf_counter() - start
-    job.say(f"saved {path} in {seconds:.1f} s, {job.checkpoint_bytes / seconds / 1e6:.0f} MB/s")
-    return state.step
+@dataclass
+class Asked:
+    """What signals have asked for since the loop began."""
+
+    stop: int = 0  # SIGINT or SIGTERM
+    save: bool = False  # SIGUSR1
 
 
 @contextmanager
-def _stop_signals(*, loud: bool) -> Iterator[Callable[[], int]]:
-    """SIGINT and SIGTERM wait for the end of the step; a second one ends the process as it would without us.
+def _signals(*, loud: bool) -> Iterator[Asked]:
+    """SIGINT, SIGTERM and SIGUSR1 wait for the end of the step; a second of the first two ends the process at once.
 
     The handler may interrupt a line that is being printed, and Python's files refuse to be entered twice: it writes to
     the descriptor.
     """
-    received: list[int] = []
+    asked = Asked()
 
-    def handle(number: int, _frame: object) -> None:
-        received.append(number)
+    def stop(number: int, _frame: object) -> None:
+        asked.stop = asked.stop or number
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
         if loud:
             name = signal.Signals(number).name
             os.write(2, f"{name}: finishing this step, then saving; once more ends at once, unsaved\n".encode())
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    def save(_number: int, _frame: object) -> None:
+        asked.save = True
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield lambda: received[0] if received else 0
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

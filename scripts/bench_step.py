@@ -61,7 +61,10 @@ def child(words: list[str]) -> None:
     from offload_trainer.trainer import timed_steps
 
     def serve(job: Any) -> None:
-        print(json.dumps({"build_peak": peak_rss_bytes(), "parameters": job.identity["parameters"]}), file=answers)
+        print(
+            json.dumps({"build_peak": peak_rss_bytes(), "parameters": job.checkpoints.record.identity["parameters"]}),
+            file=answers,
+        )
         steps = timed_steps(job, steps=sys.maxsize)
         for _ in sys.stdin:
             print(json.dumps(next(steps)), file=answers)

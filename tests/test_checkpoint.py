@@ -9,25 +9,37 @@ from typing import Any
 import pytest
 
 from offload_trainer import checkpoint
-from offload_trainer.checkpoint import TrainState, complete_checkpoints, read_manifest, save_checkpoint
+from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.errors import TrainerError
 from offload_trainer.tiers.durable import exchange
 
 
 class Small:
-    """An engine whose state is one file of a few bytes."""
+    """An engine whose state is one file of a few bytes, and its own snapshot."""
 
-    rank, world = 0, 1
+    rank, world, behind = 0, 1, False
 
-    def save(self, directory: Path) -> dict[str, Any]:
+    def snapshot(self) -> Small:
+        return self
+
+    def write(self, directory: Path) -> dict[str, Any]:
         for name in ("engine.json", "master.safetensors"):
             (directory / name).write_text("{}")
         return {"master.safetensors": {"bytes": 2, "crc32": checkpoint._crc32(directory / "master.safetensors")}}
 
+    def close(self) -> None:
+        pass
 
-def save(root: Path, step: int) -> Path:
-    state = TrainState(step=step, tokens=0, data_position=0)
-    return save_checkpoint(Small(), state, root, identity={}, keep=2, need_bytes=10)  # type: ignore[arg-type]
+
+def save(output: Path, step: int) -> Path:
+    """A checkpoint of the run in `output`."""
+    (output / "model").mkdir(exist_ok=True, parents=True)
+    (output / "model" / "config.json").write_text("{}")
+    record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")
+    root = output / "checkpoints"
+    with Checkpoints(root, record=record, keep=2, need_bytes=10, say=print) as checkpoints:
+        checkpoints.save(Small(), TrainState(step=step, tokens=0, data_position=0))  # type: ignore[arg-type]
+    return root / f"step-{step:08d}"
 
 
 @pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])
@@ -42,13 +54,13 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
     write = checkpoint.write_text
     monkeypatch.setattr(checkpoint, "write_text", full)
     if file.endswith("safetensors"):
-        monkeypatch.setattr(Small, "save", lambda self, directory: full(directory / file))
+        monkeypatch.setattr(Small, "write", lambda self, directory: full(directory / file))
     with pytest.raises(TrainerError, match=r"step-00000002 could not be written: No space left.*untouched"):
         save(tmp_path, 2)
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
     read_manifest(first)
     monkeypatch.undo()
-    assert save(tmp_path, 2) == complete_checkpoints(tmp_path)[-1]
+    assert save(tmp_path, 2) == complete_checkpoints(first.parent)[-1]
 
 
 @pytest.mark.parametrize("swaps", [True, False])
@@ -58,8 +70,9 @@ def test_the_same_step_twice_and_pruning(swaps: bool, tmp_path: Path, monkeypatc
         monkeypatch.setattr(checkpoint, "exchange", lambda one, other: False)
     for step in (1, 2, 3, 3):
         save(tmp_path, step)
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-    assert not list(tmp_path.glob(".*"))
+    root = tmp_path / "checkpoints"
+    assert [path.name for path in complete_checkpoints(root)] == ["step-00000002", "step-00000003"]
+    assert not list(root.glob(".*"))
 
 
 def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:

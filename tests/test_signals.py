@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from offload_trainer.trainer import _stop_signals
+from offload_trainer.trainer import _signals
 
 
 class _InUse:
@@ -25,11 +25,11 @@ def test_a_signal_while_a_line_is_printed(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
-    with _stop_signals(loud=True) as asked:
-        assert asked() == 0
+    with _signals(loud=True) as asked:
+        assert asked.stop == 0
         monkeypatch.setattr(sys, "stderr", _InUse())
         os.kill(os.getpid(), number)
-        assert asked() == number
+        assert asked.stop == number
     monkeypatch.undo()
     assert signal.getsignal(number) is before
     assert f"{number.name}: finishing this step" in capfd.readouterr().err

@@ -184,7 +184,7 @@ def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(home: s
     with engine(model, *HOMES[home], drives=drives(folder, 1)) as ours:
         first = train(ours, batches(8)[:4], before=skip_last_block(ours, unused))
         (folder / f"saved-{home}").mkdir()
-        ours.save(folder / f"saved-{home}")
+        ours.snapshot().write(folder / f"saved-{home}")
     with engine(model, *HOMES[home], drives=drives(folder, 1), load_weights=False) as ours:
         ours.load(folder / f"saved-{home}")
         second = train(ours, batches(8)[4:], before=skip_last_block(ours, {step - 4 for step in unused}))
@@ -252,7 +252,7 @@ def test_a_loss_scale_goes_on_in_fp16_only(folder: Path) -> None:
         place.mkdir()
         with engine(model, *(fp16 if before == "fp16" else ["--dtype", "bf16"])) as ours:
             train(ours, batches(3))
-            ours.save(place)
+            ours.snapshot().write(place)
         for after, words in (("bf16", ["--dtype", "bf16"]), ("fp16", fp16)):
             with engine(model, *words, load_weights=False) as ours:
                 ours.load(place)
@@ -322,7 +322,7 @@ def test_state_goes_on_elsewhere_bit_for_bit(before: str, after: list[str], fold
     place.mkdir()
     with engine(model, *PLACES[before], drives=drives(folder, 1)) as ours:
         first = train(ours, batches(10)[:5])
-        ours.save(place)
+        ours.snapshot().write(place)
         assert train(ours, batches(10)[5:]) == plain(model, 10)[0][5:]  # saving changed nothing
     extra = {} if "plain" in after else {"load_weights": False}
     with engine(model, *after, drives=drives(folder, 3), **extra) as other:
@@ -339,7 +339,7 @@ def test_stored_precision_resumes_exactly_and_homes_do_not_matter(states: str, f
     wished = [f"optim.states={states}"]
     with engine(model, *PLACES["share 0.25"], *wished, drives=drives(folder, 1)) as ours:
         steps = train(ours, batches(10)[:5])
-        ours.save(place)
+        ours.snapshot().write(place)
         steps += train(ours, batches(10)[5:])
         weights = masters(ours)
     with engine(model, *PLACES["share 1"], *wished, load_weights=False) as other:
@@ -360,7 +360,7 @@ def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Pat
                 train(ours, [batches(6)[step]], before=lambda _, step=step: before(step))
             place = folder / f"drift {states} {steps.stop}"
             place.mkdir()
-            ours.save(place)
+            ours.snapshot().write(place)
             read = [load_file(place / f"{field}.safetensors") for field in FIELDS[states]]
             stored.append([tensors[name] for tensors in read for name in tensors if ".h.4." in name])
     assert stored[0]

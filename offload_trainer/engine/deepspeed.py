@@ -23,7 +23,7 @@ from offload_trainer.data.rows import Batch
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
 from offload_trainer.engine.kernels import load_kernels
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.state import KINDS, EngineState, read_engine_state, read_tensors, state_files, write_state
+from offload_trainer.engine.state import KINDS, EngineState, StateNow, read_engine_state, read_tensors, state_files
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.auto import reentrant
@@ -144,7 +144,7 @@ class DeepSpeedEngine:
         for name in self._fixed:
             yield name, self._read_fixed(name).float()
 
-    def save(self, directory: Path) -> dict[str, Any]:
+    def snapshot(self) -> StateNow:
         scaler = self._optimizer.loss_scaler
         state = EngineState(
             optimizer_steps=self._optimizer_steps(),
@@ -158,7 +158,7 @@ class DeepSpeedEngine:
             fixed={name: (full_shape(self._parameters[name]), self._dtype) for name in self._fixed},
             read_fixed=self._read_fixed,
         )
-        return write_state(directory, state, files, writes=self.rank == 0)
+        return StateNow(state, files, writes=self.rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory)

@@ -19,10 +19,10 @@ from offload_trainer.engine.scaler import LossScale
 from offload_trainer.engine.state import (
     KINDS,
     EngineState,
+    StateNow,
     read_engine_state,
     read_tensors,
     state_files,
-    write_state,
 )
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
@@ -134,7 +134,7 @@ class PlainEngine:
             held: torch.Tensor = self._masters[name] if weight.requires_grad else weight
             yield name, held.detach().float().cpu()
 
-    def save(self, directory: Path) -> dict[str, Any]:
+    def snapshot(self) -> StateNow:
         steps = {name: self._steps_of(master) for name, master in self._masters.items()}
         most = max(steps.values(), default=0)
         state = EngineState(
@@ -146,7 +146,7 @@ class PlainEngine:
         fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
         files = state_files(shapes, self._read, fixed=fixed, read_fixed=lambda name: self._weights[name].detach())
-        return write_state(directory, state, files, writes=True)
+        return StateNow(state, files, writes=True)
 
     def _steps_of(self, master: torch.Tensor) -> int:
         state = self._adam.state.get(master)

@@ -27,6 +27,20 @@ class StepResult:
     skipped: bool
 
 
+class Snapshot(Protocol):
+    """An engine's state at one moment."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether another thread may write it while the engine trains on."""
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Write it into `directory`; returns what the manifest holds about the files. All ranks call it."""
+
+    def close(self) -> None:
+        """Nothing waits for it any more, whether it was written or not."""
+
+
 class Engine(Protocol):
     rank: int
     world: int
@@ -43,11 +57,11 @@ class Engine(Protocol):
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole fp32 master on the CPU), one at a time, tied ones once; all ranks iterate together."""
 
-    def save(self, directory: Path) -> dict[str, Any]:
-        """Write the state into `directory`; returns what the manifest holds about the files. All ranks call it."""
+    def snapshot(self) -> Snapshot:
+        """The state of now, to be written once. All ranks call it."""
 
     def load(self, directory: Path) -> None:
-        """Continue from a directory that `save` wrote, of this or another engine."""
+        """Continue from a directory that a snapshot wrote, of this or another engine."""
 
     def close(self) -> None:
         """Give back memory, files and processes."""

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from offload_trainer.errors import UserError
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.tiers.moments import decode_8bit
-from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
+from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -77,8 +76,8 @@ def _of(read: Callable[[str, str], torch.Tensor], kind: str) -> Callable[[str], 
     return lambda name: read(name, kind)
 
 
-def write_state(directory: Path, state: EngineState, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
-    """Write all files; returns {file name: {"bytes", "crc32"}} on the rank that `writes`.
+def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
+    """Write them; returns {file name: {"bytes", "crc32"}} on the rank that `writes`.
 
     Every rank asks for the tensors in the same order. Raises TrainerError where the disk refuses.
     """
@@ -92,9 +91,30 @@ def write_state(directory: Path, state: EngineState, files: Sequence[StateFile],
                 writer.write(entry.name, tensor)
         if writer is not None:
             written[path.name] = asdict(writer.close())
-    if writes:
-        write_text(directory / "engine.json", json.dumps(asdict(state), indent=1))
     return written
+
+
+def write_engine_state(directory: Path, state: EngineState) -> None:
+    write_text(directory / "engine.json", json.dumps(asdict(state), indent=1))
+
+
+@dataclass(frozen=True)
+class StateNow:
+    """The snapshot of an engine whose state must be written before it trains on."""
+
+    state: EngineState
+    files: Sequence[StateFile]
+    writes: bool  # this rank
+    behind: bool = False
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        written = write_files(directory, self.files, writes=self.writes)
+        if self.writes:
+            write_engine_state(directory, self.state)
+        return written
+
+    def close(self) -> None:
+        pass
 
 
 def read_engine_state(directory: Path) -> EngineState:
@@ -106,14 +126,14 @@ def read_stored(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor as it was stored) of one file, one at a time. UserError if names or shapes are not the model's."""
     path = directory / f"{name}.safetensors"
-    with safe_open(path, framework="pt", device="cpu") as file:
-        held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+    with TensorFileReader(path) as file:
+        held = {name: entry.shape for name, entry in file.entries.items()}
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
         if wrong:
             told = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
             raise UserError(f"{path}: {len(wrong)} weights do not fit this model: {told}")
         for name in shapes:
-            yield name, file.get_tensor(name)
+            yield name, file.read(name)
 
 
 def read_tensors(
@@ -123,8 +143,8 @@ def read_tensors(
     scales = directory / f"{kind}_scales.safetensors"
     for name, tensor in read_stored(directory, kind, shapes=shapes):
         if tensor.dtype is torch.uint8:
-            with safe_open(scales, framework="pt", device="cpu") as file:
+            with TensorFileReader(scales) as file:
                 wide = torch.empty(tensor.numel())
-                decode_8bit(tensor.flatten(), file.get_tensor(name), wide, signed=kind == "exp_avg")
+                decode_8bit(tensor.flatten(), file.read(name), wide, signed=kind == "exp_avg")
                 tensor = wide.view(tensor.shape)
         yield name, tensor if kind == "fixed" else tensor.float()

@@ -21,27 +21,12 @@ from offload_trainer.data.rows import Batch
 from offload_trainer.engine.kernels import load_async_io, load_cpu_adam
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.scaler import LossScale
-from offload_trainer.engine.state import (
-    EngineState,
-    StateFile,
-    fixed_file,
-    read_engine_state,
-    read_stored,
-    read_tensors,
-    write_state,
-)
+from offload_trainer.engine.state import EngineState
+from offload_trainer.engine.tiered_state import TieredSnapshot, TieredState
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
 from offload_trainer.plan.auto import reentrant
-from offload_trainer.plan.layout import (
-    BLOCK_8BIT,
-    FIELDS,
-    Place,
-    Unit,
-    aligned,
-    page_bytes,
-    units_of,
-)
+from offload_trainer.plan.layout import Unit, page_bytes, units_of
 from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, gradients_apart, homes_in
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
@@ -49,10 +34,9 @@ from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import Adam, choose_kernel
 from offload_trainer.tiers.memory import return_now, return_what_is_freed
-from offload_trainer.tiers.moments import Noise, encode_8bit, zero_code
-from offload_trainer.tiers.store import PageStore, field_dtype, size_of_home
+from offload_trainer.tiers.moments import Noise
+from offload_trainer.tiers.store import PageStore, size_of_home
 from offload_trainer.tiers.stream import Stream
-from offload_trainer.tiers.tensorfile import TensorEntry
 from offload_trainer.tiers.transfer import (
     AioTransfers,
     CheckedTransfers,
@@ -86,9 +70,6 @@ class TieredEngine:
         self._config = config
         self._dtype = DTYPES[config.model.dtype]
         self._units = units_of(source.shape)
-        self._places: dict[str, tuple[Unit, Place]] = {
-            place.weight.name: (unit, place) for unit in self._units for place in unit.places
-        }
         self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
         self._fixed = [weight.name for weight in source.shape.weights if not weight.trainable]
         self._steps = dict.fromkeys(self._trained, 0)
@@ -102,6 +83,8 @@ class TieredEngine:
         self._transfers = _transfers(config, sizes)
         self._open.callback(self._transfers.close)
         self._make_homes(placement, sizes, drives, order=self._trained)
+        self._state = TieredState(self._units, self._store, self._weights)
+        self._places = self._state.places
         adam = Adam(betas=config.optim.betas, eps=config.optim.eps)
         kernel, why = choose_kernel(config.optim.kernel, adam, load_op=load_cpu_adam)
         say(why)
@@ -217,8 +200,7 @@ class TieredEngine:
             self._weights.put(unit.index, place.start, rounded)
             if place.weight.trainable:
                 self._store.put("master", unit.index, place.start, place.weight.numel, rounded.float())
-        self._weights.put_away()
-        self._store.put_away()
+        self._state.put_away()
 
     def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
         first_of_blocks = next((n for n in self._trained if self._places[n][0].block), None)
@@ -317,12 +299,12 @@ class TieredEngine:
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._trained:
-            yield name, self._stored("master", name)
+            yield name, self._state.master(name)
         for name in self._fixed:
-            yield name, self._read_fixed(name).float()
-        self._put_away()
+            yield name, self._state.fixed(name).float()
+        self._state.put_away()
 
-    def save(self, directory: Path) -> dict[str, Any]:
+    def snapshot(self) -> TieredSnapshot:
         most = max(self._steps.values())
         state = EngineState(
             optimizer_steps=most,
@@ -331,86 +313,15 @@ class TieredEngine:
             states=self._store.states,
             weight_steps={name: count for name, count in self._steps.items() if count != most},
         )
-        files = [
-            StateFile(
-                field,
-                [self._entry(field, name) for name in self._trained],
-                lambda name, field=field: self._stored(field, name),  # type: ignore[misc]
-            )
-            for field in FIELDS[self._store.states]
-        ]
-        shapes = {name: (self._places[name][1].weight.shape, self._dtype) for name in self._fixed}
-        written = write_state(directory, state, files + fixed_file(shapes, self._read_fixed), writes=True)
-        self._put_away()
-        return written
-
-    def _entry(self, field: str, name: str) -> TensorEntry:
-        weight = self._places[name][1].weight
-        per = FIELDS[self._store.states][field][1]
-        shape = weight.shape if per == 1 else (-(-weight.numel // per),)
-        return TensorEntry(name, field_dtype(field, states=self._store.states), shape)
-
-    def _stored(self, field: str, name: str) -> torch.Tensor:
-        unit, place = self._places[name]
-        values = self._store.get(field, unit.index, place.start, place.weight.numel)
-        return values.view(self._entry(field, name).shape)
-
-    def _read_fixed(self, name: str) -> torch.Tensor:
-        unit, place = self._places[name]
-        return self._weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
+        return TieredSnapshot(self._state, state, self._updater.snapshot())
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        state = read_engine_state(directory)
+        state = self._state.load(directory)
         self._scale.go_on(state.loss_scale, state.good_steps)
         self._steps = {name: state.steps_of(name) for name in self._trained}
-        shapes = {name: self._places[name][1].weight.shape for name in self._trained}
-        for name, tensor in read_tensors(directory, "master", shapes=shapes):
-            self._put("master", name, tensor)
-            unit, place = self._places[name]
-            self._weights.put(unit.index, place.start, tensor.reshape(-1))
-        for field in list(FIELDS[self._store.states])[1:]:
-            if state.states == self._store.states:
-                shapes = {name: self._entry(field, name).shape for name in self._trained}
-                for name, tensor in read_stored(directory, field, shapes=shapes):
-                    self._put(field, name, tensor)
-            elif not field.endswith("_scales"):
-                for name, tensor in read_tensors(directory, field, shapes=shapes):
-                    self._put_converted(field, name, tensor)
-        fixed = {name: self._places[name][1].weight.shape for name in self._fixed}
-        if fixed:
-            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
-                unit, place = self._places[name]
-                self._weights.put(unit.index, place.start, tensor.reshape(-1))
-        self._put_away()
         if self._stream:
             self._stream.forget()
-
-    def _put(self, field: str, name: str, values: torch.Tensor) -> None:
-        unit, place = self._places[name]
-        flat, count = values.reshape(-1), place.weight.numel
-        if flat.dtype is torch.uint8:
-            # What follows the weight shares its last scale and must stay zero, which is not code 0.
-            rest = aligned(count, BLOCK_8BIT) - count
-            flat = torch.nn.functional.pad(flat, (0, rest), value=zero_code(signed=field == "exp_avg"))
-            count += rest
-        self._store.put(field, unit.index, place.start, count, flat)
-
-    def _put_converted(self, kind: str, name: str, values: torch.Tensor) -> None:
-        """A moment that was stored in another precision."""
-        if self._store.states != "8bit":
-            self._put(kind, name, values.to(field_dtype(kind, states=self._store.states)))
-            return
-        flat = values.reshape(-1)
-        codes = torch.empty(flat.numel(), dtype=torch.uint8)
-        scales = torch.empty(self._entry(f"{kind}_scales", name).shape)
-        encode_8bit(flat, codes, scales, signed=kind == "exp_avg")
-        self._put(kind, name, codes)
-        self._put(f"{kind}_scales", name, scales)
-
-    def _put_away(self) -> None:
-        self._store.put_away()
-        self._weights.put_away()
 
     def close(self) -> None:
         self._open.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from pathlib import Path
 
 
@@ -16,6 +17,23 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def copy_tree(source: Path, destination: Path) -> None:
+    """Copy the files below `source` into the new directory `destination`, which is on the disk when this returns.
+
+    Modes are the user's umask's; what a link points to is copied.
+    """
+    destination.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            copy_tree(path, destination / path.name)
+            continue
+        with open(path, "rb") as given, open(destination / path.name, "wb") as file:
+            shutil.copyfileobj(given, file)
+            file.flush()
+            os.fsync(file.fileno())
+    sync_directory(destination)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -34,3 +52,14 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def bytes_below(directory: Path) -> int:
+    """Bytes that the files below a directory take on their drive; files that go meanwhile do not count."""
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            pass
+    return total

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +27,12 @@ class DriveLease:
         try:
             root.mkdir(exist_ok=True)
             with _locked(root / ".lock"):
-                self.removed = _remove_dead(root)
-                self.path = Path(tempfile.mkdtemp(prefix="run-", dir=root))
-                self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                self.removed = dead_runs(drive)
+                for folder in self.removed:
+                    shutil.rmtree(folder, ignore_errors=True)
+                self.path = root / f"run-{secrets.token_hex(4)}"
+                self.path.mkdir()
+                self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
@@ -59,22 +62,21 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_dead(root: Path) -> list[Path]:
-    """Remove directories whose run is gone: nobody holds their lock. Call with the root's lock held."""
-    removed = []
-    for folder in sorted(root.glob("run-*")):
-        try:
-            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            descriptor = -1  # its run died between the directory and the lock
-        try:
-            if descriptor >= 0:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-        except BlockingIOError:
-            pass
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-    return removed
+def dead_runs(drive: Path) -> list[Path]:
+    """Private directories under `drive` whose run is gone: the next lease there removes them."""
+    return [folder for folder in sorted((drive / "offload-trainer").glob("run-*")) if not is_alive(folder)]
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the run that a private directory belongs to lives: it holds the lock."""
+    try:
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # its run died between the directory and the lock
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

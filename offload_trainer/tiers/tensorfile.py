@@ -1,8 +1,9 @@
-"""Safetensors files written one tensor at a time, so that a file may be larger than memory.
+"""Safetensors files read and written a stretch at a time, so that a file may be larger than memory.
 
 The format is eight bytes of length, a JSON header with every tensor's dtype, shape and place, then the bytes
 (https://huggingface.co/docs/safetensors). Sizes are known beforehand, so the header is written first. Any
-safetensors library reads the result; `safetensors.safe_open` reads one tensor at a time.
+safetensors library reads the result. What is valid is that library's decision; the bytes are read with pread, since the
+pages of its mapping count as the process's own memory until the file is closed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import json
 import math
 import os
 import zlib
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import TrainerError, UserError
 
 _DTYPES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -27,19 +32,25 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+_PASSING = 64 << 20  # bytes after which what was written is on the disk and leaves the page cache
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a file will hold under one name."""
+    """What a file holds under one name."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -67,40 +78,132 @@ class TensorFileWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begins aligned
         self.path = path
-        self._left = list(reversed(entries))
+        self._entries = deque(entries)
+        self._given = 0  # elements of the first of them
         self._crc = 0
-        self._written = 0
+        self._written = self._passed = 0
         try:
-            self._file = open(path, "wb")  # noqa: SIM115 - closed by `close`
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise TrainerError(f"{path}: cannot be written: {error.strerror}") from error
         self._put(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor: any device and layout; its dtype and shape must be the entry's."""
-        entry = self._left.pop()
-        assert entry == TensorEntry(name, tensor.dtype, tuple(tensor.shape)), f"{entry} expected, {name} given"
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        if flat.numel():
-            self._put(flat.view(torch.uint8).numpy().data)
+        """Write the next tensor whole, from any device and layout."""
+        self.append(name, tensor.detach().to("cpu").contiguous().reshape(-1))
+
+    def append(self, name: str, stretch: torch.Tensor) -> None:
+        """Write the next elements of a tensor: 1-D, contiguous, on the CPU, in the entry's dtype."""
+        while self._entries[0].name != name:
+            self._end_tensor()
+        self._given += stretch.numel()
+        entry = self._entries[0]
+        assert entry.dtype == stretch.dtype, f"{entry} expected, {stretch.dtype} given"
+        assert self._given <= entry.numel, f"{self._given} elements given for {entry}"
+        if stretch.numel():
+            self._put(stretch.view(torch.uint8).numpy().data)
+
+    def _end_tensor(self) -> None:
+        entry = self._entries.popleft()
+        assert self._given == entry.numel, f"{self._given} elements given for {entry}"
+        self._given = 0
 
     def _put(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
         try:
-            self._file.write(data)
+            while view:
+                done = self._file.write(view)
+                self._crc = zlib.crc32(view[:done], self._crc)
+                self._written += done
+                view = view[done:]
+            if self._written - self._passed >= _PASSING:
+                self._pass()
         except OSError as error:
+            self._file.close()
             raise TrainerError(
                 f"{self.path}: {error.strerror} after {self._written} bytes; free space on that disk and run again"
             ) from error
-        self._written += len(data)
-        self._crc = zlib.crc32(data, self._crc)
+
+    def _pass(self) -> None:
+        """Bring it to the disk and out of the page cache, where it would push out what is needed again."""
+        os.fdatasync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), self._passed, self._written - self._passed, os.POSIX_FADV_DONTNEED)
+        self._passed = self._written
 
     def close(self) -> WrittenFile:
         """Finish: every entry must have been written. The bytes are on the disk when this returns."""
-        assert not self._left, f"{len(self._left)} tensors were not written, {self._left[-1].name} first"
+        while self._entries:
+            self._end_tensor()
         try:
-            self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
         except OSError as error:
             raise TrainerError(f"{self.path}: {error.strerror} after {self._written} bytes") from error
         return WrittenFile(self._written, self._crc)
+
+
+class TensorFileReader:
+    """The tensors of one file, whole or in part. As a context manager it closes the file.
+
+    Raises UserError for a file that is not there, not whole, or not safetensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="pt"):
+                pass  # sizes, places and names fit each other and the file
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+        length = int.from_bytes(self._file.read(8), "little")
+        header = json.loads(self._file.read(length))
+        header.pop("__metadata__", None)
+        unknown = {name: about["dtype"] for name, about in header.items() if about["dtype"] not in _NAMES}
+        if unknown:
+            name, dtype = next(iter(unknown.items()))
+            raise UserError(
+                f"{path}: {len(unknown)} tensors are in {dtype} (the first: {name}), which is not read here"
+            )
+        self.entries = {
+            name: TensorEntry(name, _NAMES[about["dtype"]], tuple(about["shape"])) for name, about in header.items()
+        }
+        self._starts = {name: 8 + length + about["data_offsets"][0] for name, about in header.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, in its dtype and shape, in memory of its own."""
+        entry = self.entries[name]
+        return self.read_part(name, 0, entry.numel).view(entry.shape)
+
+    def read_part(self, name: str, start: int, count: int) -> torch.Tensor:
+        """`count` elements from `start` on, counted through the whole tensor: 1-D, in its dtype."""
+        entry = self.entries[name]
+        assert 0 <= start <= start + count <= entry.numel, (entry, start, count)
+        out = torch.empty(count, dtype=entry.dtype)
+        if count:
+            self._fill(out.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize)
+        return out
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        size = len(view)
+        done = 0
+        while done < size:
+            try:
+                moved = os.preadv(self._file.fileno(), [view[done:]], offset + done)
+            except OSError as error:
+                raise TrainerError(f"{self.path}: {size} bytes at {offset} cannot be read: {error.strerror}") from error
+            if moved == 0:
+                raise TrainerError(f"{self.path}: {size} bytes at {offset} cannot be read: it was cut short")
+            done += moved
+        os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TensorFileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

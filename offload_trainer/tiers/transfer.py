@@ -92,6 +92,10 @@ class Ticket:
         self._lock = threading.Lock()
         self._after: list[Callable[[BaseException | None], None]] = []
 
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
     def wait(self) -> None:
         self._done.wait()
         if self._error is not None:

@@ -24,6 +24,7 @@ from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import Kernel
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.moments import Noise, moments_for
+from offload_trainer.tiers.snapshot import PageSnapshot
 from offload_trainer.tiers.store import PageStore
 from offload_trainer.tiers.transfer import Ticket
 from offload_trainer.tiers.weights import Weights
@@ -83,6 +84,12 @@ class Updater:
         self._early: list[_Job] | None = None  # pages read before their gradients were known
         self._leaving: list[Ticket] = []
         self._lock = threading.Lock()
+        self._snapshot: PageSnapshot | None = None
+
+    def snapshot(self) -> PageSnapshot:
+        """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
+        self._snapshot = PageSnapshot(self._store)
+        return self._snapshot
 
     def _stays(self, number: int) -> bool:
         """Whether a page and all that its update touches are in host memory."""
@@ -198,6 +205,8 @@ class Updater:
         noise: Noise | None,
     ) -> None:
         """The arithmetic of one page, on whichever of its parts are in a slot and whichever are at home."""
+        if self._snapshot is not None:
+            self._snapshot.wait_for(number)
         page = self._store.pages[number]
         stretch = slice(page.start, page.start + page.elements)
         inside = self._store.in_memory(number)

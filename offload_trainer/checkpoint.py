@@ -36,7 +36,7 @@ from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.engine.ranks import gather, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers.durable import copy_tree, exchange, sync_directory, write_text
+from offload_trainer.tiers.durable import copy_tree, put_in_place, write_text
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -199,7 +199,7 @@ class Checkpoints:
             if not first:
                 return
             size = self._finish(temporary, files, state, generators)
-            _put_in_place(temporary, final)
+            put_in_place(temporary, final)
         except BaseException as error:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -245,20 +245,6 @@ def _place_of(directory: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _put_in_place(temporary: Path, final: Path) -> None:
-    """Give it its name, also over a checkpoint of the same step: at no moment is there none."""
-    if not final.exists():
-        os.rename(temporary, final)
-    elif exchange(temporary, final):
-        shutil.rmtree(temporary)
-    else:
-        replaced = final.with_name(f".{final.name}.replaced")
-        os.rename(final, replaced)
-        os.rename(temporary, final)
-        shutil.rmtree(replaced)
-    sync_directory(final.parent)
 
 
 def _prune(root: Path, *, keep: int) -> None:
@@ -317,8 +303,8 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest, its files checked against it: existence, size and CRC-32.
+def read_manifest(checkpoint: Path, *, moments: bool = True) -> dict[str, Any]:
+    """The manifest, its files checked against it: existence, size and CRC-32, those of moments if they matter.
 
     Raises UserError with the file and the number that does not match, and the checkpoint before it, if any.
     """
@@ -330,6 +316,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error})") from error
     for name, expected in files.items():
+        if not moments and name.startswith("exp_avg"):
+            continue
         path = checkpoint / name
         if not path.resolve().is_relative_to(checkpoint.resolve()):
             raise _damaged(checkpoint, f"the manifest names {name}, which lies outside")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -18,6 +19,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.profile import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import FLAGS, describe_key, dump_config, load_config
+from offload_trainer.units import format_bytes, parse_bytes
 
 _USAGE = """\
 offload-train [CONFIG.yaml] [flags] [section.key=value ...]     train
@@ -27,6 +29,7 @@ offload-train tune    [the same] [--write FILE.yaml]            short real runs 
 offload-train doctor  [the same] [--json]                       check all that a run needs, each failure with its fix
 offload-train prepare [the same]                                tokenise the data into the cache
 offload-train export  SOURCE DEST [--dtype fp16|bf16|fp32]      run or checkpoint -> Hugging Face directory
+                      [--max-shard-size 5GB] [--check] [--mixed]
 
 Trains every parameter of a causal language model, its optimizer state in RAM or on a drive.
 `offload-train --nvme DIR` alone trains a small model on the text that ships with the package.
@@ -88,6 +91,7 @@ def _take(words: list[str], *names: str) -> set[str]:
 
 
 def _train(words: list[str]) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks for a checkpoint; until there is a state, for nothing
     given = list(words)
     switches = _take(words, "--dry-run", "--print-config")
     config = load_config(words)
@@ -242,27 +246,35 @@ def _prepare(words: list[str]) -> None:
 
 
 def _export(words: list[str]) -> None:
-    dtype = "fp16"
-    places = []
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.partition("=")
-        if name == "--dtype" and (equals or queue):
-            dtype = value if equals else queue.pop(0)
-        elif word.startswith("-"):
-            raise UserError(f"export: {word}: there is no such flag, or it lacks its value; known: --dtype")
-        else:
-            places.append(word)
-    if len(places) != 2 or dtype not in ("fp16", "bf16", "fp32"):
+    switches = _take(words, "--check", "--mixed")
+    dtype = _value(words, "--dtype") or "fp16"
+    largest = _value(words, "--max-shard-size")
+    if unknown := [word for word in words if word.startswith("-")]:
+        raise UserError(f"export: {unknown[0]}: there is no such flag; known: {', '.join(_EXPORT_FLAGS)}")
+    if len(words) != 2 or dtype not in ("fp16", "bf16", "fp32"):
         raise UserError(
-            f"export needs SOURCE and DEST, and --dtype fp16, bf16 or fp32; got {' '.join(words) or 'nothing'}"
+            f"export needs SOURCE and DEST, and --dtype fp16, bf16 or fp32; got {' '.join(words) or 'nothing'}, {dtype}"
         )
+    shard_bytes = None if largest is None else parse_bytes(largest)
+    if shard_bytes == 0:
+        raise UserError(f"--max-shard-size {largest}: a number with a unit, such as 500MB or 5GB")
+    os.environ["HF_HUB_OFFLINE"] = "1"
     _quiet()
-    from offload_trainer.export import export_run
+    from offload_trainer.export import SHARD_BYTES, export
 
-    source = export_run(Path(places[0]), Path(places[1]), dtype=dtype)
-    print(f"exported {source} in {dtype} to {places[1]}")
+    done = export(
+        Path(words[0]),
+        Path(words[1]),
+        dtype=dtype,
+        shard_bytes=shard_bytes or SHARD_BYTES,
+        check="--check" in switches,
+        mixed="--mixed" in switches,
+    )
+    compared = f"; read back: every header, {done.compared} tensors equal" if "--check" in switches else ""
+    print(f"exported {done.source} in {dtype} to {words[1]}: {format_bytes(done.bytes)}{compared}")
+
+
+_EXPORT_FLAGS = ("--dtype", "--max-shard-size", "--check", "--mixed")
 
 
 def _quiet() -> None:

@@ -1,96 +1,201 @@
-"""Weights out: a stream of (name, tensor) becomes a directory that transformers, vLLM and llama.cpp read.
+"""Weights out: a checkpoint, a dead run's page files or a live engine become a directory that others load.
 
-One tensor is in memory at a time. The directory is written under a temporary name and renamed when it is whole.
+    Source ──weights in the model's names──> saving_groups ──as on the hub──> 16 or 32 bits ──> shards, card, check
+
+transformers, vLLM and llama.cpp's converter read the result. One tensor is in memory at a time (a group of them, where
+transformers holds fused what lies apart on the hub). The directory is written under a hidden name and renamed when it
+is whole.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from offload_trainer.checkpoint import find_checkpoint, read_manifest
-from offload_trainer.errors import UserError
-from offload_trainer.tiers.durable import sync_directory, write_text
-from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
+from offload_trainer.card import checkpoint_card, model_card
+from offload_trainer.checkpoint import find_checkpoint, read_manifest, reading
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model.conversions import Group, saved_groups
+from offload_trainer.tiers.account import DESCRIPTION, read_store
+from offload_trainer.tiers.durable import copy_tree, put_in_place, sync_directory, write_text
+from offload_trainer.tiers.lease import is_alive
+from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 from offload_trainer.units import format_bytes
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_KINDS = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}  # as safetensors calls them
+_SAMPLE = 32  # tensors that --check compares
+
+NamedTensor = tuple[str, torch.Tensor]
 
 
-def export_run(source: Path, destination: Path, *, dtype: str) -> Path:
-    """Export a run directory's newest checkpoint, or a checkpoint, to `destination`; returns the checkpoint.
+@dataclass(frozen=True)
+class Source:
+    """Where weights come from: whole fp32 masters (and fixed weights) by the model's own names."""
 
-    Raises UserError if there is no checkpoint, it is damaged, `destination` holds something, or a value overflows.
+    shapes: Mapping[str, tuple[int, ...]]  # in the order of `weights`
+    weights: Callable[[], Iterator[NamedTensor]]
+    read: Callable[[str], torch.Tensor]  # any of them, once more
+    model: Path  # directory with config.json and the tokenizer
+    told: str  # what it is, in words
+    card: Callable[[str], str]  # the model card for a dtype
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did."""
+
+    source: str
+    bytes: int
+    compared: int  # tensors read back and found equal to the source
+
+
+def export(
+    source: Path, destination: Path, *, dtype: str, shard_bytes: int = SHARD_BYTES, check: bool, mixed: bool = False
+) -> Exported:
+    """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
+
+    `dtype`: fp16, bf16 or fp32. `check` reads all headers and a sample of tensors back. `mixed` allows page files that
+    a run left in the middle of an update. Raises UserError for a source that is not whole, a destination that holds
+    something, too little space, or values that do not fit fp16; TrainerError where the disk refuses.
     """
-    checkpoint = find_checkpoint(source)
-    read_manifest(checkpoint)
-    model = checkpoint.parent.parent / "model"
-    if not (model / "config.json").exists():
-        raise UserError(f"{checkpoint}: its run directory has no model/config.json, so the shape is not known")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for kind in _weight_files(checkpoint):
-        with safe_open(kind, framework="pt", device="cpu") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    write_model(_stored(checkpoint), destination, shapes=shapes, model=model, dtype=dtype)
-    return checkpoint
+    with _opened(source, mixed=mixed) as found:
+        groups = saved_groups(list(found.shapes), found.model)
+        written = write_model(
+            found.weights(),
+            destination,
+            shapes=found.shapes,
+            groups=groups,
+            model=found.model,
+            dtype=dtype,
+            card=found.card(dtype),
+            shard_bytes=shard_bytes,
+        )
+        compared = check_export(destination, found, groups=groups, dtype=dtype) if check else 0
+        return Exported(found.told, written, compared)
 
 
-def _weight_files(checkpoint: Path) -> list[Path]:
-    return [path for name in ("master", "fixed") if (path := checkpoint / f"{name}.safetensors").exists()]
+# -- sources ---------------------------------------------------------------------------------------------------------
 
 
-def _stored(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in _weight_files(checkpoint):
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
+@contextmanager
+def _opened(path: Path, *, mixed: bool) -> Iterator[Source]:
+    """The weights at `path`; while inside, their run prunes nothing of them."""
+    if (path / DESCRIPTION).exists():
+        yield _page_files(path, mixed=mixed)
+        return
+    checkpoint = find_checkpoint(path)
+    with reading(checkpoint), ExitStack() as stack:
+        read_manifest(checkpoint, moments=False)
+        files = [
+            stack.enter_context(TensorFileReader(held))
+            for name in ("master", "fixed")
+            if (held := checkpoint / f"{name}.safetensors").exists()
+        ]
+        places = {name: file for file in files for name in file.entries}
+        yield Source(
+            shapes={name: file.entries[name].shape for name, file in places.items()},
+            weights=lambda: ((name, file.read(name)) for name, file in places.items()),
+            read=lambda name: places[name].read(name),
+            model=checkpoint / "model",
+            told=str(checkpoint),
+            card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
+        )
+
+
+def _page_files(directory: Path, *, mixed: bool) -> Source:
+    if is_alive(directory):
+        raise UserError(
+            f"{directory}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
+            "SIGUSR1, and export that"
+        )
+    stored = read_store(directory)
+    if stored.updating and not mixed:
+        raise UserError(
+            f"{directory}: its run died within an update: each weight is of step {stored.step} or of step "
+            f"{stored.step + 1}. Export the run's newest checkpoint, or add --mixed to take them as they are"
+        )
+    told = f"{directory}, after update {stored.step}" + (", partly the next" if stored.updating else "")
+    return Source(
+        shapes=stored.shapes,
+        weights=stored.weights,
+        read=stored.read,
+        model=stored.model,
+        told=told,
+        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=told, run={}, step=stored.step),
+    )
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_model(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[NamedTensor],
     destination: Path,
     *,
     shapes: Mapping[str, tuple[int, ...]],
+    groups: Sequence[Group],
     model: Path,
     dtype: str,
+    card: str,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
-    writes: bool = True,
-) -> None:
-    """Write `weights` (whole tensors; the names of `shapes`, in any order, tied ones once) in `dtype`.
+) -> int:
+    """Write `weights` (whole; the names of `shapes`, in any order, tied ones once) in `dtype`; returns the bytes.
 
-    `model` holds config.json, the tokenizer and what else goes along. With `writes` False the stream is only
-    drained, for ranks that take part in producing it. Raises UserError for a destination that is not empty (unless
-    `replace`), too little space, or values that do not fit fp16, naming each weight and its largest value.
+    `model` holds config.json, the tokenizer and what else goes along. Raises UserError for a destination that is not
+    empty (unless `replace`), too little space, or values that do not fit fp16, naming each weight and its largest
+    value, and TrainerError where the disk refuses; nothing is left of it then.
     """
-    if not writes:
-        for _ in weights:
-            pass
-        return
     target = DTYPES[dtype]
-    entries = {name: TensorEntry(name, target, shape) for name, shape in shapes.items()}
-    total = sum(entry.bytes for entry in entries.values())
+    groups = _by_completion(groups, list(shapes))
+    made = {name: shape for group in groups for name, shape in group.shapes(shapes).items()}
+    entries = [TensorEntry(name, target, shape) for name, shape in made.items()]
+    total = sum(entry.bytes for entry in entries)
     _check_destination(destination, total, replace=replace)
     temporary = destination.with_name(f".{destination.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(model, temporary)
-    _set_dtype(temporary / "config.json", target)
     try:
-        _write_shards(weights, temporary, entries=entries, target=target, shard_bytes=shard_bytes, total=total)
+        copy_tree(model, temporary)
+        _set_dtype(temporary / "config.json", target)
+        write_text(temporary / "README.md", card)
+        _write_shards(_converted(weights, groups), temporary, entries=entries, shard_bytes=shard_bytes)
+        sync_directory(temporary)
+        put_in_place(temporary, destination)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise TrainerError(
+            f"{destination}: {error.strerror or error}; nothing is left there. The export takes {format_bytes(total)}"
+        ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if destination.exists():
-        shutil.rmtree(destination)
-    os.rename(temporary, destination)
-    sync_directory(destination.parent)
+    return total
+
+
+def _by_completion(groups: Sequence[Group], order: Sequence[str]) -> list[Group]:
+    """The groups in the order in which their last source comes."""
+    place = {name: number for number, name in enumerate(order)}
+    return sorted(groups, key=lambda group: max(place[name] for name in group.sources))
+
+
+def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:
+    """What the groups make of the stream; a tensor that comes before its group's turn is held."""
+    held: dict[str, torch.Tensor] = {}
+    stream = iter(weights)
+    for group in groups:
+        while not all(name in held for name in group.sources):
+            name, tensor = next(stream)
+            held[name] = tensor
+        yield from group.convert(held.pop).items()
 
 
 def _check_destination(destination: Path, total: int, *, replace: bool) -> None:
@@ -109,48 +214,37 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    write_text(path, json.dumps(config, indent=2) + "\n")
 
 
 def _write_shards(
-    weights: Iterable[tuple[str, torch.Tensor]],
-    directory: Path,
-    *,
-    entries: dict[str, TensorEntry],
-    target: torch.dtype,
-    shard_bytes: int,
-    total: int,
+    weights: Iterator[NamedTensor], directory: Path, *, entries: Sequence[TensorEntry], shard_bytes: int
 ) -> None:
-    stream = iter(weights)
-    order = _shards(list(entries.values()), shard_bytes)
-    held: dict[str, torch.Tensor] = {}  # tensors that came before their turn; empty where the stream keeps the order
+    shards = _shards(entries, shard_bytes)
     overflowing: list[str] = []
     places: dict[str, str] = {}
-    for number, shard in enumerate(order, 1):
-        name = "model.safetensors" if len(order) == 1 else f"model-{number:05d}-of-{len(order):05d}.safetensors"
-        writer = TensorFileWriter(directory / name, shard)
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        writer = TensorFileWriter(directory / file, shard)
         for entry in shard:
-            while entry.name not in held:
-                given, tensor = next(stream)
-                held[given] = tensor
-            tensor = held.pop(entry.name)
-            cast = tensor.to(target)
-            if target is torch.float16 and not torch.isfinite(cast).all():
-                overflowing.append(f"{entry.name} (largest {tensor.abs().max().item():.4g})")
-            writer.write(entry.name, cast)
-            places[entry.name] = name
+            name, tensor = next(weights)
+            cast = tensor.to(entry.dtype)
+            if entry.dtype is torch.float16 and not torch.isfinite(cast).all():
+                overflowing.append(f"{name} (largest {tensor.abs().max().item():.4g})")
+            writer.write(name, cast)
+            places[name] = file
         writer.close()
     if overflowing:
         raise UserError(
-            f"{len(overflowing)} weights hold values beyond fp16's 65504: {', '.join(overflowing[:10])}; "
+            f"{len(overflowing)} weights hold values beyond fp16's 65504: {', '.join(overflowing)}; "
             "export with --dtype bf16"
         )
-    if len(order) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(entry.bytes for entry in entries)}, "weight_map": places}
         write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
 
 
-def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+def _shards(entries: Sequence[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     shards: list[list[TensorEntry]] = [[]]
     held = 0
     for entry in entries:
@@ -160,3 +254,41 @@ def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
         shards[-1].append(entry)
         held += entry.bytes
     return shards
+
+
+# -- reading back ----------------------------------------------------------------------------------------------------
+
+
+def check_export(destination: Path, source: Source, *, groups: Sequence[Group], dtype: str) -> int:
+    """Compare an export with its source, through safetensors' own reader; returns the number of tensors compared.
+
+    Every name, dtype and shape, and the bytes of a sample: the first, the last and others evenly between. Raises
+    TrainerError naming what differs.
+    """
+    files = sorted(destination.glob("*.safetensors"))
+    held: dict[str, Path] = {}
+    wrong: list[str] = []
+    expected = {name: shape for group in groups for name, shape in group.shapes(source.shapes).items()}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                held[name] = path
+                shape, kind = tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()
+                if (kind, shape) != (_KINDS[dtype], expected.get(name)):
+                    wrong.append(f"{name} is {kind} {shape}, and should be {dtype} {expected.get(name)}")
+    wrong += [f"{name} is missing" for name in expected if name not in held]
+    index = destination / "model.safetensors.index.json"
+    if index.exists():
+        told = json.loads(index.read_text())["weight_map"]
+        wrong += [f"the index puts {name} in {told.get(name)}" for name in held if told.get(name) != held[name].name]
+    step = max(1, len(groups) // _SAMPLE)
+    compared = 0
+    for group in {id(group): group for group in [*groups[::step], groups[-1]]}.values():
+        for name, tensor in group.convert(source.read).items():
+            with safe_open(held[name], framework="pt") as file:
+                if not torch.equal(file.get_tensor(name), tensor.to(DTYPES[dtype])):
+                    wrong.append(f"{name} holds other values")
+            compared += 1
+    if wrong:
+        raise TrainerError(f"{destination} does not hold what was exported: {'; '.join(wrong)}")
+    return compared

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import platform
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,7 +84,6 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
 
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -197,7 +195,7 @@ def _train(
     except Interrupted as stopped:
         interrupted = stopped
     if job.save_every == 0:
-        _export_live(config, source, job.engine, output, log)
+        _export_live(source, job, output, log)
     if log.loud:
         _report(config, plan, machine, output, job.swaps, log)
     if interrupted:
@@ -325,7 +323,7 @@ def _build_engine(
     if isinstance(plan.sizes, TierSizes):
         from offload_trainer.engine.tiered import TieredEngine
 
-        return TieredEngine(
+        engine = TieredEngine(
             source,
             config,
             placement=plan.placement,
@@ -334,6 +332,8 @@ def _build_engine(
             load_weights=load_weights,
             say=log.say,
         )
+        engine.keep_account(swaps, model=output / "model")
+        return engine
     assert plan.sizes is not None
     from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
     from offload_trainer.engine.ds_config import deepspeed_config
@@ -433,24 +433,37 @@ def _record(config: TrainConfig, plan: Plan, source: Any, data: _Data, output: P
         layout={
             weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights
         },
-        run={"config": config.model_dump(mode="json"), "plan": plan.to_json(), "environment": _environment()},
+        run={
+            "config": config.model_dump(mode="json"),
+            "random": source.random,
+            "plan": plan.to_json(),
+            "environment": _environment(),
+        },
         model=output / "model",
     )
 
 
-def _export_live(config: TrainConfig, source: Any, engine: Any, output: Path, log: Log) -> None:
+def _export_live(source: Any, job: Any, output: Path, log: Log) -> None:
     """Weights of a run that makes no checkpoints, straight from the engine. All ranks take part."""
+    from offload_trainer.card import model_card
     from offload_trainer.export import write_model
+    from offload_trainer.model.conversions import saved_groups
 
-    weights = sorted(source.shape.weights, key=lambda weight: not weight.trainable)
+    weights = job.engine.named_master_parameters()
+    if not log.loud:
+        for _ in weights:
+            pass
+        return
+    order = sorted(source.shape.weights, key=lambda weight: not weight.trainable)
     write_model(
-        engine.named_master_parameters(),
+        weights,
         output / "export",
-        shapes={weight.name: weight.shape for weight in weights},
+        shapes={weight.name: weight.shape for weight in order},
+        groups=saved_groups([weight.name for weight in order], output / "model"),
         model=output / "model",
         dtype="fp32",
+        card=model_card(output, dtype="fp32", source="the run's end", run=job.checkpoints.record.run),
         replace=True,
-        writes=log.loud,
     )
     log.say(f"weights exported in fp32 to {output / 'export'}")
 

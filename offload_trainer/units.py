@@ -3,6 +3,8 @@
 Sizes are decimal throughout (1 GB = 10**9 bytes), as drives and bandwidths are sold.
 """
 
+import re
+
 _STEPS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -17,6 +19,16 @@ def _scaled(number: float, suffix: str) -> str:
 def format_bytes(number: float) -> str:
     """``format_bytes(12_345_678) == '12.3 MB'``."""
     return _scaled(number, "B")
+
+
+def parse_bytes(text: str) -> int:
+    """``parse_bytes('500MB') == 500_000_000``; decimal, or binary with an i (MiB). 0 for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if not found:
+        return 0
+    number, letter, binary = found.groups()
+    power = " kmgtp".index(letter.lower() or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def format_count(number: float) -> str:

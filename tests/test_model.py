@@ -178,9 +178,8 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     held["extra.weight"] = torch.zeros(2)
     del held["model.layers.1.self_attn.k_proj.weight"]
     save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
     with pytest.raises(UserError) as caught:
-        list(source.weights())
+        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
     text = str(caught.value)
     assert "missing: model.layers.1.self_attn.k_proj.weight" in text
     assert "unexpected: extra.weight" in text

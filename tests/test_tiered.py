@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 import offload_trainer.plan.layout as layout
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.engine.tiered_state import TieredSnapshot
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.layout import FIELDS
 from offload_trainer.tiers.stream import Stream
@@ -304,6 +307,39 @@ def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("place", ["share 1", "share 0.5", "all on the drive"])
+def test_a_snapshot_is_of_its_moment_while_training_goes_on(
+    place: str, states: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_directory(folder / "gpt2-True", "gpt2")
+    append = TieredSnapshot._append
+    monkeypatch.setattr(TieredSnapshot, "_append", lambda *args: (append(*args), time.sleep(0.03)))
+    words = [*PLACES[place], f"optim.states={states}", "tiered.page_size=8192"]
+    with engine(model, *words, drives=drives(folder, 1)) as ours:
+        train(ours, batches(8)[:4])
+        (tmp_path / "at once").mkdir()
+        ours.snapshot().write(tmp_path / "at once")
+        (tmp_path / "behind").mkdir()
+        snapshot = ours.snapshot()
+        writing = threading.Thread(target=snapshot.write, args=[tmp_path / "behind"])
+        writing.start()
+        train(ours, batches(8)[4:6])
+        writing.join()
+    for path in (tmp_path / "at once").iterdir():
+        assert (tmp_path / "behind" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_snapshot_that_is_let_go_of_stops_and_holds_nothing_up(folder: Path, tmp_path: Path) -> None:
+    model = model_directory(folder / "gpt2-True", "gpt2")
+    with engine(model, *PLACES["share 0.5"], drives=drives(folder, 1)) as ours:
+        snapshot = ours.snapshot()
+        snapshot.close()
+        assert train(ours, batches(4)) == plain(model, 4)[0]
+        with pytest.raises(TrainerError, match="let go of before it was written"):
+            snapshot.write(tmp_path)
 
 
 @pytest.mark.parametrize(

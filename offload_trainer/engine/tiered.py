@@ -30,6 +30,7 @@ from offload_trainer.plan.layout import Unit, page_bytes, units_of
 from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, gradients_apart, homes_in
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.tiers.account import StoreAccount
 from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import Adam, choose_kernel
@@ -75,6 +76,7 @@ class TieredEngine:
         self._steps = dict.fromkeys(self._trained, 0)
         self._scale = LossScale.of(config)
         self._last_batch = True
+        self._account: StoreAccount | None = None
         self._open = ExitStack()
         return_what_is_freed()
         self._device = device or _device(self._units, placement, itemsize=self._dtype.itemsize)
@@ -248,6 +250,7 @@ class TieredEngine:
         if finite:
             limit = self._config.optim.clip
             clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+            self._note(updating=True)
             for name in arrived:
                 self._steps[name] += 1
             if self._stream:
@@ -258,9 +261,14 @@ class TieredEngine:
                 lr=lr,
                 noise=self._noise(),
             )
+            self._note(updating=False)
         self._gradients.clear()
         self._scale.after_step(finite=finite)
         return norm if finite else None
+
+    def _note(self, *, updating: bool) -> None:
+        if self._account:
+            self._account.note(max(self._steps.values()), updating=updating)
 
     def _stretches(self, unit: Unit, arrived: frozenset[str]) -> list[Stretch]:
         """The unit's trainable elements that got a gradient, as long as they are updated alike."""
@@ -294,6 +302,13 @@ class TieredEngine:
         self._module.eval()
         with self._passing(backward=False):
             return self._module.next_logits(tokens.to(self._device.place)).float().cpu()
+
+    def keep_account(self, drives: Sequence[Path], *, model: Path) -> None:
+        """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
+        self._account = StoreAccount(
+            drives, units=self._units, pages=self._store.pages, states=self._store.states, model=model
+        )
+        self._open.callback(self._account.close)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -1,26 +1,26 @@
-"""Pretrained weights: safetensors on disk -> (name, tensor), one tensor at a time.
+"""Pretrained weights: safetensors on disk -> (name, tensor), one tensor (or group of merged ones) at a time.
 
-A file's keys may lack or carry the body's prefix (`h.0...` for `transformer.h.0...`); tied weights may be there
-twice. Checkpoints that transformers itself converts on loading (experts saved one by one, ...) go through its own
-loader, whole in host memory. Everything that does not fit is named at once before anything is read.
+A file's keys may lack or carry the body's prefix (`h.0...` for `transformer.h.0...`), go by older names, or hold apart
+what the model fuses: `conversions` knows. Tied weights may be there twice, or under either name. Everything that does
+not fit is named at once, before anything is read.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
+from offload_trainer.model.conversions import Group, loading_groups
 from offload_trainer.model.initial import NamedTensor, tied_names
-
-logger = logging.getLogger(__name__)
+from offload_trainer.tiers.tensorfile import TensorFileReader
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -41,77 +41,71 @@ def checkpoint_files(directory: Path) -> list[Path]:
     )
 
 
+@dataclass(frozen=True)
+class _Match:
+    """How files and parameters go together."""
+
+    places: dict[str, Path]  # the file of each key
+    groups: list[Group]
+    names: dict[str, str]  # what a group gives -> the parameter that takes it; what is not there is not wanted
+
+
 def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[NamedTensor]:
     """Yield (name, tensor in the file's dtype, on the CPU) for every parameter of `model`, tied ones once.
 
     `model` may be without memory (meta). Raises UserError naming every missing, unexpected and misshapen key.
     """
-    places, problems = _match(checkpoint_files(directory), model)
-    if problems:
-        yield from _converted(directory, model, problems)
-        return
-    for path, keys in places.items():
-        with safe_open(path, framework="pt", device="cpu") as shard:
-            for key, name in keys:
-                yield name, shard.get_tensor(key)
+    match = match_weights(directory, model)
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(TensorFileReader(path)) for path in set(match.places.values())}
+        for group in match.groups:
+            made = group.convert(lambda key: files[match.places[key]].read(key))
+            for given, tensor in made.items():
+                if given in match.names:
+                    yield match.names[given], tensor
 
 
-def _converted(directory: Path, model: PreTrainedModel, problems: list[str]) -> Iterator[NamedTensor]:
-    """transformers' own loader, for layouts that it renames or fuses; `problems` if it cannot either."""
-    logger.warning(
-        "%s: keys differ from the model's, so transformers converts them with all weights in host memory",
-        directory,
-    )
-    loaded, info = type(model).from_pretrained(
-        directory, output_loading_info=True, ignore_mismatched_sizes=True, dtype="auto"
-    )
-    if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-        raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(problems))
-    for name, parameter in loaded.named_parameters():
-        yield name, parameter.detach()
-
-
-Places = dict[Path, list[tuple[str, str]]]
-
-
-def _match(files: list[Path], model: PreTrainedModel) -> tuple[Places, list[str]]:
-    """Pairs of (key in the file, parameter's name) for each file, and what does not fit."""
+def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
+    """Read the files' headers and find out what goes where; UserError naming all that does not fit."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, Path] = {}
+    for path in checkpoint_files(directory):
+        with TensorFileReader(path) as file:
+            shapes |= {key: entry.shape for key, entry in file.entries.items()}
+            places |= dict.fromkeys(file.entries, path)
+    groups, unexpected = loading_groups(list(shapes), model)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    made = [group.shapes(shapes) for group in groups]
+    given = {name: shape for each in made for name, shape in each.items()}
+    names = {name: name for name in given if name in expected}
+    names |= {
+        other: name
+        for other, name in model.all_tied_weights_keys.items()
+        if other in given and name in expected and name not in given
+    }
+    misshapen = [
+        f"{name} is {given[other]}, the model wants {expected[name]}"
+        for other, name in names.items()
+        if given[other] != expected[name]
+    ]
+    problems = {
+        "missing": [name for name in expected if name not in names.values()],
+        "unexpected": [key for key in unexpected if not _passed_over(key, model)],
+        "misshapen": misshapen,
+    }
+    told = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
+    if told:
+        raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(told))
+    wanted = [group for group, each in zip(groups, made, strict=True) if not names.keys().isdisjoint(each)]
+    return _Match(places, wanted, names)
+
+
+def _passed_over(key: str, model: PreTrainedModel) -> bool:
+    """Whether transformers reads over this key too: a buffer, another name of a tied weight, what versions left."""
     silent = tied_names(model) | {name for name, _ in model.named_buffers()}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    prefix = f"{model.base_model_prefix}."
-    places: Places = {}
-    found: set[str] = set()
-    unexpected: list[str] = []
-    misshapen: list[str] = []
-    for path in files:
-        with safe_open(path, framework="pt", device="cpu") as shard:
-            for key in shard.keys():  # noqa: SIM118 - not a dict
-                name = next((name for name in (key, prefix + key, key.removeprefix(prefix)) if name in expected), None)
-                if name is None or name in found:
-                    spellings = (key, prefix + key)
-                    if not any(s in silent for s in spellings) and not any(
-                        pattern.search(s) for pattern in ignored for s in spellings
-                    ):
-                        unexpected.append(key)
-                    continue
-                found.add(name)
-                shape = tuple(shard.get_slice(key).get_shape())
-                if shape != expected[name]:
-                    misshapen.append(f"{key} is {shape}, the model wants {expected[name]}")
-                places.setdefault(path, []).append((key, name))
-    missing = [name for name in expected if name not in found]
-    problems = [
-        f"{title}: {_some(names)}"
-        for title, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-        if names
-    ]
-    return places, problems
-
-
-def _some(names: list[str], limit: int = 20) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    spellings = (key, f"{model.base_model_prefix}.{key}")
+    return any(s in silent or any(pattern.search(s) for pattern in ignored) for s in spellings)
 
 
 def as_parameter(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

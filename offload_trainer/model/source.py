@@ -28,7 +28,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.model.pretrained import checkpoint_files, pretrained_weights
+from offload_trainer.model.pretrained import match_weights, pretrained_weights
 from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
 
@@ -123,9 +123,6 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
     if section.overrides and not random:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
     _override(config, section.overrides)
-    if not random:
-        assert directory is not None
-        checkpoint_files(directory)
     try:
         config._attn_implementation = section.attention
         model = meta_model(config, trust_remote_code=section.trust_remote_code)
@@ -133,6 +130,9 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
         raise UserError(
             f"--model {section.name}: {' '.join(str(error).split())[:300]} (model.attention=eager?)"
         ) from error
+    if not random:
+        assert directory is not None
+        match_weights(directory, model)
     return ModelSource(
         config=config,
         shape=_shape(model, freeze=section.freeze),

@@ -36,6 +36,20 @@ def copy_tree(source: Path, destination: Path) -> None:
     sync_directory(destination)
 
 
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Give it its name, also over another directory of that name: at no moment is there none."""
+    if not final.exists():
+        os.rename(temporary, final)
+    elif exchange(temporary, final):
+        shutil.rmtree(temporary)
+    else:
+        replaced = final.with_name(f".{final.name}.replaced")
+        os.rename(final, replaced)
+        os.rename(temporary, final)
+        shutil.rmtree(replaced)
+    sync_directory(final.parent)
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Swap two names at once; False, and nothing done, where the filesystem cannot (renameat2(2), RENAME_EXCHANGE)."""
     library = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,83 @@
+"""README.md of exported weights: what was trained, on what, how far, with the numbers that the run recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload_trainer.telemetry.report import read_evaluations, read_metrics
+from offload_trainer.units import format_count, format_seconds
+
+_HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- offload-trainer
+---
+"""
+
+
+def model_card(run_directory: Path, *, dtype: str, source: str, run: Mapping[str, Any], step: int | None = None) -> str:
+    """The text. `run` is a checkpoint's run.json (may be empty); metrics come from `run_directory`, up to `step`.
+
+    A number that was not recorded is left out, never filled in.
+    """
+    config: Mapping[str, Any] = run.get("config", {})
+    told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
+    if config:
+        model, optim = config["model"], config["optim"]
+        start = "random weights" if run["random"] else "its weights"
+        told += [
+            ("Model", f"{model['name']}, from {start}" + _changes(model["overrides"])),
+            ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['states']}"),
+            ("Text", ", ".join(Path(path).name for path in config["data"]["path"])),
+            (
+                "Optimizer",
+                f"AdamW, peak rate {optim['lr']:g}, betas {tuple(optim['betas'])}, weight decay "
+                f"{optim['weight_decay']:g}, clipping {optim['clip']:g}, schedule {optim['schedule']}",
+            ),
+            ("Seed", config["train"]["seed"]),
+        ]
+    rows = [row for row in read_metrics(run_directory / "metrics.jsonl") if step is None or row.step <= step]
+    if rows:
+        last = rows[-1]
+        told += [
+            ("Steps", f"{last.step}" + (f" of {config['train']['steps']}" if config else "")),
+            ("Tokens", f"{last.tokens} ({format_count(last.tokens)})"),
+            ("Loss of the last step", f"{last.loss:.4f}" if last.loss is not None else None),
+            ("Time in steps", format_seconds(sum(row.seconds for row in rows))),
+        ]
+    elif step is not None:
+        told.append(("Steps", step))
+    seen = [e for e in read_evaluations(run_directory / "evaluations.jsonl") if step is None or e.step <= step]
+    if seen and seen[-1].validation_loss is not None:
+        bits = seen[-1].bits_per_byte
+        told.append(
+            (
+                f"Validation loss after step {seen[-1].step}",
+                f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else ""),
+            )
+        )
+    packages = run.get("environment", {}).get("packages", {})
+    if packages:
+        told.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
+    lines = [f"| {name} | {value} |" for name, value in told if value is not None]
+    return f"{_HEAD}\n# {_title(config)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
+
+
+def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
+    """The card of a checkpoint, with the metrics of its run directory where it still lies in one."""
+    run = json.loads((checkpoint / "run.json").read_text())
+    step = int(json.loads((checkpoint / "state.json").read_text())["step"])
+    return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    return Path(config["model"]["name"]).name if config else "Trained weights"
+
+
+def _changes(overrides: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{key}={value}' for key, value in overrides.items())})" if overrides else ""

@@ -1,0 +1,131 @@
+"""A checkpoint's keys and layouts against the model's own parameters, by transformers' rules, a group at a time.
+
+    keys of files       ──loading_groups──>  Group ...  ──convert──>  parameters as the model names them
+    model's parameters  ──saving_groups───>  Group ...  ──convert──>  tensors as they lie on the hub
+
+For each architecture transformers has rules that rename, merge or split (experts are saved one by one and fused in the
+model). It applies them to a whole model; here each of its groups is converted by itself, and tried without memory
+first, so that names and shapes are known before a byte is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from offload_trainer.errors import UserError
+from offload_trainer.model.initial import meta_model
+
+Shapes = Mapping[str, tuple[int, ...]]
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are converted together: usually one to one."""
+
+    sources: tuple[str, ...]
+    convert: Callable[[Read], dict[str, torch.Tensor]]  # asks for each of the sources once
+
+    def shapes(self, sources: Shapes) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what comes out."""
+        try:
+            made = self.convert(lambda name: torch.empty(sources[name], device="meta"))
+        except Exception as error:  # of transformers' operations, which check little
+            told = ", ".join(f"{name} {sources[name]}" for name in self.sources)
+            raise UserError(f"these weights cannot be merged as the model wants them: {told} ({error})") from error
+        return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+
+def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Group], list[str]]:
+    """Groups that make parameters of `model` (maybe without memory) of these keys, and the keys that fit nothing."""
+    renamings, converters = _kinds(get_model_conversion_mapping(model))
+    wanted = dict(model.state_dict())
+    members: dict[str, list[tuple[str, str | None]]] = {}
+    unexpected = []
+    for key in sorted(keys, key=dot_natural_key):
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted:  # a rule may have renamed what is right, or only the body's prefix is missing
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted or (pattern is None and name in members):
+            unexpected.append(key)
+        else:
+            members.setdefault(name, []).append((key, pattern))
+    groups = [_group(name, found, converters, model, rename=lambda name: name) for name, found in members.items()]
+    return groups, unexpected
+
+
+def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
+    """Groups that make of the model's parameters what `save_pretrained` would write."""
+    # Prefixes are kept: whether the weights came with one is not known, and both are read.
+    rules = [
+        rule for rule in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(rule, PrefixChange)
+    ]
+    renamings, converters = _kinds([rule.reverse_transform() for rule in rules[::-1]])
+    members: dict[str, list[tuple[str, str | None]]] = {}
+    for name in names:
+        first, pattern = apply_converters(name, converters)
+        members.setdefault(first, []).append((name, pattern))
+
+    def rename(name: str) -> str:
+        return apply_renamings(name, renamings)
+
+    return [_group(first, found, converters, model, rename=rename) for first, found in members.items()]
+
+
+def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
+    """`saving_groups` for the model that a directory's config.json describes."""
+    config = AutoConfig.from_pretrained(directory)
+    if getattr(config, "auto_map", None):  # code of its own, which transformers has no rules for and nothing runs here
+        return [Group((name,), _as_it_is(name)) for name in names]
+    return saving_groups(names, meta_model(config))
+
+
+def _as_it_is(name: str) -> Callable[[Read], dict[str, torch.Tensor]]:
+    return lambda read: {name: read(name)}
+
+
+def _kinds(rules: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    return [r for r in rules if isinstance(r, WeightRenaming)], [r for r in rules if isinstance(r, WeightConverter)]
+
+
+def _group(
+    first: str,
+    members: Sequence[tuple[str, str | None]],
+    converters: Sequence[WeightConverter],
+    model: PreTrainedModel,
+    *,
+    rename: Callable[[str], str],
+) -> Group:
+    """`members` are (source, the converter's pattern for it or None); `first` is the first name that comes out."""
+    sources = tuple(source for source, _ in members)
+    patterns = [pattern for _, pattern in members if pattern is not None]
+    if not patterns:
+        return Group(sources, lambda read: {rename(first): read(sources[0])})
+    converter = next(c for c in reversed(converters) if patterns[0] in c.source_patterns)
+
+    def convert(read: Read) -> dict[str, torch.Tensor]:
+        rule = copy.deepcopy(converter)  # it collects what it converts
+        for source, pattern in members:
+            rule.add_tensor(first, source, pattern, read(source))
+        made = rule.convert(first, model=model, config=model.config)
+        return {rename(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    return Group(sources, convert)

@@ -168,7 +168,7 @@ class Checkpoints:
     # -- one of them --------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Remove what a killed save or prune has left, and look whether there is room."""
+        """Look whether the directory is still the same, and has room."""
         if _place_of(self._root.parent) != self._place:
             raise TrainerError(
                 f"{self._root.parent} is not the directory that this run began in: a drive that is no longer mounted? "
@@ -176,8 +176,7 @@ class Checkpoints:
             )
         try:
             self._root.mkdir(exist_ok=True)
-            for leftover in self._root.glob(".step-*"):
-                shutil.rmtree(leftover)
+            remove_leftovers(self._root)
             free = shutil.disk_usage(self._root).free
         except OSError as error:
             raise TrainerError(f"{self._root} cannot be written: {error.strerror}; nothing was saved") from error
@@ -236,6 +235,12 @@ class Checkpoints:
         }
         write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
         return sum(about["bytes"] for about in files.values())
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what a killed save or prune has left. Only for the run that holds the directory."""
+    for leftover in root.glob(".step-*"):
+        shutil.rmtree(leftover)
 
 
 def _place_of(directory: Path) -> tuple[int, int] | None:

@@ -21,7 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from offload_trainer.checkpoint import Checkpoints, RunRecord, check_resume, complete_checkpoints, find_resume
+from offload_trainer.checkpoint import (
+    Checkpoints,
+    RunRecord,
+    check_resume,
+    complete_checkpoints,
+    find_resume,
+    remove_leftovers,
+)
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
 from offload_trainer.launch import ranks_of_environment
@@ -270,6 +277,7 @@ def _run_directory(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{output}: another run is writing there; name another --output") from None
+        remove_leftovers(output / "checkpoints")
         write_text(output / "config.yaml", dump_config(config))
         write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
         write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))

@@ -12,7 +12,7 @@ FLOORS = {
     "schedule": 1, "plan": 1,
     "tiers": 2,
     "machine.probe": 3, "machine.bench": 3, "machine.cache": 3, "model": 3, "data": 3, "engine": 3, "telemetry": 3,
-    "checkpoint": 4, "export": 4, "card": 4,
+    "checkpoint": 4, "export": 4, "card": 4, "gguf": 4,
     "trainer": 5,
     "cli": 6, "run": 6, "planner": 6, "doctor": 6, "tune": 6, "launch": 6, "__main__": 6,
 }  # fmt: skip
@@ -20,7 +20,12 @@ FLOORS = {
 NEIGHBOURS = {("engine", "model"), ("engine", "data"), ("engine", "telemetry")}
 # model/presets and model/source count shapes; nothing else on a floor looks sideways.
 # In tiers/ only the loader of its Adam kernel.
-ROOMS = {"deepspeed": {"engine", "tiers"}, "transformers": {"model", "data"}, "bitsandbytes": {"engine"}}
+ROOMS = {
+    "deepspeed": {"engine", "tiers"},
+    "transformers": {"model", "data"},
+    "bitsandbytes": {"engine"},
+    "gguf": {"gguf"},
+}
 LIBRARY_FREE = ("plan", "schedule", "config", "settings", "errors", "units", "places", "machine.profile")
 
 

@@ -1,0 +1,535 @@
+"""Weights out: a stream of (name, tensor) becomes one GGUF file, which llama.cpp and what is built on it read.
+
+    config.json ─┐
+    tokenizer   ─┼─ refused? ─ metadata, then every tensor's name, shape and type, then the tensors one after another
+    shapes      ─┘
+
+A GGUF file holds no code: llama.cpp computes what it knows by the architecture's name, and splits text by the
+tokenizer's. What it would do differently from transformers is therefore refused before a byte is written.
+
+Keys, names and layouts are facts of https://github.com/ggml-org/llama.cpp (convert_hf_to_gguf.py and conversion/;
+src/llama-vocab.cpp for tokenizers), the file is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.tiers.durable import sync_directory
+from offload_trainer.units import format_bytes
+
+if TYPE_CHECKING:  # an extra, so it is imported where it is used
+    import gguf
+    import numpy as np
+
+Config = dict[str, Any]
+DTYPES = ("f32", "f16", "q8_0")
+ELSEWHERE = "export a directory instead and try llama.cpp's own convert_hf_to_gguf.py on it"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp knows one of transformers' models, and the only values it has for what it takes as given."""
+
+    model_class: str
+    name: str
+    given: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+
+_GATED: dict[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
+_EXPERTS_IN_EVERY_BLOCK: dict[str, tuple[object, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+ARCHITECTURES = {
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        "gpt2",
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "add_cross_attention": (False,),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", _GATED),
+    "mistral": Architecture("MistralForCausalLM", "llama", _GATED),
+    "mixtral": Architecture("MixtralForCausalLM", "llama", _GATED),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _GATED),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _GATED | {"attention_bias": (False,)}),
+    "qwen2_moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        "qwen2moe",
+        _GATED | _EXPERTS_IN_EVERY_BLOCK | {"qkv_bias": (True,), "norm_topk_prob": (False,)},
+    ),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3moe",
+        _GATED | _EXPERTS_IN_EVERY_BLOCK | {"attention_bias": (False,), "norm_topk_prob": (True,)},
+    ),
+}
+_ROPE_KEYS = {
+    "default": {"rope_theta"},
+    "llama3": {
+        *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    },
+}
+
+
+def write_gguf(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    destination: Path,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    model: Path,
+    dtype: str,
+) -> None:
+    """Write `weights` (whole fp32 tensors on the CPU, tied ones once, in the order of `shapes`) as `dtype`.
+
+    `dtype` is one of DTYPES; vectors, norms, learned positions and routers stay f32, and a matrix whose rows are no
+    multiple of 32 is f16 in a q8_0 file. `model` holds config.json and the tokenizer. One tensor is in memory at a
+    time. Raises UserError for a destination that exists, too little space, a model or a tokenizer that llama.cpp
+    would compute differently, or values too large for `dtype`; TrainerError where the disk refuses.
+    """
+    assert destination.suffix == ".gguf", destination
+    assert dtype in DTYPES, dtype
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("GGUF files need the gguf package: pip install 'offload-trainer[gguf]'")
+    config = _read_config(model)
+    tensors = _layout(shapes, config=config, dtype=dtype)
+    total = sum(tensor.bytes for tensor in tensors)
+    writer = _described(tensors, config=config, model=model, name=destination.stem, dtype=dtype)
+    _check_destination(destination, total)
+    temporary = destination.with_name(f".{destination.name}.tmp")
+    try:
+        _write(writer, weights, temporary, shapes=shapes, tensors=tensors, config=config)
+        os.rename(temporary, destination)
+        sync_directory(destination.parent)
+    except OSError as error:
+        written = temporary.stat().st_size if temporary.exists() else 0
+        raise TrainerError(
+            f"{destination}: {error.strerror or error} after {format_bytes(written)} of {format_bytes(total)}; "
+            "free space on that disk and run again"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _check_destination(destination: Path, total: int) -> None:
+    if destination.exists():
+        raise UserError(f"{destination}: already exists; name a new file")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be made: {error.strerror}") from error
+    free = shutil.disk_usage(destination.parent).free
+    if free < total:
+        raise UserError(f"{destination}: the export takes {format_bytes(total)} and {format_bytes(free)} are free")
+
+
+# What llama.cpp can compute
+
+
+def _read_config(model: Path) -> Config:
+    """config.json as transformers saves it, with every option in it; UserError if llama.cpp computes another model."""
+    config: Config = json.loads((model / "config.json").read_text())
+    classes = config.get("architectures") or []
+    known = ARCHITECTURES.get(config.get("model_type", ""))
+    if known is None or any(name != known.model_class for name in classes):
+        supported = ", ".join(architecture.model_class for architecture in ARCHITECTURES.values())
+        raise UserError(
+            f"{', '.join(classes) or config.get('model_type')} cannot be written as GGUF here, "
+            f"only {supported}; {ELSEWHERE}"
+        )
+    problems = _given_problems(config, known) + _attention_problems(config, known)
+    if problems:
+        raise UserError(f"llama.cpp computes {known.name} differently from this model: {'; '.join(problems)}")
+    return config
+
+
+def _given_problems(config: Config, architecture: Architecture) -> list[str]:
+    return [
+        f"{key} is {config.get(key)!r}, there it is {' or '.join(map(repr, values))}"
+        for key, values in architecture.given.items()
+        if config.get(key) not in values
+    ]
+
+
+def _attention_problems(config: Config, architecture: Architecture) -> list[str]:
+    if architecture.name == "gpt2":
+        return []
+    problems = []
+    window, context = config.get("sliding_window"), config["max_position_embeddings"]
+    if (window and window < context) or set(config.get("layer_types") or ()) - {"full_attention"}:
+        problems.append(f"sliding_window is {window} and the context {context}, there all layers see the whole context")
+    rope = {key: value for key, value in config["rope_parameters"].items() if value is not None}
+    kind = rope.pop("rope_type", "default")
+    known = _ROPE_KEYS.get(kind, set())
+    if not known or rope.keys() - known or (kind == "llama3" and architecture.name != "llama"):
+        problems.append(f"rope_parameters are {config['rope_parameters']}, there only 'default' or Llama's 'llama3'")
+    return problems
+
+
+# Tensors: transformers' parameters -> llama.cpp's
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+
+    @property
+    def bytes(self) -> int:
+        import gguf
+
+        elements, size = gguf.GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // elements * size
+
+
+def _layout(shapes: Mapping[str, tuple[int, ...]], *, config: Config, dtype: str) -> list[Tensor]:
+    """The file's tensors in the order in which the weights come, a model's own rotary factors before them."""
+    import gguf
+
+    architecture = ARCHITECTURES[config["model_type"]]
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(number, config["n_layer" if architecture.name == "gpt2" else "num_hidden_layers"])
+    factors = _rotary_factors(config)
+    tensors = [Tensor("rope_freqs.weight", (len(factors),), gguf.GGMLQuantizationType.F32)] if len(factors) else []
+    for parameter, shape in shapes.items():
+        for part, piece in _pieces(parameter, torch.empty(shape, device="meta"), config=config):
+            name = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert name is not None, f"{architecture.name} has no place for {part}"
+            tensors.append(Tensor(name, tuple(piece.shape), _kind(name, piece.shape, dtype=dtype)))
+    return tensors
+
+
+def _pieces(name: str, tensor: torch.Tensor, *, config: Config) -> list[tuple[str, torch.Tensor]]:
+    """A parameter as llama.cpp wants it: turned, its rows in another order, or in two (views where that can be)."""
+    module, _, last = name.rpartition(".")
+    if config["model_type"] == "gpt2" and module.endswith((".c_attn", ".c_proj", ".c_fc")) and last == "weight":
+        return [(name, tensor.T)]  # transformers' Conv1D holds (in, out)
+    if ARCHITECTURES[config["model_type"]].name == "llama" and module.endswith((".q_proj", ".k_proj")):
+        heads = config["num_attention_heads"] if module.endswith(".q_proj") else _key_value_heads(config)
+        return [(name, _interleaved(tensor, heads=heads))]
+    if name.endswith(".experts.gate_up_proj"):  # (expert, gate's rows then up's, hidden)
+        gate, up = tensor.chunk(2, dim=1)
+        return [(f"{module}.gate_proj.weight", gate), (f"{module}.up_proj.weight", up)]
+    if name.endswith(".experts.down_proj"):
+        return [(f"{name}.weight", tensor)]
+    if module.endswith(".shared_expert_gate"):
+        return [(name, tensor.squeeze(0))]  # one output: a vector
+    return [(name, tensor)]
+
+
+def _interleaved(tensor: torch.Tensor, *, heads: int) -> torch.Tensor:
+    """Rows of each head from (first half, second half) to pairs: which rows llama.cpp's llama rotates together."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _key_value_heads(config: Config) -> int:
+    return config.get("num_key_value_heads") or config["num_attention_heads"]
+
+
+def _kind(name: str, shape: torch.Size, *, dtype: str) -> gguf.GGMLQuantizationType:
+    import gguf
+
+    kinds = gguf.GGMLQuantizationType
+    small = ("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    if dtype == "f32" or len(shape) < 2 or name.endswith(small):
+        return kinds.F32
+    return kinds.Q8_0 if dtype == "q8_0" and shape[-1] % gguf.GGML_QUANT_SIZES[kinds.Q8_0][0] == 0 else kinds.F16
+
+
+def _rotary_factors(config: Config) -> torch.Tensor:
+    """What llama.cpp divides each rotary frequency by, (head's size / 2,) in fp32; empty for plain frequencies.
+
+    Llama 3 leaves wavelengths below `original / high_freq_factor` as they are, divides the frequencies of those
+    above `original / low_freq_factor` by `factor`, and blends between
+    (transformers' modeling_rope_utils.py, `_compute_llama3_parameters`).
+    """
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return torch.empty(0)
+    size = _head_size(config)
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / (kept + (1 - kept) / rope["factor"])).float()
+
+
+def _head_size(config: Config) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+# The file
+
+
+def _described(tensors: list[Tensor], *, config: Config, model: Path, name: str, dtype: str) -> gguf.GGUFWriter:
+    """A writer that knows all but the data."""
+    import gguf
+    import numpy as np
+
+    types = gguf.LlamaFileType
+    writer = gguf.GGUFWriter(None, ARCHITECTURES[config["model_type"]].name)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    writer.add_file_type({"f32": types.ALL_F32, "f16": types.MOSTLY_F16, "q8_0": types.MOSTLY_Q8_0}[dtype])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if config["model_type"] == "gpt2":
+        _add_gpt2(writer, config)
+    else:
+        _add_llama_like(writer, config)
+        _add_experts(writer, config)
+    _add_tokenizer(writer, model, config=config)
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=tensor.kind)
+    return writer
+
+
+def _add_gpt2(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(config["n_inner"] or 4 * config["n_embd"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
+def _add_llama_like(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(_key_value_heads(config))
+    writer.add_key_length(_head_size(config))
+    writer.add_value_length(_head_size(config))
+    writer.add_rope_dimension_count(_head_size(config))
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: Config) -> None:
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if not experts:
+        return
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _write(
+    writer: gguf.GGUFWriter,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    path: Path,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: list[Tensor],
+    config: Config,
+) -> None:
+    places = iter(tensors)
+    overflowing: list[str] = []
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        factors = _rotary_factors(config)
+        if len(factors):
+            writer.write_tensor_data(_encoded(factors, next(places).kind))
+        for (name, weight), expected in zip(weights, shapes, strict=True):
+            assert (name, tuple(weight.shape)) == (expected, tuple(shapes[expected])), (
+                f"{expected} expected, not {name}"
+            )
+            for (_, piece), place in zip(_pieces(name, weight, config=config), places, strict=False):
+                largest = _largest(piece)
+                if not largest < _limit(place.kind):  # not a number, too
+                    overflowing.append(f"{name} (largest {largest:.4g})")
+                writer.write_tensor_data(_encoded(piece, place.kind))
+    finally:
+        with contextlib.suppress(OSError):  # the first failure is the one to tell of
+            writer.close()
+    if overflowing:
+        raise UserError(
+            f"{len(overflowing)} weights hold values beyond what the file's types can: {', '.join(overflowing)}; "
+            "export f32"
+        )
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    low, high = tensor.aminmax()  # as one pass without a copy
+    return torch.maximum(-low, high).item()
+
+
+def _limit(kind: gguf.GGMLQuantizationType) -> float:
+    """Values from here on become infinite: f16 rounds to it halfway from 65504 to 65536; a q8_0 block's scale is f16.
+
+    Infinite itself for f32, which holds what was trained.
+    """
+    import gguf
+
+    kinds = gguf.GGMLQuantizationType
+    return {kinds.F32: math.inf, kinds.F16: 65520.0, kinds.Q8_0: 65520.0 * 127}[kind]
+
+
+def _encoded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    import gguf
+    import numpy as np
+
+    if kind is gguf.GGMLQuantizationType.F16:
+        return tensor.half().contiguous().numpy()
+    with np.errstate(all="ignore"):  # overflow is told of by name
+        return gguf.quants.quantize(tensor.contiguous().numpy(), kind)
+
+
+# The tokenizer
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _words(number: str) -> dict[str, Any]:
+    regex = _WORDS.replace("NUMBER", number)
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a tokenizer of llama.cpp cuts text into words, and what else it does by that name.
+
+    Of normalizers llama.cpp has none: Qwen's NFC is left out of every GGUF file of a Qwen.
+    """
+
+    steps: list[dict[str, Any]]
+    whole_words: bool = False  # a word of the vocabulary is taken before any merge
+    normalizers: tuple[object, ...] = (None,)
+
+
+SPLITTINGS = {
+    "gpt-2": Splitting([_BYTES | {"use_regex": True}]),
+    "llama-bpe": Splitting([_words(r"\p{N}{1,3}"), _BYTES], whole_words=True),
+    "qwen2": Splitting([_words(r"\p{N}"), _BYTES], normalizers=(None, {"type": "NFC"})),
+}
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> None:
+    """The tokenizer as transformers loads it, since that is what the model was trained with."""
+    import gguf
+
+    tokenizer = load_tokenizer(str(model))
+    content = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {"type": "slow"}}
+    splitting = _splitting(content)
+    starts, ends = _added_around(tokenizer)
+    tokens = _tokens(content, rows=config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splitting)
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types([gguf.TokenType[kind] for _, kind in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    writer.add_add_bos_token(starts)
+    writer.add_add_eos_token(ends)
+    _add_special_tokens(writer, tokenizer, config=config)
+    template = tokenizer.chat_template
+    if template:
+        named = isinstance(template, dict)
+        writer.add_chat_template(
+            [{"name": name, "template": text} for name, text in template.items()] if named else template
+        )
+
+
+def _splitting(content: dict[str, Any]) -> str:
+    """llama.cpp's name for what a tokenizer.json does; UserError where it has none."""
+    model, pre = content["model"], content.get("pre_tokenizer") or {}
+    plain = {
+        "type": "BPE",
+        "byte_fallback": False,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+    }
+    odd = [f"model.{key} is {model.get(key)!r}" for key, value in plain.items() if (model.get(key) or value) != value]
+    steps = [
+        {key: value for key, value in step.items() if key != "trim_offsets"}  # ids do not depend on it
+        for step in pre.get("pretokenizers", [pre])
+    ]
+    for name, known in SPLITTINGS.items():
+        ours = (bool(model.get("ignore_merges")), steps) == (known.whole_words, known.steps)
+        if not odd and ours and content.get("normalizer") in known.normalizers:
+            return name
+    shown = {
+        "normalizer": content.get("normalizer"),
+        "pre_tokenizer": steps,
+        "ignore_merges": model.get("ignore_merges"),
+    }
+    raise UserError(
+        "the tokenizer is none whose splitting of text llama.cpp is known to share "
+        f"(byte-level BPE as {', '.join(SPLITTINGS)}): {'; '.join(odd) or json.dumps(shown)}; {ELSEWHERE}"
+    )
+
+
+def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the tokenizer puts its begin-of-text before a text, and its end-of-text after it."""
+    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    for starts, ends in itertools.product((False, True), repeat=2):
+        if full == [tokenizer.bos_token_id] * starts + plain + [tokenizer.eos_token_id] * ends:
+            return starts, ends
+    raise UserError(
+        f"the tokenizer makes {full} of a text that is {plain}; llama.cpp adds a bos_token and an eos_token only"
+    )
+
+
+def _tokens(content: dict[str, Any], *, rows: int) -> list[tuple[str, str]]:
+    """(text, type) of every row of the embedding; rows without a token are named as llama.cpp's converter does."""
+    tokens = {number: (text, "NORMAL") for text, number in content["model"]["vocab"].items()}
+    for added in content.get("added_tokens") or []:
+        text = added["content"]
+        if added["single_word"] or added["lstrip"] or added["rstrip"]:
+            raise UserError(f"the token {text!r} takes in what is around it, which llama.cpp's do not; {ELSEWHERE}")
+        control = added["special"] or (text.startswith("<|") and text.endswith("|>"))
+        tokens[added["id"]] = (text, "CONTROL" if control else "USER_DEFINED")
+    if max(tokens) >= rows:
+        raise UserError(f"the tokenizer has ids up to {max(tokens)} and the model {rows} rows; use the model's own")
+    return [tokens.get(number, (f"[PAD{number}]", "UNUSED")) for number in range(rows)]
+
+
+def _add_special_tokens(writer: gguf.GGUFWriter, tokenizer: Any, *, config: Config) -> None:
+    adders: dict[str, Callable[[int], None]] = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "unk": writer.add_unk_token_id,
+        "pad": writer.add_pad_token_id,
+    }
+    for role, add in adders.items():
+        number = getattr(tokenizer, f"{role}_token_id")
+        if number is None:
+            number = config.get(f"{role}_token_id")
+        number = number[0] if isinstance(number, list) else number
+        if number is not None and 0 <= number < config["vocab_size"]:
+            add(number)
+        elif role == "eos":  # llama.cpp would end texts at id 11
+            raise UserError(
+                "neither the tokenizer nor config.json names an end of text; give the tokenizer an eos_token"
+            )

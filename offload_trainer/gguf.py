@@ -20,14 +20,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
@@ -347,7 +346,7 @@ def _write(
     tensors: list[Tensor],
     config: Config,
 ) -> None:
-    places = iter(tensors)
+    stream, places = iter(weights), iter(tensors)
     overflowing: list[str] = []
     try:
         writer.write_header_to_file(path)
@@ -356,15 +355,9 @@ def _write(
         factors = _rotary_factors(config)
         if len(factors):
             writer.write_tensor_data(_encoded(factors, next(places).kind))
-        for (name, weight), expected in zip(weights, shapes, strict=True):
-            assert (name, tuple(weight.shape)) == (expected, tuple(shapes[expected])), (
-                f"{expected} expected, not {name}"
-            )
-            for (_, piece), place in zip(_pieces(name, weight, config=config), places, strict=False):
-                largest = _largest(piece)
-                if not largest < _limit(place.kind):  # not a number, too
-                    overflowing.append(f"{name} (largest {largest:.4g})")
-                writer.write_tensor_data(_encoded(piece, place.kind))
+        for expected in shapes:
+            overflowing += _write_next(writer, stream, places, expected=expected, config=config)
+        assert next(stream, None) is None, "more weights came than shapes"
     finally:
         with contextlib.suppress(OSError):  # the first failure is the one to tell of
             writer.close()
@@ -375,6 +368,28 @@ def _write(
         )
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def _write_next(
+    writer: gguf.GGUFWriter,
+    stream: Iterator[tuple[str, torch.Tensor]],
+    places: Iterator[Tensor],
+    *,
+    expected: str,
+    config: Config,
+) -> list[str]:
+    """Write the stream's next weight; what in it overflows. A function, so that it is let go of before the next."""
+    name, weight = next(stream)
+    assert name == expected, f"{expected} was to come, not {name}"
+    overflowing = []
+    for _, piece in _pieces(name, weight, config=config):
+        place = next(places)
+        assert tuple(piece.shape) == place.shape, f"{name}: {tuple(piece.shape)} for {place}"
+        largest = _largest(piece)
+        if not largest < _limit(place.kind):  # not a number, too
+            overflowing.append(f"{name} (largest {largest:.4g})")
+        writer.write_tensor_data(_encoded(piece, place.kind))
+    return overflowing
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -436,28 +451,34 @@ SPLITTINGS = {
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> None:
-    """The tokenizer as transformers loads it, since that is what the model was trained with."""
+    """From the files, since they are what the model was trained with.
+
+    transformers' AutoTokenizer would replace parts of a tokenizer that is not the model family's own.
+    """
     import gguf
 
-    tokenizer = load_tokenizer(str(model))
-    content = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {"type": "slow"}}
+    file, settings = model / "tokenizer.json", model / "tokenizer_config.json"
+    if not file.exists():
+        raise UserError(f"{model}: no tokenizer.json, so its tokenizer is none that llama.cpp is known to share")
+    content = json.loads(file.read_text())
+    named = json.loads(settings.read_text()) if settings.exists() else {}
     splitting = _splitting(content)
-    starts, ends = _added_around(tokenizer)
     tokens = _tokens(content, rows=config["vocab_size"])
+    special = _special_tokens(named, tokens, config=config)
+    starts, ends = _added_around(file, special)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting)
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([gguf.TokenType[kind] for _, kind in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
+    for role, number in special.items():
+        getattr(writer, f"add_{role}_token_id")(number)
     writer.add_add_bos_token(starts)
     writer.add_add_eos_token(ends)
-    _add_special_tokens(writer, tokenizer, config=config)
-    template = tokenizer.chat_template
-    if template:
-        named = isinstance(template, dict)
-        writer.add_chat_template(
-            [{"name": name, "template": text} for name, text in template.items()] if named else template
-        )
+    template = model / "chat_template.jinja"
+    chat = template.read_text() if template.exists() else named.get("chat_template")
+    if chat:
+        writer.add_chat_template(chat)
 
 
 def _splitting(content: dict[str, Any]) -> str:
@@ -490,11 +511,14 @@ def _splitting(content: dict[str, Any]) -> str:
     )
 
 
-def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+def _added_around(file: Path, special: Mapping[str, int]) -> tuple[bool, bool]:
     """Whether the tokenizer puts its begin-of-text before a text, and its end-of-text after it."""
-    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    plain, full = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
     for starts, ends in itertools.product((False, True), repeat=2):
-        if full == [tokenizer.bos_token_id] * starts + plain + [tokenizer.eos_token_id] * ends:
+        if full == [special.get("bos")] * starts + plain + [special["eos"]] * ends:
             return starts, ends
     raise UserError(
         f"the tokenizer makes {full} of a text that is {plain}; llama.cpp adds a bos_token and an eos_token only"
@@ -515,21 +539,16 @@ def _tokens(content: dict[str, Any], *, rows: int) -> list[tuple[str, str]]:
     return [tokens.get(number, (f"[PAD{number}]", "UNUSED")) for number in range(rows)]
 
 
-def _add_special_tokens(writer: gguf.GGUFWriter, tokenizer: Any, *, config: Config) -> None:
-    adders: dict[str, Callable[[int], None]] = {
-        "bos": writer.add_bos_token_id,
-        "eos": writer.add_eos_token_id,
-        "unk": writer.add_unk_token_id,
-        "pad": writer.add_pad_token_id,
-    }
-    for role, add in adders.items():
-        number = getattr(tokenizer, f"{role}_token_id")
-        if number is None:
-            number = config.get(f"{role}_token_id")
-        number = number[0] if isinstance(number, list) else number
-        if number is not None and 0 <= number < config["vocab_size"]:
-            add(number)
-        elif role == "eos":  # llama.cpp would end texts at id 11
-            raise UserError(
-                "neither the tokenizer nor config.json names an end of text; give the tokenizer an eos_token"
-            )
+def _special_tokens(named: dict[str, Any], tokens: list[tuple[str, str]], *, config: Config) -> dict[str, int]:
+    """Ids by role: what tokenizer_config.json names, else config.json; UserError where nothing ends a text."""
+    ids = {text: number for number, (text, _) in enumerate(tokens)}
+    special = {}
+    for role in ("bos", "eos", "unk", "pad"):
+        name, numbers = named.get(f"{role}_token"), config.get(f"{role}_token_id")
+        text = name["content"] if isinstance(name, dict) else name or ""
+        number = ids.get(text, numbers[0] if isinstance(numbers, list) else numbers)
+        if number is not None and 0 <= number < len(tokens):
+            special[role] = number
+    if "eos" not in special:  # llama.cpp would end texts at id 11
+        raise UserError("neither the tokenizer nor config.json names an end of text; give the tokenizer an eos_token")
+    return special

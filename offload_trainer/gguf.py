@@ -173,11 +173,13 @@ def _attention_problems(config: Config, architecture: Architecture) -> list[str]
     window, context = config.get("sliding_window"), config["max_position_embeddings"]
     if (window and window < context) or set(config.get("layer_types") or ()) - {"full_attention"}:
         problems.append(f"sliding_window is {window} and the context {context}, there all layers see the whole context")
-    rope = {key: value for key, value in config["rope_parameters"].items() if value is not None}
+    rope = {key: value for key, value in (config.get("rope_parameters") or {}).items() if value is not None}
     kind = rope.pop("rope_type", "default")
     known = _ROPE_KEYS.get(kind, set())
-    if not known or rope.keys() - known or (kind == "llama3" and architecture.name != "llama"):
-        problems.append(f"rope_parameters are {config['rope_parameters']}, there only 'default' or Llama's 'llama3'")
+    if not known or rope.keys() != known or (kind == "llama3" and architecture.name != "llama"):
+        problems.append(
+            f"rope_parameters are {config.get('rope_parameters')}, there only 'default' or Llama's 'llama3'"
+        )
     return problems
 
 

@@ -30,6 +30,7 @@ offload-train doctor  [the same] [--json]                       check all that a
 offload-train prepare [the same]                                tokenise the data into the cache
 offload-train export  SOURCE DEST [--dtype fp16|bf16|fp32]      run or checkpoint -> Hugging Face directory
                       [--max-shard-size 5GB] [--check] [--mixed]
+offload-train export  SOURCE FILE.gguf [--dtype fp16|fp32|q8_0] the same for llama.cpp (extra: gguf)
 
 Trains every parameter of a causal language model, its optimizer state in RAM or on a drive.
 `offload-train --nvme DIR` alone trains a small model on the text that ships with the package.
@@ -251,16 +252,20 @@ def _export(words: list[str]) -> None:
     largest = _value(words, "--max-shard-size")
     if unknown := [word for word in words if word.startswith("-")]:
         raise UserError(f"export: {unknown[0]}: there is no such flag; known: {', '.join(_EXPORT_FLAGS)}")
-    if len(words) != 2 or dtype not in ("fp16", "bf16", "fp32"):
-        raise UserError(
-            f"export needs SOURCE and DEST, and --dtype fp16, bf16 or fp32; got {' '.join(words) or 'nothing'}, {dtype}"
-        )
+    gguf = bool(words) and words[-1].endswith(".gguf")
+    dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
+    if len(words) != 2 or dtype not in dtypes:
+        given = f"{' '.join(words) or 'nothing'}, --dtype {dtype}"
+        raise UserError(f"export needs SOURCE and DEST, and --dtype {', '.join(dtypes)}; got {given}")
+    if gguf and (largest or "--check" in switches):
+        raise UserError("--max-shard-size and --check are for directories of safetensors, and DEST is one GGUF file")
     shard_bytes = None if largest is None else parse_bytes(largest)
     if shard_bytes == 0:
         raise UserError(f"--max-shard-size {largest}: a number with a unit, such as 500MB or 5GB")
     os.environ["HF_HUB_OFFLINE"] = "1"
     _quiet()
-    from offload_trainer.export import SHARD_BYTES, export
+    from offload_trainer.export.directory import SHARD_BYTES
+    from offload_trainer.export.weights import export
 
     done = export(
         Path(words[0]),

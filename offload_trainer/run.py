@@ -453,8 +453,8 @@ def _record(config: TrainConfig, plan: Plan, source: Any, data: _Data, output: P
 
 def _export_live(source: Any, job: Any, output: Path, log: Log) -> None:
     """Weights of a run that makes no checkpoints, straight from the engine. All ranks take part."""
-    from offload_trainer.card import model_card
-    from offload_trainer.export import write_model
+    from offload_trainer.export.card import model_card
+    from offload_trainer.export.directory import write_model
     from offload_trainer.model.conversions import saved_groups
 
     weights = job.engine.named_master_parameters()

@@ -57,7 +57,7 @@ def load_libraries() -> None:
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     import offload_trainer.engine.tiered
-    import offload_trainer.export
+    import offload_trainer.export.weights
     import offload_trainer.run
     import offload_trainer.trainer  # noqa: F401
 

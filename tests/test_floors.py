@@ -12,7 +12,7 @@ FLOORS = {
     "schedule": 1, "plan": 1,
     "tiers": 2,
     "machine.probe": 3, "machine.bench": 3, "machine.cache": 3, "model": 3, "data": 3, "engine": 3, "telemetry": 3,
-    "checkpoint": 4, "export": 4, "card": 4, "gguf": 4,
+    "checkpoint": 4, "export": 4,
     "trainer": 5,
     "cli": 6, "run": 6, "planner": 6, "doctor": 6, "tune": 6, "launch": 6, "__main__": 6,
 }  # fmt: skip
@@ -24,7 +24,7 @@ ROOMS = {
     "deepspeed": {"engine", "tiers"},
     "transformers": {"model", "data"},
     "bitsandbytes": {"engine"},
-    "gguf": {"gguf"},
+    "gguf": {"export"},
 }
 LIBRARY_FREE = ("plan", "schedule", "config", "settings", "errors", "units", "places", "machine.profile")
 

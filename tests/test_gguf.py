@@ -39,7 +39,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.gguf import write_gguf
+from offload_trainer.export.gguf import write_gguf
 
 ROWS = 2051  # three more than the builtin tokenizer has tokens
 _COMMON = {

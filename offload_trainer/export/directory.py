@@ -1,140 +1,32 @@
-"""Weights out: a checkpoint, a dead run's page files or a live engine become a directory that others load.
+"""A stream of weights becomes a directory that transformers, vLLM and llama.cpp's converter load.
 
-    Source ──weights in the model's names──> saving_groups ──as on the hub──> 16 or 32 bits ──> shards, card, check
+    weights in the model's names ──saving_groups──> as on the hub ──> 16 or 32 bits ──> shards, index, card
 
-transformers, vLLM and llama.cpp's converter read the result. One tensor is in memory at a time (a group of them, where
-transformers holds fused what lies apart on the hub). The directory is written under a hidden name and renamed when it
-is whole.
+One tensor is in memory at a time (a group of them, where transformers holds fused what lies apart on the hub). The
+directory is written under a hidden name and renamed when it is whole.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from offload_trainer.card import checkpoint_card, model_card
-from offload_trainer.checkpoint import find_checkpoint, read_manifest, reading
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model.conversions import Group, saved_groups
-from offload_trainer.tiers.account import DESCRIPTION, read_store
+from offload_trainer.export.sources import NamedTensor, Source
+from offload_trainer.model.conversions import Group
 from offload_trainer.tiers.durable import copy_tree, put_in_place, sync_directory, write_text
-from offload_trainer.tiers.lease import is_alive
-from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
+from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KINDS = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}  # as safetensors calls them
 _SAMPLE = 32  # tensors that --check compares
-
-NamedTensor = tuple[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where weights come from: whole fp32 masters (and fixed weights) by the model's own names."""
-
-    shapes: Mapping[str, tuple[int, ...]]  # in the order of `weights`
-    weights: Callable[[], Iterator[NamedTensor]]
-    read: Callable[[str], torch.Tensor]  # any of them, once more
-    model: Path  # directory with config.json and the tokenizer
-    told: str  # what it is, in words
-    card: Callable[[str], str]  # the model card for a dtype
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an export did."""
-
-    source: str
-    bytes: int
-    compared: int  # tensors read back and found equal to the source
-
-
-def export(
-    source: Path, destination: Path, *, dtype: str, shard_bytes: int = SHARD_BYTES, check: bool, mixed: bool = False
-) -> Exported:
-    """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
-
-    `dtype`: fp16, bf16 or fp32. `check` reads all headers and a sample of tensors back. `mixed` allows page files that
-    a run left in the middle of an update. Raises UserError for a source that is not whole, a destination that holds
-    something, too little space, or values that do not fit fp16; TrainerError where the disk refuses.
-    """
-    with _opened(source, mixed=mixed) as found:
-        groups = saved_groups(list(found.shapes), found.model)
-        written = write_model(
-            found.weights(),
-            destination,
-            shapes=found.shapes,
-            groups=groups,
-            model=found.model,
-            dtype=dtype,
-            card=found.card(dtype),
-            shard_bytes=shard_bytes,
-        )
-        compared = check_export(destination, found, groups=groups, dtype=dtype) if check else 0
-        return Exported(found.told, written, compared)
-
-
-# -- sources ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _opened(path: Path, *, mixed: bool) -> Iterator[Source]:
-    """The weights at `path`; while inside, their run prunes nothing of them."""
-    if (path / DESCRIPTION).exists():
-        yield _page_files(path, mixed=mixed)
-        return
-    checkpoint = find_checkpoint(path)
-    with reading(checkpoint), ExitStack() as stack:
-        read_manifest(checkpoint, moments=False)
-        files = [
-            stack.enter_context(TensorFileReader(held))
-            for name in ("master", "fixed")
-            if (held := checkpoint / f"{name}.safetensors").exists()
-        ]
-        places = {name: file for file in files for name in file.entries}
-        yield Source(
-            shapes={name: file.entries[name].shape for name, file in places.items()},
-            weights=lambda: ((name, file.read(name)) for name, file in places.items()),
-            read=lambda name: places[name].read(name),
-            model=checkpoint / "model",
-            told=str(checkpoint),
-            card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
-        )
-
-
-def _page_files(directory: Path, *, mixed: bool) -> Source:
-    if is_alive(directory):
-        raise UserError(
-            f"{directory}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
-            "SIGUSR1, and export that"
-        )
-    stored = read_store(directory)
-    if stored.updating and not mixed:
-        raise UserError(
-            f"{directory}: its run died within an update: each weight is of step {stored.step} or of step "
-            f"{stored.step + 1}. Export the run's newest checkpoint, or add --mixed to take them as they are"
-        )
-    told = f"{directory}, after update {stored.step}" + (", partly the next" if stored.updating else "")
-    return Source(
-        shapes=stored.shapes,
-        weights=stored.weights,
-        read=stored.read,
-        model=stored.model,
-        told=told,
-        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=told, run={}, step=stored.step),
-    )
-
-
-# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_model(

@@ -1,0 +1,79 @@
+"""Where exported weights come from: a run's newest checkpoint, a checkpoint, or the page files of a run that died."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload_trainer.checkpoint import find_checkpoint, read_manifest, reading
+from offload_trainer.errors import UserError
+from offload_trainer.export.card import checkpoint_card, model_card
+from offload_trainer.tiers.account import DESCRIPTION, read_store
+from offload_trainer.tiers.lease import is_alive
+from offload_trainer.tiers.tensorfile import TensorFileReader
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights come from: whole fp32 masters (and fixed weights) by the model's own names."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # in the order of `weights`
+    weights: Callable[[], Iterator[NamedTensor]]
+    read: Callable[[str], torch.Tensor]  # any of them, once more
+    model: Path  # directory with config.json and the tokenizer
+    told: str  # what it is, in words
+    card: Callable[[str], str]  # the model card for a dtype
+
+
+@contextmanager
+def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
+    """The weights at `path`; while inside, their run prunes nothing of them."""
+    if (path / DESCRIPTION).exists():
+        yield _page_files(path, mixed=mixed)
+        return
+    checkpoint = find_checkpoint(path)
+    with reading(checkpoint), ExitStack() as stack:
+        read_manifest(checkpoint, moments=False)
+        files = [
+            stack.enter_context(TensorFileReader(held))
+            for name in ("master", "fixed")
+            if (held := checkpoint / f"{name}.safetensors").exists()
+        ]
+        places = {name: file for file in files for name in file.entries}
+        yield Source(
+            shapes={name: file.entries[name].shape for name, file in places.items()},
+            weights=lambda: ((name, file.read(name)) for name, file in places.items()),
+            read=lambda name: places[name].read(name),
+            model=checkpoint / "model",
+            told=str(checkpoint),
+            card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
+        )
+
+
+def _page_files(directory: Path, *, mixed: bool) -> Source:
+    if is_alive(directory):
+        raise UserError(
+            f"{directory}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
+            "SIGUSR1, and export that"
+        )
+    stored = read_store(directory)
+    if stored.updating and not mixed:
+        raise UserError(
+            f"{directory}: its run died within an update: each weight is of step {stored.step} or of step "
+            f"{stored.step + 1}. Export the run's newest checkpoint, or add --mixed to take them as they are"
+        )
+    told = f"{directory}, after update {stored.step}" + (", partly the next" if stored.updating else "")
+    return Source(
+        shapes=stored.shapes,
+        weights=stored.weights,
+        read=stored.read,
+        model=stored.model,
+        told=told,
+        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=told, run={}, step=stored.step),
+    )

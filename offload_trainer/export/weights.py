@@ -1,0 +1,56 @@
+"""The export command: from a source to a directory of safetensors or one GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload_trainer.export.directory import SHARD_BYTES, check_export, write_model
+from offload_trainer.export.gguf import write_gguf
+from offload_trainer.export.sources import opened
+from offload_trainer.model.conversions import saved_groups
+
+GGUF_DTYPES = {"fp16": "f16", "fp32": "f32", "q8_0": "q8_0"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did."""
+
+    source: str
+    bytes: int
+    compared: int  # tensors read back and found equal to the source
+
+
+def export(
+    source: Path, destination: Path, *, dtype: str, shard_bytes: int = SHARD_BYTES, check: bool, mixed: bool = False
+) -> Exported:
+    """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
+
+    `dtype`: fp16, bf16 or fp32; for a destination that ends in .gguf fp16, fp32 or q8_0. `check` reads all headers and
+    a sample of tensors back. `mixed` allows page files that a run left in the middle of an update. Raises UserError for
+    a source that is not whole, a destination that holds something, too little space, or values that do not fit fp16;
+    TrainerError where the disk refuses.
+    """
+    if destination.suffix == ".gguf":
+        return _export_gguf(source, destination, dtype=dtype, mixed=mixed)
+    with opened(source, mixed=mixed) as found:
+        groups = saved_groups(list(found.shapes), found.model)
+        written = write_model(
+            found.weights(),
+            destination,
+            shapes=found.shapes,
+            groups=groups,
+            model=found.model,
+            dtype=dtype,
+            card=found.card(dtype),
+            shard_bytes=shard_bytes,
+        )
+        compared = check_export(destination, found, groups=groups, dtype=dtype) if check else 0
+        return Exported(found.told, written, compared)
+
+
+def _export_gguf(source: Path, destination: Path, *, dtype: str, mixed: bool) -> Exported:
+    with opened(source, mixed=mixed) as found:
+        write_gguf(found.weights(), destination, shapes=found.shapes, model=found.model, dtype=GGUF_DTYPES[dtype])
+        return Exported(found.told, destination.stat().st_size, 0)

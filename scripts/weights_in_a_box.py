@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 8, 32000
+HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 1536, 4096, 24, 8, 32000
 TOKENS = list(range(100, 148))
 
 
@@ -117,7 +117,15 @@ def live(directory: Path, dtype: str) -> None:
     drive = directory / "drive"
     drive.mkdir(exist_ok=True)
     words = ["--model", directory / "model", "--tokenizer", "builtin", "--nvme", drive, "--dtype", dtype]
-    words += ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.page_size=1048576"]
+    words += [
+        "--params",
+        "nvme",
+        "--optimizer",
+        "nvme",
+        "placement.gradients=nvme",
+        "tiered.page_size=1048576",
+        "optim.states=8bit",
+    ]
     words += ["--seq-len", "64", "--micro-batch", "1", "--output", directory / f"run-{dtype}", "save.keep=1"]
     config = load_config([str(word) for word in words])
     prepare_process(config)

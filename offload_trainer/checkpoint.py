@@ -36,12 +36,13 @@ from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.engine.ranks import gather, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers.durable import copy_tree, put_in_place, write_text
+from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, write_text
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
+_SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most, for most models
 
 # What a run may change when it goes on, and what then goes on differently.
 _STEERING = {
@@ -95,7 +96,7 @@ class Checkpoints:
     def __init__(
         self, root: Path, *, record: RunRecord, keep: int, need_bytes: int, say: Callable[[str], None]
     ) -> None:
-        """`need_bytes` is the size to expect of one."""
+        """`need_bytes`: what the tensors of one take."""
         self.saved: int | None = None  # the newest step that is safe
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
@@ -178,11 +179,12 @@ class Checkpoints:
             self._root.mkdir(exist_ok=True)
             remove_leftovers(self._root)
             free = shutil.disk_usage(self._root).free
+            need = self._need + bytes_below(self.record.model) + _SMALL_FILES
         except OSError as error:
             raise TrainerError(f"{self._root} cannot be written: {error.strerror}; nothing was saved") from error
-        if free < self._need:
+        if free < need:
             raise TrainerError(
-                f"{self._root}: a checkpoint takes {format_bytes(self._need)} and {format_bytes(free)} are free; "
+                f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; "
                 "older checkpoints are untouched. Free space there, or set --save-every 0"
             )
 
@@ -348,6 +350,7 @@ def _crc32(path: Path) -> int:
     with open(path, "rb") as file:
         while block := file.read(1 << 24):
             crc = zlib.crc32(block, crc)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would push out what is needed again
     return crc
 
 
@@ -381,7 +384,9 @@ def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
 
 
 def _compare(saved: dict[str, Any], now: dict[str, Any], *, checkpoint: Path) -> None:
-    differs = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+    """UserError naming what differs; what is None on one side is not known there."""
+    unknown = {key for known in (saved, now) for key, value in known.items() if value is None}
+    differs = [key for key in {**saved, **now} if saved.get(key) != now.get(key) and key not in unknown]
     if differs:
         told = "\n".join(f"  {key}: it has {saved.get(key)}, this run {now.get(key)}" for key in differs[:10])
         raise UserError(

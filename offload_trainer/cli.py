@@ -5,6 +5,7 @@ Nothing heavy is imported before a command has its configuration: help and mista
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -37,6 +38,11 @@ Trains every parameter of a causal language model, its optimizer state in RAM or
 """
 
 
+# What a disk says that is full, read-only, failing or gone.
+_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
+_MEND = "free space or mend that disk, and the same command goes on from the newest checkpoint"
+
+
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 the user's mistake, 1 else, 130 / 143 after a signal."""
     words = list(sys.argv[1:] if words is None else words)
@@ -60,6 +66,11 @@ def main(words: list[str] | None = None) -> int:
     except TrainerError as error:
         print(f"offload-train: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _DISKS:
+            raise
+        print(f"offload-train: {error.filename or 'a file'}: {error.strerror}; {_MEND}", file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         print("offload-train: interrupted", file=sys.stderr, flush=True)
         return 130

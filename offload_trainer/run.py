@@ -13,10 +13,13 @@ import os
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from io import RawIOBase
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -50,16 +53,20 @@ class Log:
     """Lines for people: to stderr, and to log.txt once there is a run directory. Silent on ranks other than 0."""
 
     loud: bool
-    file: TextIO | None = field(default=None)
+    file: RawIOBase | None = field(default=None)
 
     def say(self, line: str) -> None:
         if not self.loud:
             return
         print(line, file=sys.stderr, flush=True)
-        if self.file is not None:
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self.file.write("".join(f"{stamp} {part}\n" for part in line.splitlines()))
-            self.file.flush()
+        if self.file is None:
+            return
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            self.file.write("".join(f"{stamp} {part}\n" for part in line.splitlines()).encode())
+        except OSError as error:  # what it is about is more important than the log
+            self.file = None
+            print(f"note: log.txt cannot be written any more: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def refuse(config: TrainConfig, plan: Plan) -> None:
@@ -272,7 +279,7 @@ def _run_directory(
     from offload_trainer.model.source import DTYPES, save_model_config
 
     output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".lock", "w") as lock:
+    with open(output / ".lock", "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -284,11 +291,26 @@ def _run_directory(
         write_text(output / "environment.json", json.dumps(_environment(), indent=1))
         save_model_config(source, output / "model", dtype=DTYPES[config.model.dtype], end_of_text=data.end_of_text)
         data.tokenizer.save_pretrained(output / "model")
-        with open(output / "log.txt", "a", encoding="utf-8") as log.file:
+        with open(output / "log.txt", "ab", buffering=0) as log.file, _noted_as_alive(lock, log):
             try:
                 yield
             finally:
                 log.file = None
+
+
+@contextmanager
+def _noted_as_alive(lock: TextIO, log: Log) -> Iterator[None]:
+    """The lock file holds something while a run lives; what a run finds there was left by one that could not say so."""
+    lock.seek(0)
+    if lock.read():
+        log.say("note: the last run here ended without a word: killed, out of memory, or the power went")
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    try:
+        yield
+    finally:
+        lock.truncate(0)
 
 
 def _environment() -> dict[str, Any]:
@@ -401,13 +423,12 @@ def _make_job(
 
     every = config.save.every
     shape = source.shape
+    rows = partial(RowReader, tokens, seq_len=plan.seq_len, vocabulary=shape.vocabulary)
     return Job(
         config=config,
         engine=engine,
-        train_rows=RowReader(
-            tokens, seq_len=plan.seq_len, rows=split.train, seed=train.seed, shuffle=config.data.shuffle
-        ),
-        validation_rows=RowReader(tokens, seq_len=plan.seq_len, rows=split.validation) if split.validation else None,
+        train_rows=rows(rows=split.train, seed=train.seed, shuffle=config.data.shuffle),
+        validation_rows=rows(rows=split.validation) if split.validation else None,
         tokens_per_step=plan.tokens_per_step,
         bytes_per_token=(tokens.text_bytes or 0) / len(tokens),
         clock=PhaseClock(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None),
@@ -435,6 +456,7 @@ def _record(config: TrainConfig, plan: Plan, source: Any, data: _Data, output: P
             "shuffle": config.data.shuffle,
             "tokens": len(data.tokens),
             "training rows": len(data.split.train),
+            "text": zlib.crc32(repr(data.tokens.sums).encode()) if data.tokens.sums else None,
             "tokenizer": data.tokens.tokenizer,
             "parameters": source.shape.parameters,
         },

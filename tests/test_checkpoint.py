@@ -11,6 +11,7 @@ import pytest
 from offload_trainer import checkpoint
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.errors import TrainerError
+from offload_trainer.tiers import durable
 from offload_trainer.tiers.durable import exchange
 
 
@@ -67,7 +68,7 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
 def test_the_same_step_twice_and_pruning(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the filesystem cannot exchange two names."""
     if not swaps:
-        monkeypatch.setattr(checkpoint, "exchange", lambda one, other: False)
+        monkeypatch.setattr(durable, "exchange", lambda one, other: False)
     for step in (1, 2, 3, 3):
         save(tmp_path, step)
     root = tmp_path / "checkpoints"

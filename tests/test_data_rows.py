@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from offload_trainer.data.rows import Batch, DataState, RowReader, order, split_rows
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 
 SEQ_LEN = 5
 ROWS = 13  # divided by none of the micro-batches below
@@ -27,7 +28,7 @@ def tokens(tmp_path: Path) -> TokenFile:
 
 
 def reader(tokens: TokenFile, rows: range = range(ROWS), *, seed: int = 1, shuffle: bool = True) -> RowReader:
-    return RowReader(tokens, seq_len=SEQ_LEN, rows=rows, seed=seed, shuffle=shuffle)
+    return RowReader(tokens, seq_len=SEQ_LEN, rows=rows, vocabulary=1000, seed=seed, shuffle=shuffle)
 
 
 def row_numbers(batch: Batch) -> list[int]:
@@ -159,3 +160,56 @@ def test_validation_is_in_file_order_and_keeps_the_rest(tokens: TokenFile) -> No
     assert all(torch.equal(a.targets, b.targets) for a, b in zip(batches, again, strict=True))
     everything = list(rows.validation_batches(micro_batch=4, limit=1000))
     assert [row_numbers(batch) for batch in everything] == [[6, 7, 8, 9], [10, 11, 12]]
+
+
+# -- files that change under a run -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> TokenFile:
+    """Three blocks of sums: 2.5 MiB of uint16."""
+    with TokenWriter(tmp_path / "long.bin", tokenizer=None, vocabulary=1000) as writer:
+        for part in range(5):
+            writer.write(np.arange(part, part + (1 << 18)) % 1000)
+    return TokenFile.open(tmp_path / "long.bin")
+
+
+def test_what_was_written_is_read_across_blocks(long: TokenFile) -> None:
+    whole = np.concatenate([np.arange(part, part + (1 << 18)) % 1000 for part in range(5)])
+    assert len(long.sums) == 3
+    for start, count in ((0, 7), ((1 << 19) - 3, 6), (len(long) - 1, 1), (5, len(long) - 5)):
+        assert (long.read(start, count) == whole[start : start + count]).all()
+
+
+@pytest.mark.parametrize("place", [0, (1 << 20) + 17, (5 << 19) - 1])
+def test_a_changed_byte_is_found_when_its_block_is_read(long: TokenFile, place: int) -> None:
+    data = bytearray(long.path.read_bytes())
+    data[place] ^= 1
+    long.path.write_bytes(data)
+    again = TokenFile.open(long.path)
+    start = place // (1 << 20) * (1 << 20)
+    if start:
+        again.read(0, 1000)  # another block is whole
+    with pytest.raises(TrainerError, match=f"the block at byte {start} is not what was written"):
+        again.read(start // 2, 4)  # another place of it
+
+
+def test_a_file_that_is_cut_short_while_it_is_open(long: TokenFile) -> None:
+    long.read(0, 10)
+    os.truncate(long.path, 1 << 20)
+    with pytest.raises(TrainerError, match="cut short"):
+        long.read(1 << 20, 10)
+
+
+def test_an_id_beyond_the_vocabulary_is_told_with_its_row(tmp_path: Path) -> None:
+    """As in nanoGPT's files, which have no sums."""
+    path = tmp_path / "bare.bin"
+    ids = np.arange(100, dtype="<u2") % 50
+    ids[33] = 60
+    path.write_bytes(ids.tobytes())
+    tokens = TokenFile.open(path)
+    assert RowReader(tokens, seq_len=10, rows=range(9), vocabulary=61).rows_at([2, 3]).inputs.shape == (2, 10)
+    reader = RowReader(tokens, seq_len=10, rows=range(9), vocabulary=60)
+    reader.rows_at([2])
+    with pytest.raises(TrainerError, match="row 3 holds id 60, and the model's vocabulary is 60"):
+        reader.rows_at([2, 3])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from offload_trainer.data.tokenfile import TokenFile
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 
 _ROUNDS = 8
 
@@ -106,9 +106,20 @@ def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> in
 class RowReader:
     """Batches from the rows `rows` of a token file. It holds no position: the caller's `DataState` does."""
 
-    def __init__(self, tokens: TokenFile, *, seq_len: int, rows: range, seed: int = 0, shuffle: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: TokenFile,
+        *,
+        seq_len: int,
+        rows: range,
+        vocabulary: int,
+        seed: int = 0,
+        shuffle: bool = False,
+    ) -> None:
+        """`vocabulary`: ids must be below it, or reading them raises TrainerError."""
         assert not len(rows) or 0 <= rows[0] <= rows[-1] < (len(tokens) - 1) // seq_len
-        self._ids = tokens.ids
+        self._tokens = tokens
+        self._vocabulary = vocabulary
         self._seq_len = seq_len
         self._rows = rows
         self._seed = seed
@@ -142,7 +153,13 @@ class RowReader:
     def rows_at(self, indices: Sequence[int]) -> Rows:
         """The rows with these numbers, counted from the file's beginning."""
         length = self._seq_len
-        block = np.stack([self._ids[i * length : i * length + length + 1] for i in indices]).astype(np.int64)
+        block = np.stack([self._tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
+        if block.max() >= self._vocabulary:
+            row = indices[int(block.max(axis=1).argmax())]
+            raise TrainerError(
+                f"{self._tokens.path}: row {row} holds id {block.max()}, and the model's vocabulary is "
+                f"{self._vocabulary}: the file was changed or damaged; make it again"
+            )
         rows = torch.from_numpy(block)
         return Rows(inputs=rows[:, :-1].contiguous(), targets=rows[:, 1:].contiguous())
 

@@ -1,9 +1,10 @@
 """Token files: nanoGPT's ``.bin`` (raw little-endian ids, nothing else) and a JSON sidecar about them.
 
     TokenWriter   ids -> NAME.bin.<random>.tmp -> fsync -> NAME.bin, then NAME.bin.json in the same way
-    TokenFile     NAME.bin + NAME.bin.json -> memory-mapped ids
+    TokenFile     NAME.bin + NAME.bin.json -> stretches of ids, each block compared with its sum when first read
 
-The sidecar comes last, so a pair either is complete or has no sidecar, whenever the process is killed.
+The sidecar comes last, so a pair either is complete or has no sidecar, whenever the process is killed. Ids are read,
+not memory-mapped: a file that is cut short under a mapping kills the process without a word.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -26,6 +28,7 @@ from offload_trainer.units import format_bytes
 
 NANOGPT = "no sidecar: read as uint16, as nanoGPT writes them"
 _SCAN_TOKENS = 1 << 24
+_BLOCK = 1 << 20  # bytes that have one CRC-32 in the sidecar
 
 
 def sidecar_path(path: Path) -> Path:
@@ -45,22 +48,26 @@ def id_dtype(vocabulary: int) -> np.dtype:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """`ids` is a memory-mapped 1-d array of uint16 or uint32. What the file does not say is None."""
+    """Ids of uint16 or uint32 in a file. What the file does not say is None."""
 
     path: Path
-    ids: np.ndarray
+    file: BinaryIO
+    dtype: np.dtype
+    tokens: int
     text_bytes: int | None  # UTF-8 bytes of the text, end-of-text not counted
     tokenizer: str | None  # fingerprint
     vocabulary: int | None
     end_of_text: int | None
+    sums: tuple[int, ...] = ()  # CRC-32 of each _BLOCK bytes; () where no sidecar has them
     assumed: str | None = None  # what no sidecar vouches for
+    _checked: set[int] = field(default_factory=set, repr=False)  # blocks that were compared with their sums
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.tokens
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a token file; nothing is read yet.
+        """Open a token file; nothing is read yet.
 
         Raises UserError: an unreadable sidecar, no tokens, a size that is not what the sidecar says or that
         is not whole ids.
@@ -79,17 +86,58 @@ class TokenFile:
             )
         return cls(
             path=path,
-            ids=np.memmap(path, dtype=dtype, mode="r"),
+            file=open(path, "rb", buffering=0),
+            dtype=dtype,
+            tokens=tokens,
             text_bytes=fields.get("text_bytes"),
             tokenizer=fields.get("tokenizer"),
             vocabulary=fields.get("vocabulary"),
             end_of_text=fields.get("end_of_text"),
+            sums=tuple(fields.get("crc32", ())),
             assumed=None if fields else NANOGPT,
         )
 
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` ids from `start` on, in the file's dtype.
+
+        Raises TrainerError where the file was cut short since it was opened, or holds other bytes than were written.
+        """
+        assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
+        first, last = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
+        if self.sums:
+            for block in range(first // _BLOCK, -(-last // _BLOCK)):
+                self._check(block)
+        return np.frombuffer(self._bytes(first, last - first), dtype=self.dtype)
+
+    def _check(self, block: int) -> None:
+        if block in self._checked:
+            return
+        start = block * _BLOCK
+        crc = zlib.crc32(self._bytes(start, min(_BLOCK, self.tokens * self.dtype.itemsize - start)))
+        if block >= len(self.sums) or crc != self.sums[block]:
+            raise TrainerError(
+                f"{self.path}: the block at byte {start} is not what was written (CRC-32 {crc}); delete the file and "
+                "its sidecar, and the same command makes them again"
+            )
+        self._checked.add(block)
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        try:
+            data = os.pread(self.file.fileno(), count, start)
+        except OSError as error:
+            raise TrainerError(f"{self.path}: {count} bytes at {start} cannot be read: {error.strerror}") from error
+        if len(data) != count:
+            size = self.tokens * self.dtype.itemsize
+            raise TrainerError(
+                f"{self.path}: cut short: {count} bytes at {start} wanted, {len(data)} are left of {size} bytes; make "
+                "it again, and the same command goes on from the newest checkpoint"
+            )
+        return data
+
     def largest_id(self) -> int:
         """Read all of it, 16 M ids at a time."""
-        return max(int(self.ids[i : i + _SCAN_TOKENS].max()) for i in range(0, len(self), _SCAN_TOKENS))
+        starts = range(0, self.tokens, _SCAN_TOKENS)
+        return max(int(self.read(i, min(_SCAN_TOKENS, self.tokens - i)).max()) for i in starts)
 
 
 def _read_sidecar(path: Path) -> dict:
@@ -116,6 +164,8 @@ class TokenWriter:
         self.text_bytes: int | None = None  # set by whoever counts them, before the end
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
         self._dtype = id_dtype(vocabulary)
+        self._sums: list[int] = []
+        self._block = b""  # what the next sum is of
         self._file: BinaryIO
 
     def __enter__(self) -> TokenWriter:
@@ -130,11 +180,16 @@ class TokenWriter:
 
     def write(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append ids, each below `vocabulary`."""
+        data = np.asarray(ids, dtype=self._dtype).tobytes()
         try:
-            self._file.write(np.asarray(ids, dtype=self._dtype).tobytes())
+            self._file.write(data)
         except OSError as error:
             raise self._failed(error) from error
         self.tokens += len(ids)
+        self._block += data
+        while len(self._block) >= _BLOCK:
+            self._sums.append(zlib.crc32(self._block[:_BLOCK]))
+            self._block = self._block[_BLOCK:]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -155,8 +210,9 @@ class TokenWriter:
             "tokenizer": self._tokenizer,
             "vocabulary": self._vocabulary,
             "end_of_text": self._end_of_text,
+            "crc32": self._sums + ([zlib.crc32(self._block)] if self._block else []),  # of each MiB
         }
-        content = (json.dumps(fields, indent=2) + "\n").encode()
+        content = (json.dumps(fields) + "\n").encode()
         sidecar = sidecar_path(self.path)
         # A sidecar of other content must not stand beside the new ids even for a moment. An equal one may:
         # that is another process preparing the same text, which must not lose its finished pair.

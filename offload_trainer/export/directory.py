@@ -19,7 +19,7 @@ from safetensors import safe_open
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.sources import NamedTensor, Source
 from offload_trainer.model.conversions import Group
-from offload_trainer.tiers.durable import copy_tree, put_in_place, sync_directory, write_text
+from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
@@ -52,7 +52,7 @@ def write_model(
     made = {name: shape for group in groups for name, shape in group.shapes(shapes).items()}
     entries = [TensorEntry(name, target, shape) for name, shape in made.items()]
     total = sum(entry.bytes for entry in entries)
-    _check_destination(destination, total, replace=replace)
+    _check_destination(destination, total + bytes_below(model), replace=replace)
     temporary = destination.with_name(f".{destination.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

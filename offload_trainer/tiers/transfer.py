@@ -23,6 +23,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.units import format_bytes
 
 SECTOR = 4096  # bytes
+_GO_ON = "the same command goes on from the newest checkpoint"
 
 
 class DriveFile:
@@ -62,15 +63,18 @@ class DriveFile:
         done = 0
         while done < len(view):
             try:
-                moved = call(self.descriptor, [view[done:]], offset + done)
+                size = os.fstat(self.descriptor).st_size
+                # Writing would make a file that was cut short as long as it was, with zeros where its state had been.
+                moved = call(self.descriptor, [view[done:]], offset + done) if size >= self.size else 0
             except OSError as error:
                 raise TrainerError(
-                    f"{self.path}: {len(view)} bytes at {offset} could not be {verb}: {error.strerror}"
+                    f"{self.path}: {len(view)} bytes at {offset} could not be {verb}: {error.strerror}. dmesg says "
+                    f"more of the drive; {_GO_ON}, there or with another --nvme"
                 ) from error
             if moved == 0:
-                size = os.fstat(self.descriptor).st_size
                 raise TrainerError(
-                    f"{self.path}: cut short: {len(view)} bytes at {offset} wanted, the file has {size} of {self.size}"
+                    f"{self.path}: cut short: {len(view)} bytes at {offset} wanted, the file has {size} of "
+                    f"{self.size}; something else changed it. {_GO_ON.capitalize()}"
                 )
             done += moved
         if not self.direct:

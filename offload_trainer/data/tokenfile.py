@@ -12,8 +12,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -240,16 +240,13 @@ class TokenWriter:
 
 def _open_temporary(path: Path) -> BinaryIO:
     """A new file beside `path`, its own for each process, so that renaming it is atomic."""
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(descriptor)
-    return Path(name).open("wb")
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp").open("xb")
 
 
 def _publish(file: BinaryIO, path: Path) -> None:
     """Make `file`, and then its name `path`, last through a power cut."""
     file.flush()
     os.fsync(file.fileno())
-    os.chmod(file.name, 0o644)  # mkstemp's 0600 would keep others from a shared cache
     os.replace(file.name, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:

@@ -179,6 +179,11 @@ def _config(section: ModelSection, directory: Path | None) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
     except (ValueError, OSError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{directory}: this model is Python code of its own, beside its config.json. Read it, and let it run "
+                "with model.trust_remote_code=true"
+            ) from error
         raise UserError(f"{directory}: {' '.join(str(error).split())[:400]}") from error
 
 

@@ -19,6 +19,7 @@ from offload_trainer.plan.zero import Placement
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
 STATE_IN_RAM = "state in RAM"  # name of that item
 GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
+SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ def tiered_items(
     copies = {w.name: 1 if apart or w.uses == 1 else w.uses + 1 for w in shape.weights}
     in_flight = max(weight.numel * copies[weight.name] for weight in shape.weights if weight.trainable)
     items.append(Item(device, "gradient in flight", e * in_flight, "of the largest weight, before it is home"))
+    stored = [page_bytes(page.elements, states=sizes.states) for page in homes.pages if page.home != RAM]
+    if stored and config.save.every != 0:
+        why = f"{SAVE_BUFFERS} pages on their way from drives into a checkpoint"
+        items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
     if config.tiered.checksums or config.tiered.io == "async_io":
         on_drives = sum(item.bytes for item in items if item.tier in drives)
         items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))

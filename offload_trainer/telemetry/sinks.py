@@ -60,7 +60,7 @@ class JsonLines:
         os.close(self._fd)
 
     def _opened(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
 def _is_up_to(line: bytes, step: int) -> bool:

@@ -71,9 +71,10 @@ def sync_directory(path: Path) -> None:
 def bytes_below(directory: Path) -> int:
     """Bytes that the files below a directory take on their drive; files that go meanwhile do not count."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.lstat().st_blocks * 512
-        except FileNotFoundError:
-            pass
+    for folder, _, names in os.walk(directory):  # which passes over a directory that goes
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                pass
     return total

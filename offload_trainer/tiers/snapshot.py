@@ -15,11 +15,10 @@ from collections.abc import Iterator
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.plan.tiered import SAVE_BUFFERS
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.store import PageStore
 from offload_trainer.tiers.transfer import Ticket
-
-BUFFERS = 2  # pages of drives: one being read, one being used
 
 
 class PageSnapshot:
@@ -40,7 +39,7 @@ class PageSnapshot:
         """Each page's number and fields (views, until the next page is asked for). TrainerError once it is closed."""
         away = deque(n for n in range(len(self._store.pages)) if self._store.in_memory(n) is None)
         size = max(map(self._store.bytes_of, away), default=0)
-        free = [host_buffer(size) for _ in range(min(BUFFERS, len(away)))]
+        free = [host_buffer(size) for _ in range(min(SAVE_BUFFERS, len(away)))]
         arriving: deque[tuple[torch.Tensor, Ticket]] = deque()
         for number in range(len(self._store.pages)):
             while free and away:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -284,6 +286,21 @@ def test_two_runs_on_one_drive_and_two_in_one_directory(words: list, alone: Run,
         assert process.returncode == 0, text
         assert_same_run(Run(0, text, output), alone)
     assert not list((tmp_path / "drive/offload-trainer").glob("run-*"))
+
+
+def test_random_kills_change_nothing(tmp_path: Path) -> None:
+    """A dozen of the two hundred in docs/faults.md, drawn anew each time; the seed is in the output of a failure."""
+    seed = secrets.randbelow(10**6)
+    script = Path(__file__).parent.parent / "scripts/kill_and_resume.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "12", "--seed", str(seed)],
+        capture_output=True,
+        text=True,
+        env=environment(KILL_DIRECTORY=str(tmp_path)),
+        timeout=400,
+    )
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
+    assert re.search(r"^1[2-4] kills", done.stdout, re.MULTILINE), done.stdout
 
 
 # -- data and clocks -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -157,6 +158,63 @@ def test_resume_into_another_placement(before: str, after: str, finished, drive:
     assert [step["step"] for step in run.steps] == list(range(13, 21))
     for ours, other in zip(run.steps, finished(before).steps[12:], strict=True):
         assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
+
+
+@pytest.mark.parametrize("by", ["signal", "file"])
+def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) -> None:
+    """Also in a run that makes none by itself; it goes on, and so does a run from that checkpoint, bit for bit."""
+    words = ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS["tiered"], "--save-every", 0]
+    output = tmp_path / "out"
+
+    def when(lines: list[str]) -> bool:
+        if len(lines) < 5:
+            return False
+        if by == "file":
+            (output / "save").touch()
+        return True
+
+    run = call_and_kill(*words, output=output, when=when, number=signal.SIGUSR1 if by == "signal" else 0)
+    assert run.code == 0, run.text
+    assert run.losses == finished("tiered").losses
+    assert not (output / "save").exists()
+    (made,) = (output / "checkpoints").iterdir()
+    step = int(made.name.removeprefix("step-"))
+    assert 5 <= step < 20
+    again = call(*words[:-1], 20, "--resume", made, output=tmp_path / "again")
+    assert again.losses == finished("tiered").losses[step:]
+
+
+@pytest.mark.ops
+def test_on_demand_where_none_can_be_made(drive: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/save").touch()
+    words = ["--nvme", drive, *TINY, "--steps", 3, "train.eval_every=0", "--save-every", 0]
+    run = call(*words, *PLACEMENTS["zero-3 nvme"], output=tmp_path / "out")
+    assert "no checkpoint was made: stock DeepSpeed loses moments" in run.text
+    assert len(run.losses) == 3
+
+
+def test_resume_with_another_micro_batch_and_other_settings(finished, drive: Path, tmp_path: Path) -> None:
+    """The same rows a step: the losses follow. What steers the result and differs is said, one line each."""
+    start = finished("tiered").output / "checkpoints/step-00000012"
+    words_now = [*words("tiered", drive), "--micro-batch", 1, "--accumulate", 2, "--resume", start]
+    run = call(*words_now, output=tmp_path / "out")
+    assert "note: train.micro_batch is 1; step-00000012 was saved with 2" in run.text
+    assert "note: train.accumulate is 2; step-00000012 was saved with 1" in run.text
+    assert run.text.count("was saved with") == 2
+    assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in finished("tiered").steps[12:]]
+    for ours, other in zip(run.steps, finished("tiered").steps[12:], strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
+    slower = call(*words("tiered", drive), "--lr", "5e-4", "--resume", start, output=tmp_path / "slower")
+    assert "note: optim.lr is 0.0005; step-00000012 was saved with 0.001" in slower.text
+
+
+def test_a_checkpoint_of_other_weights_is_refused(finished, drive: Path, tmp_path: Path) -> None:
+    start = finished("plain").output / "checkpoints/step-00000012"
+    frozen = call(*words("plain", drive), "--resume", start, 'model.freeze=["wpe"]', output=tmp_path / "a", check=False)
+    assert frozen.code == 2
+    assert "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}" in frozen.text
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.ops

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
@@ -258,11 +259,24 @@ def _prepare(words: list[str]) -> None:
 
 
 def _export(words: list[str]) -> None:
+    wish = export_wish(words)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    _quiet()
+    from offload_trainer.export.weights import export
+
+    done = export(**wish)
+    compared = f"; read back: every header, {done.compared} tensors equal" if wish["check"] else ""
+    print(f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}")
+
+
+def export_wish(words: list[str]) -> dict[str, Any]:
+    """What the words after `export` ask for: the arguments of `export.weights.export`. UserError for mistakes."""
     switches = _take(words, "--check", "--mixed")
     dtype = _value(words, "--dtype") or "fp16"
     largest = _value(words, "--max-shard-size")
     if unknown := [word for word in words if word.startswith("-")]:
-        raise UserError(f"export: {unknown[0]}: there is no such flag; known: {', '.join(_EXPORT_FLAGS)}")
+        known = "--dtype, --max-shard-size, --check, --mixed"
+        raise UserError(f"export: {unknown[0]}: there is no such flag; known: {known}")
     gguf = bool(words) and words[-1].endswith(".gguf")
     dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
     if len(words) != 2 or dtype not in dtypes:
@@ -270,27 +284,17 @@ def _export(words: list[str]) -> None:
         raise UserError(f"export needs SOURCE and DEST, and --dtype {', '.join(dtypes)}; got {given}")
     if gguf and (largest or "--check" in switches):
         raise UserError("--max-shard-size and --check are for directories of safetensors, and DEST is one GGUF file")
-    shard_bytes = None if largest is None else parse_bytes(largest)
-    if shard_bytes == 0:
+    shard_bytes = parse_bytes(largest or "5GB")
+    if not shard_bytes:
         raise UserError(f"--max-shard-size {largest}: a number with a unit, such as 500MB or 5GB")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    _quiet()
-    from offload_trainer.export.directory import SHARD_BYTES
-    from offload_trainer.export.weights import export
-
-    done = export(
-        Path(words[0]),
-        Path(words[1]),
-        dtype=dtype,
-        shard_bytes=shard_bytes or SHARD_BYTES,
-        check="--check" in switches,
-        mixed="--mixed" in switches,
-    )
-    compared = f"; read back: every header, {done.compared} tensors equal" if "--check" in switches else ""
-    print(f"exported {done.source} in {dtype} to {words[1]}: {format_bytes(done.bytes)}{compared}")
-
-
-_EXPORT_FLAGS = ("--dtype", "--max-shard-size", "--check", "--mixed")
+    return {
+        "source": Path(words[0]),
+        "destination": Path(words[1]),
+        "dtype": dtype,
+        "shard_bytes": shard_bytes,
+        "check": "--check" in switches,
+        "mixed": "--mixed" in switches,
+    }
 
 
 def _quiet() -> None:

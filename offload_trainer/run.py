@@ -7,22 +7,17 @@ Nothing is written before the plan has passed; torch is imported only here and b
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import platform
-import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from io import RawIOBase
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 from offload_trainer.checkpoint import (
     Checkpoints,
@@ -30,7 +25,6 @@ from offload_trainer.checkpoint import (
     check_resume,
     complete_checkpoints,
     find_resume,
-    remove_leftovers,
 )
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
@@ -41,32 +35,11 @@ from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
-from offload_trainer.settings import dump_config
+from offload_trainer.run_directory import Log, environment, run_directory
 from offload_trainer.tiers.durable import bytes_below, write_text
 from offload_trainer.units import format_bytes, format_seconds
 
 _TELLING = 3  # steps after the warm ones, from which a run's seconds say something about the machine
-
-
-@dataclass
-class Log:
-    """Lines for people: to stderr, and to log.txt once there is a run directory. Silent on ranks other than 0."""
-
-    loud: bool
-    file: RawIOBase | None = field(default=None)
-
-    def say(self, line: str) -> None:
-        if not self.loud:
-            return
-        print(line, file=sys.stderr, flush=True)
-        if self.file is None:
-            return
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        try:
-            self.file.write("".join(f"{stamp} {part}\n" for part in line.splitlines()).encode())
-        except OSError as error:  # what it is about is more important than the log
-            self.file = None
-            print(f"note: log.txt cannot be written any more: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def refuse(config: TrainConfig, plan: Plan) -> None:
@@ -121,7 +94,18 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
         on_rank_zero(lambda: _check(resume, record, log))
     with ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(_run_directory(output, config, plan, machine, source, data, log))
+            stack.enter_context(
+                run_directory(
+                    output,
+                    config,
+                    plan,
+                    machine,
+                    source,
+                    log,
+                    tokenizer=data.tokenizer,
+                    end_of_text=data.end_of_text,
+                )
+            )
         job = _build_job(config, plan, machine, source, data, output, log, stack, record=record, resume=resume)
         if instead is not None:
             instead(job)
@@ -265,70 +249,6 @@ def _refuse_unknown_ids(config: TrainConfig, source: Any) -> None:
         )
 
 
-@contextmanager
-def _run_directory(
-    output: Path,
-    config: TrainConfig,
-    plan: Plan,
-    machine: MachineProfile,
-    source: Any,
-    data: _Data,
-    log: Log,
-) -> Iterator[None]:
-    """The run directory with what is known at the start; locked, so that no second run writes into it."""
-    from offload_trainer.model.source import DTYPES, save_model_config
-
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".lock", "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{output}: another run is writing there; name another --output") from None
-        remove_leftovers(output / "checkpoints")
-        write_text(output / "config.yaml", dump_config(config))
-        write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
-        write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
-        write_text(output / "environment.json", json.dumps(_environment(), indent=1))
-        save_model_config(source, output / "model", dtype=DTYPES[config.model.dtype], end_of_text=data.end_of_text)
-        data.tokenizer.save_pretrained(output / "model")
-        with open(output / "log.txt", "ab", buffering=0) as log.file, _noted_as_alive(lock, log):
-            try:
-                yield
-            finally:
-                log.file = None
-
-
-@contextmanager
-def _noted_as_alive(lock: TextIO, log: Log) -> Iterator[None]:
-    """The lock file holds something while a run lives; what a run finds there was left by one that could not say so."""
-    lock.seek(0)
-    if lock.read():
-        log.say("note: the last run here ended without a word: killed, out of memory, or the power went")
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    try:
-        yield
-    finally:
-        lock.truncate(0)
-
-
-def _environment() -> dict[str, Any]:
-    packages: dict[str, str | None] = {}
-    for name in ("offload-trainer", "torch", "deepspeed", "transformers", "bitsandbytes", "safetensors"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "packages": packages,
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-        "command": sys.argv,
-    }
-
-
 def _build_engine(
     config: TrainConfig,
     plan: Plan,
@@ -467,7 +387,7 @@ def _record(config: TrainConfig, plan: Plan, source: Any, data: _Data, output: P
             "config": config.model_dump(mode="json"),
             "random": source.random,
             "plan": plan.to_json(),
-            "environment": _environment(),
+            "environment": environment(),
         },
         model=output / "model",
     )

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import INTERRUPT, KILL, TERMINATE, TINY, Run, call, call_and_kill, command, environment
+from conftest import INTERRUPT, KILL, TERMINATE, TINY, Run, ask, call, call_and_kill, command, environment
+from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -370,6 +371,54 @@ def test_export_in_16_bit(dtype: str, expected: torch.dtype, finished, tmp_path:
     held = load_file(tmp_path / "hf/model.safetensors")
     assert all(torch.equal(held[name], full[name].to(expected)) for name in full)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is expected
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "q8_0"])
+def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
+    """The command; what is in such a file is tests/test_gguf.py's matter."""
+    told = export(finished("plain").output, tmp_path / "model.gguf", dtype)
+    assert f"in {dtype} to" in told
+    reader = GGUFReader(tmp_path / "model.gguf")
+    held = {tensor.name: tensor for tensor in reader.tensors}
+    masters = load_file(finished("plain").output / "checkpoints/step-00000020/master.safetensors")
+    assert len(held) == len(masters)
+    matrix = masters["transformer.wte.weight"]
+    assert tuple(reversed(held["token_embd.weight"].shape.tolist())) == matrix.shape
+    values = torch.from_numpy(dequantize(held["token_embd.weight"].data, held["token_embd.weight"].tensor_type))
+    assert (values - matrix).abs().max() <= {"fp32": 0, "fp16": 1e-4, "q8_0": matrix.abs().max() / 250}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["only"], "export needs SOURCE and DEST"),
+        (["a", "b", "--dtype", "int4"], "--dtype fp16, bf16, fp32"),
+        (["a", "b.gguf", "--dtype", "bf16"], "--dtype fp16, fp32, q8_0"),
+        (["a", "b.gguf", "--check"], "DEST is one GGUF file"),
+        (["a", "b", "--max-shard-size", "much"], "such as 500MB"),
+        (["a", "b", "--fast"], "there is no such flag; known: --dtype"),
+        (["/nowhere", "b"], "neither a checkpoint"),
+    ],
+)
+def test_exports_that_are_refused(words: list[str], told: str) -> None:
+    done = ask("export", *words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_export_says_what_it_is_of(finished, tmp_path: Path) -> None:
+    """The card's numbers are the run's; a second export to the same place is refused."""
+    run = finished("plain")
+    export(run.output, tmp_path / "hf", "bf16")
+    card = (tmp_path / "hf/README.md").read_text()
+    assert f"| Loss of the last step | {run.losses[-1]:.4f} |" in card
+    assert f"| Tokens | {run.steps[-1]['tokens']} (" in card
+    assert "| Steps | 20 of 20 |" in card
+    assert "from random weights (n_layer=2, n_embd=96)" in card
+    assert "peak rate 0.001" in card
+    assert f"torch {torch.__version__.split('+')[0]}" in card
+    assert "already holds something" in ask("export", run.output, tmp_path / "hf").stderr
 
 
 def test_run_directory_is_what_is_documented(finished) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offload_trainer.units import format_bytes, format_count, format_seconds
+from offload_trainer.units import format_bytes, format_count, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,22 @@ def test_counts(number, text):
 )
 def test_seconds(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 500 * 10**6),
+        ("1.5 kB", 1500),
+        ("2GiB", 2 << 30),
+        ("77", 77),
+        ("12B", 12),
+        ("much", 0),
+        ("", 0),
+        ("-3GB", 0),
+        ("5XB", 0),
+    ],
+)
+def test_sizes_that_users_write(text, number):
+    assert parse_bytes(text) == number

@@ -23,7 +23,6 @@ from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, 
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
-SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _KINDS = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}  # as safetensors calls them
 _SAMPLE = 32  # tensors that --check compares
@@ -38,7 +37,7 @@ def write_model(
     model: Path,
     dtype: str,
     card: str,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
     replace: bool = False,
 ) -> int:
     """Write `weights` (whole; the names of `shapes`, in any order, tied ones once) in `dtype`; returns the bytes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload_trainer.export.directory import SHARD_BYTES, check_export, write_model
+from offload_trainer.export.directory import check_export, write_model
 from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import opened
 from offload_trainer.model.conversions import saved_groups
@@ -23,7 +23,7 @@ class Exported:
 
 
 def export(
-    source: Path, destination: Path, *, dtype: str, shard_bytes: int = SHARD_BYTES, check: bool, mixed: bool = False
+    source: Path, destination: Path, *, dtype: str, shard_bytes: int = 5 * 10**9, check: bool, mixed: bool = False
 ) -> Exported:
     """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
 

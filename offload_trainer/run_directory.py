@@ -1,0 +1,117 @@
+"""A run directory: what is known at the start, the log, and the lock that keeps a second run out.
+
+config.yaml plan.json machine.json environment.json model/    written when the plan has passed
+log.txt                                                       every line for people
+.lock                                                         held while the run lives; not empty if it died
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, TextIO
+
+from offload_trainer.checkpoint import remove_leftovers
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.plan.plan import Plan
+from offload_trainer.settings import dump_config
+from offload_trainer.tiers.durable import write_text
+
+
+@dataclass
+class Log:
+    """Lines for people: to stderr, and to log.txt once there is a run directory. Silent on ranks other than 0."""
+
+    loud: bool
+    file: RawIOBase | None = field(default=None)
+
+    def say(self, line: str) -> None:
+        if not self.loud:
+            return
+        print(line, file=sys.stderr, flush=True)
+        if self.file is None:
+            return
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            self.file.write("".join(f"{stamp} {part}\n" for part in line.splitlines()).encode())
+        except OSError as error:  # what it is about is more important than the log
+            self.file = None
+            print(f"note: log.txt cannot be written any more: {error.strerror}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def run_directory(
+    output: Path,
+    config: TrainConfig,
+    plan: Plan,
+    machine: MachineProfile,
+    source: Any,
+    log: Log,
+    *,
+    tokenizer: Any,
+    end_of_text: int | None,
+) -> Iterator[None]:
+    """The run directory with what is known at the start; locked, so that no second run writes into it."""
+    from offload_trainer.model.source import DTYPES, save_model_config
+
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{output}: another run is writing there; name another --output") from None
+        remove_leftovers(output / "checkpoints")
+        write_text(output / "config.yaml", dump_config(config))
+        write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
+        write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
+        write_text(output / "environment.json", json.dumps(environment(), indent=1))
+        save_model_config(source, output / "model", dtype=DTYPES[config.model.dtype], end_of_text=end_of_text)
+        tokenizer.save_pretrained(output / "model")
+        with open(output / "log.txt", "ab", buffering=0) as log.file, _noted_as_alive(lock, log):
+            try:
+                yield
+            finally:
+                log.file = None
+
+
+@contextmanager
+def _noted_as_alive(lock: TextIO, log: Log) -> Iterator[None]:
+    """The lock file holds something while a run lives; what a run finds there was left by one that could not say so."""
+    lock.seek(0)
+    if lock.read():
+        log.say("note: the last run here ended without a word: killed, out of memory, or the power went")
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    try:
+        yield
+    finally:
+        lock.truncate(0)
+
+
+def environment() -> dict[str, Any]:
+    packages: dict[str, str | None] = {}
+    for name in ("offload-trainer", "torch", "deepspeed", "transformers", "bitsandbytes", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": packages,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "command": sys.argv,
+    }

@@ -34,7 +34,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
-from offload_trainer.engine.ranks import gather, wait_for_all
+from offload_trainer.engine.ranks import gather, on_rank_zero, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, write_text
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
@@ -111,9 +111,8 @@ class Checkpoints:
         behind the training is raised by `look`, `settle` or the next save.
         """
         self.settle()
+        on_rank_zero(self._make_room)
         first = engine.rank == 0
-        if first:
-            self._make_room()
         generators = gather(random_state())
         wait_for_all()
         snapshot = engine.snapshot()

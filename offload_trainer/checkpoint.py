@@ -36,7 +36,7 @@ from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.engine.ranks import gather, on_rank_zero, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, write_text
+from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -176,6 +176,7 @@ class Checkpoints:
             )
         try:
             self._root.mkdir(exist_ok=True)
+            sync_directory(self._root.parent)
             remove_leftovers(self._root)
             free = shutil.disk_usage(self._root).free
             need = self._need + bytes_below(self.record.model) + _SMALL_FILES
@@ -213,7 +214,10 @@ class Checkpoints:
         behind = ", while training went on" if snapshot.behind else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{behind}")
-        _prune(self._root, keep=self._keep)
+        try:
+            _prune(self._root, keep=self._keep)
+        except OSError as error:  # the new one is safe
+            self._say(f"note: older checkpoints could not be removed: {error}")
 
     def _finish(self, directory: Path, files: dict[str, Any], state: TrainState, generators: list[str]) -> int:
         """What is not the engine's, then the manifest; returns the bytes of all files."""
@@ -241,7 +245,11 @@ class Checkpoints:
 def remove_leftovers(root: Path) -> None:
     """Remove what a killed save or prune has left. Only for the run that holds the directory."""
     for leftover in root.glob(".step-*"):
-        shutil.rmtree(leftover)
+        replaced = root / leftover.name.removeprefix(".").removesuffix(".replaced")
+        if leftover.suffix == ".replaced" and not replaced.exists():
+            os.rename(leftover, replaced)  # killed between two renames: it is whole, and no other is
+        else:
+            shutil.rmtree(leftover)
 
 
 def _place_of(directory: Path) -> tuple[int, int] | None:
@@ -295,6 +303,8 @@ def find_resume(wish: str, *, output: Path) -> Path | None:
         return None
     if wish == "auto":
         found = complete_checkpoints(output / "checkpoints")
+        if not found and (left := sorted((output / "checkpoints").glob("step-*"))):
+            raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start anew, move it away")
         return found[-1] if found else None
     return find_checkpoint(Path(wish))
 
@@ -316,12 +326,15 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files: dict[str, dict[str, int]] = manifest["files"]
         if manifest["format"] != FORMAT:
             raise UserError(f"{checkpoint}: written in format {manifest['format']}, this version reads {FORMAT}")
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({error})") from error
-    for name, expected in files.items():
+        files = {name: (int(about["bytes"]), int(about["crc32"])) for name, about in manifest["files"].items()}
+        unnamed = {"state.json", "engine.json", "run.json", "master.safetensors"} - files.keys()
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    if unnamed:
+        raise _damaged(checkpoint, f"{MANIFEST} does not name {', '.join(sorted(unnamed))}")
+    for name, (size, crc) in files.items():
         if not moments and name.startswith("exp_avg"):
             continue
         path = checkpoint / name
@@ -329,19 +342,19 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> dict[str, Any]:
             raise _damaged(checkpoint, f"the manifest names {name}, which lies outside")
         if not path.exists():
             raise _damaged(checkpoint, f"{name} is missing")
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise _damaged(checkpoint, f"{name} has {size} bytes, the manifest says {expected['bytes']}")
-        crc = _crc32(path)
-        if crc != expected["crc32"]:
-            raise _damaged(checkpoint, f"{name} has CRC-32 {crc}, the manifest says {expected['crc32']}")
+        held = path.stat().st_size
+        if held != size:
+            raise _damaged(checkpoint, f"{name} has {held} bytes, the manifest says {size}")
+        found = _crc32(path)
+        if found != crc:
+            raise _damaged(checkpoint, f"{name} has CRC-32 {found}, the manifest says {crc}")
     return manifest
 
 
 def _damaged(checkpoint: Path, what: str) -> UserError:
     earlier = [path for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name]
-    offer = f"; the one before it: --resume {earlier[-1]}" if earlier else "; --resume never starts anew"
-    return UserError(f"{checkpoint} is damaged: {what}{offer}")
+    offer = f"goes on from the one before it, {earlier[-1]}" if earlier else "starts anew"
+    return UserError(f"{checkpoint} is damaged: {what}. Move it away, and the same command {offer}")
 
 
 def _crc32(path: Path) -> int:

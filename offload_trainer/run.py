@@ -35,7 +35,7 @@ from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
-from offload_trainer.run_directory import Log, environment, run_directory
+from offload_trainer.run_directory import Log, environment, refuse_second, run_directory
 from offload_trainer.tiers.durable import bytes_below, write_text
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -55,7 +55,14 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
             f"{plan.homes}: no exact checkpoints here: {reason}. Add --save-every 0 to train without them (the "
             "weights are exported at the end), or use --engine tiered"
         )
-    if config.save.resume == "never" and complete_checkpoints(Path(config.save.output) / "checkpoints"):
+    here = complete_checkpoints(Path(config.save.output) / "checkpoints")
+    newer = [path.name for path in here if resumes and path.name > resumes.name]
+    if newer:
+        raise UserError(
+            f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}), which "
+            "the same command would go on from next time. Move them away, or name another --output"
+        )
+    if config.save.resume == "never" and here:
         raise UserError(
             f"--resume never, but {config.save.output} holds checkpoints that it would mix with: name another --output"
         )
@@ -80,6 +87,7 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
         start_processes()
     from offload_trainer.engine.ranks import on_rank_zero, share_from_zero
 
+    on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     config, plan, machine, source = plan_run(config)
     config, plan, machine = share_from_zero((config, plan, machine))
     log.say(plan.describe())
@@ -393,11 +401,15 @@ def _record(config: TrainConfig, plan: Plan, source: Any, data: _Data, output: P
     )
 
 
+def _given_once(name: str) -> Any:
+    raise AssertionError(f"{name}: a live engine gives each weight once")
+
+
 def _export_live(source: Any, job: Any, output: Path, log: Log) -> None:
     """Weights of a run that makes no checkpoints, straight from the engine. All ranks take part."""
     from offload_trainer.export.card import model_card
     from offload_trainer.export.directory import write_model
-    from offload_trainer.model.conversions import saved_groups
+    from offload_trainer.export.sources import Source
 
     weights = job.engine.named_master_parameters()
     if not log.loud:
@@ -405,16 +417,15 @@ def _export_live(source: Any, job: Any, output: Path, log: Log) -> None:
             pass
         return
     order = sorted(source.shape.weights, key=lambda weight: not weight.trainable)
-    write_model(
-        weights,
-        output / "export",
+    live = Source(
         shapes={weight.name: weight.shape for weight in order},
-        groups=saved_groups([weight.name for weight in order], output / "model"),
+        weights=lambda: weights,
+        read=_given_once,
         model=output / "model",
-        dtype="fp32",
-        card=model_card(output, dtype="fp32", source="the run's end", run=job.checkpoints.record.run),
-        replace=True,
+        told="the run's end",
+        card=lambda dtype: model_card(output, dtype=dtype, source="the run's end", run=job.checkpoints.record.run),
     )
+    write_model(live.with_buffers(), output / "export", dtype="fp32", replace=True)
     log.say(f"weights exported in fp32 to {output / 'export'}")
 
 

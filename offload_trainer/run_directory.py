@@ -51,6 +51,19 @@ class Log:
             print(f"note: log.txt cannot be written any more: {error.strerror}", file=sys.stderr, flush=True)
 
 
+def refuse_second(output: Path) -> None:
+    """UserError where a run is writing in `output`: asked before its checkpoints are looked at."""
+    try:
+        lock = open(output / ".lock")  # noqa: SIM115 - closed below
+    except OSError:
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{output}: another run is writing there; name another --output") from None
+
+
 @contextmanager
 def run_directory(
     output: Path,

@@ -95,8 +95,9 @@ def train(job: Job, *, resume: Path | None = None) -> TrainState:
 
 def _agree(job: Job, asked: Asked) -> tuple[int, bool]:
     """The signal to stop for, or 0, and whether a checkpoint is wished for: on every rank after the same step."""
-    wished = asked.save
-    asked.save = False
+    wished = False
+    if asked.save:
+        asked.save, wished = False, True
     if job.telemetry and job.save_wish.exists():
         job.save_wish.unlink()
         wished = True
@@ -231,7 +232,8 @@ def _signals(*, loud: bool) -> Iterator[Asked]:
 
     def stop(number: int, _frame: object) -> None:
         asked.stop = asked.stop or number
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if loud:
             name = signal.Signals(number).name
             os.write(2, f"{name}: finishing this step, then saving; once more ends at once, unsaved\n".encode())

@@ -92,6 +92,17 @@ def call_and_kill(*words: object, output: Path, when: Callable[[list[str]], bool
     return Run(process.returncode, text, output)
 
 
+def fill(directory: Path) -> None:
+    """Not one byte is left on its filesystem."""
+    with open(directory / "filler", "wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                pass
+
+
 @pytest.fixture(scope="session")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory on a real drive: /tmp may be a tmpfs, which has no O_DIRECT."""

@@ -15,18 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from conftest import fill
+
 from offload_trainer.cli import main
-
-
-def fill(directory: Path) -> None:
-    """Not one byte is left."""
-    with open(directory / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                pass
 
 
 def full_save(directory: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from bench_of_engines import batches, engine, masters, model_directory, train
 from conftest import KILL, TINY, ask, call, call_and_kill
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_model import ARCHITECTURES, reference
-from transformers import AutoModelForCausalLM
+from test_model import _COMMON, ARCHITECTURES, reference
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 import offload_trainer.plan.layout as layout
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
@@ -23,6 +24,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.weights import export
 from offload_trainer.model.source import resolve_model, save_model_config
 from offload_trainer.tiers.account import read_store
+from offload_trainer.tiers.lease import DriveLease, is_alive, kept
 
 ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2"]
 
@@ -34,7 +36,8 @@ def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checkpoint_of(made: Any, model: Path, output: Path, *, step: int = 0) -> Path:
     """A checkpoint of an engine as a run makes it; returns the run directory."""
-    source = resolve_model(ModelSection(name=str(model), attention="eager", scratch=True), seed=0)
+    scratch = not (model / "model.safetensors.index.json").exists()
+    source = resolve_model(ModelSection(name=str(model), attention="eager", scratch=scratch), seed=0)
     (output / "model").mkdir(parents=True, exist_ok=True)
     save_model_config(source, output / "model", dtype=torch.float32, end_of_text=None)
     record = RunRecord(identity={}, layout={}, run={}, model=output / "model")
@@ -57,10 +60,18 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(ours[name], tensor), name
 
 
-ROUND = [*ARCHITECTURES, "llama, tied", "qwen3, untied"]
+# A router's correction is a buffer that is saved with the weights; the first block has no experts.
+GLM = Glm4MoeConfig(
+    **{**_COMMON, "num_hidden_layers": 3},
+    head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
+    first_k_dense_replace=1, tie_word_embeddings=False,
+)  # fmt: skip
+ROUND = [*ARCHITECTURES, "llama, tied", "qwen3, untied", "glm4moe, buffers"]
 
 
 def architecture(name: str) -> Any:
+    if name.startswith("glm"):
+        return GLM
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     twin = ARCHITECTURES["llama, untied" if name.startswith("llama") else "qwen3, tied"]
@@ -72,6 +83,10 @@ def architecture(name: str) -> Any:
 def test_round_trip(name: str, home: list[str], tmp_path: Path, drive: Path) -> None:
     """transformers -> ours -> export -> transformers in fp32, no step taken: names, layout and every bit."""
     model = reference(architecture(name))
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if key.endswith("e_score_correction_bias"):
+                value.copy_(torch.tensor([5.0, -5.0, 3.0, 1.0]))
     model.save_pretrained(tmp_path / "given", max_shard_size="20kB")
     assert len(list((tmp_path / "given").glob("*.safetensors"))) > 1
     words = ["model.scratch=false", "--dtype", "fp32", "model.attention=eager", *home]
@@ -124,6 +139,14 @@ def test_other_spellings_of_a_checkpoint(name: str, change: Any, tmp_path: Path)
     assert_equal(dict(source.weights()), dict(model.named_parameters()))
 
 
+def test_a_head_of_its_own_in_a_model_that_ties_it(tmp_path: Path) -> None:
+    """transformers would keep both; training the one that config.json means would lose the other without a word."""
+    reference(ARCHITECTURES["qwen3, tied"]).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1})
+    with pytest.raises(UserError, match=r"lm_head\.weight and model\.embed_tokens\.weight hold different values"):
+        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+
+
 def test_experts_that_are_not_all_there(tmp_path: Path) -> None:
     reference(ARCHITECTURES["mixtral, experts"]).save_pretrained(tmp_path)
     gone = next(key for key in load_file(tmp_path / "model.safetensors") if "experts.2.w1" in key)
@@ -174,7 +197,7 @@ def test_shards_an_index_and_the_dtype(dtype: torch.dtype, trained: Path, tmp_pa
 
 
 def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that changes one value, and one that swaps two tensors of a shape."""
+    """A writer that changes one value."""
     from offload_trainer.export import directory
 
     put = directory.TensorFileWriter.write
@@ -188,6 +211,46 @@ def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(directory.TensorFileWriter, "write", wrong)
     with pytest.raises(TrainerError, match=r"transformer\.wte\.weight holds other values"):
         export(trained, tmp_path / "out", dtype="fp32", check=True)
+
+
+def test_the_check_finds_what_is_missing(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, and nothing is left under the export's name."""
+    from offload_trainer.export import directory
+
+    write = directory._write_shards
+
+    def without_one(weights: Any, place: Path, **rest: Any) -> None:
+        write(weights, place, **rest)
+        held = load_file(place / "model.safetensors")
+        del held["transformer.ln_f.bias"]
+        held["transformer.ln_f.weight"] = held["transformer.ln_f.weight"].half()
+        save_file(held, place / "model.safetensors")
+
+    monkeypatch.setattr(directory, "_write_shards", without_one)
+    with pytest.raises(TrainerError, match=r"ln_f\.weight is \('F16'.*ln_f\.bias is missing"):
+        export(trained, tmp_path / "out", dtype="fp32", check=True)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_models_with_code_of_their_own_are_exported_as_they_are(trained: Path, tmp_path: Path) -> None:
+    """No rules apply, and none of the code is run or asked for."""
+    for config in trained.rglob("config.json"):
+        held = json.loads(config.read_text()) | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+        config.write_text(json.dumps(held))
+    manifest = trained / "checkpoints/step-00000003/MANIFEST.json"
+    told = json.loads(manifest.read_text())
+    data = (manifest.parent / "model/config.json").read_bytes()
+    told["files"]["model/config.json"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    manifest.write_text(json.dumps(told))
+    export(trained, tmp_path / "out", dtype="fp32", check=True)
+    assert_equal(tensors_in(tmp_path / "out"), load_file(manifest.parent / "master.safetensors"))
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(trained: Path, tmp_path: Path) -> None:
+    (trained / "checkpoints/step-00000003/model/leak").symlink_to("/etc/hostname")
+    with pytest.raises(UserError, match="leak is a link"):
+        export(trained, tmp_path / "out", dtype="fp32", check=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
@@ -247,6 +310,33 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
             assert_equal(dict(stored.weights()), masters(made))
         made._account.note(3, updating=True)
         assert read_store(leases[1]).updating
+
+
+def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
+    """A new lease removes what a dead run left, but not from under a reader; and a reader of another user sees life."""
+    with DriveLease(tmp_path) as alive:
+        assert is_alive(alive.path)
+        dead = alive.path.with_name("run-dead")
+        dead.mkdir()
+        (dead / ".lock").touch()
+        with kept(dead), DriveLease(tmp_path) as another:
+            assert not is_alive(dead)
+            assert another.removed == []
+            assert dead.exists()
+        with DriveLease(tmp_path) as another:
+            assert another.removed == [dead]
+
+
+def test_after_a_restart_of_the_machine_nothing_is_sure(tmp_path: Path, drive: Path) -> None:
+    model = model_directory(tmp_path / "model", "gpt2")
+    with engine(model, *ON_DRIVE, drives=[drive]) as made:
+        lease = next((drive / "offload-trainer").glob("run-*"))
+        made.keep_account([lease], model=tmp_path)
+        train(made, batches(1))
+        assert not read_store(lease).updating
+        told = json.loads((lease / "store.json").read_text())
+        (lease / "store.json").write_text(json.dumps(told | {"boot": "another"}))
+        assert read_store(lease).updating
 
 
 def test_masters_in_memory_went_with_the_run(tmp_path: Path, drive: Path) -> None:

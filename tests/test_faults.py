@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import KILL, TINY, Run, call, call_and_kill, command, environment
+from conftest import KILL, TINY, Run, call, call_and_kill, command, environment, fill
 from test_box import box  # noqa: F401 - a fixture
 from test_runs import assert_same_run
 
@@ -120,16 +121,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def mount(image: Path, folder: Path) -> bool:
     return subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True).returncode == 0
-
-
-def fill(folder: Path) -> None:
-    with open(folder / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                pass
 
 
 def test_a_full_disk_in_mid_step(disk: Path, words: list, alone: Run) -> None:
@@ -267,25 +258,32 @@ def test_the_kernel_kills_a_run_out_of_memory(box: Path, words: list, alone: Run
     assert "ended without a word: killed, out of memory" in assert_goes_on(words, output, alone).text
 
 
-def test_two_runs_on_one_drive_and_two_in_one_directory(words: list, alone: Run, tmp_path: Path) -> None:
+def test_two_runs_on_one_drive(words: list, alone: Run, tmp_path: Path) -> None:
     outputs = [tmp_path / "a", tmp_path / "b"]
     running = [
         subprocess.Popen(command(*words, "--output", output), stderr=subprocess.PIPE, env=environment(), text=True)
         for output in outputs
     ]
-    while not (outputs[0] / "metrics.jsonl").exists():
-        assert running[0].poll() is None
-        time.sleep(0.01)
-    second = call(*words, output=outputs[0], check=False)
-    texts = [process.communicate()[1] for process in running]
-    if "another run is writing there" in second.text:  # it has ended before the second looked, if not
-        assert second.code == 2
-    else:
-        assert second.code == 0
-    for process, output, text in zip(running, outputs, texts, strict=True):
+    for process, output in zip(running, outputs, strict=True):
+        text = process.communicate()[1]
         assert process.returncode == 0, text
         assert_same_run(Run(0, text, output), alone)
     assert not list((tmp_path / "drive/offload-trainer").glob("run-*"))
+
+
+def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
+    """The second is refused while the first lives, and does not disturb it."""
+    output = tmp_path / "out"
+    refused: list[Run] = []
+
+    def second() -> None:
+        refused.append(call(*words, output=output, check=False))
+
+    long = [*words, "--steps", 2000, "--save-every", 0]
+    first = call_and_kill(*long, output=output, when=after(6, second), number=signal.SIGINT)
+    assert_told(refused[0], "another run is writing there; name another --output", code=2)
+    assert first.code == 130
+    assert len(first.steps) > 6
 
 
 def test_random_kills_change_nothing(tmp_path: Path) -> None:

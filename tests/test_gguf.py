@@ -444,7 +444,7 @@ def test_what_llama_cpp_computes_differently_is_refused(case: str, tmp_path: Pat
 def test_no_destination_and_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(MODELS["llama, untied"])
     (tmp_path / "here.gguf").write_text("mine")
-    with pytest.raises(UserError, match="already exists"):
+    with pytest.raises(UserError, match="already holds something"):
         write(model, tmp_path / "here.gguf")
     assert (tmp_path / "here.gguf").read_text() == "mine"
     usage = namedtuple("usage", "total used free")

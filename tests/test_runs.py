@@ -255,6 +255,29 @@ def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path:
     assert "seed: it has 0, this run 1" in run.text
 
 
+def test_back_to_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
+    """In the same directory only without the newer ones, which the next resume would take."""
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    older = output / "checkpoints/step-00000012"
+    refused = call(*words("plain", drive), "--resume", older, output=output, check=False)
+    assert refused.code == 2
+    assert "holds newer checkpoints (step-00000018, step-00000020)" in refused.text
+    for step in (18, 20):
+        shutil.rmtree(output / f"checkpoints/step-{step:08d}")
+    assert_same_run(call(*words("plain", drive), "--resume", older, output=output), finished("plain"))
+
+
+def test_nothing_starts_anew_over_damaged_checkpoints(finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    for manifest in output.glob("checkpoints/*/MANIFEST.json"):
+        manifest.unlink()
+    refused = call(*words("plain", drive), output=output, check=False)
+    assert refused.code == 2
+    assert "step-00000020 has no MANIFEST.json, so it is damaged" in refused.text
+
+
 def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)

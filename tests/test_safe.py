@@ -61,7 +61,7 @@ def test_a_model_s_own_code_does_not_run_unasked(tmp_path: Path) -> None:
 
 
 def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
-    """Nothing connects to anything that is not this machine: the whole command, its system calls looked at."""
+    """Nothing connects to anything that is not this machine: whatever Python code opens a connection is looked at."""
     code = (
         "import socket, sys\n"
         "real = socket.socket.connect\n"

@@ -24,6 +24,7 @@ from typing import BinaryIO
 import numpy as np
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
 NANOGPT = "no sidecar: read as uint16, as nanoGPT writes them"
@@ -248,11 +249,7 @@ def _publish(file: BinaryIO, path: Path) -> None:
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
 
 
 def _discard(file: BinaryIO) -> None:

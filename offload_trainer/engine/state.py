@@ -12,14 +12,18 @@ and export needs no engine at all. Masters are fp32; moments are as they were st
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from offload_trainer.errors import UserError
+from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.tiers.moments import decode_8bit
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
@@ -121,30 +125,60 @@ def read_engine_state(directory: Path) -> EngineState:
     return EngineState(**json.loads((directory / "engine.json").read_text()))
 
 
-def read_stored(
-    directory: Path, name: str, *, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor as it was stored) of one file, one at a time. UserError if names or shapes are not the model's."""
-    path = directory / f"{name}.safetensors"
-    with TensorFileReader(path) as file:
-        held = {name: entry.shape for name, entry in file.entries.items()}
+class StoredKind:
+    """Masters or one moment in a directory, read whole or in part. As a context manager it closes its files.
+
+    Raises UserError if names or shapes are not those of `shapes`.
+    """
+
+    def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._signed = kind == "exp_avg"
+        self._open = ExitStack()
+        self._file = self._open.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
+        held = {name: entry.shape for name, entry in self._file.entries.items()}
         wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
         if wrong:
             told = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
-            raise UserError(f"{path}: {len(wrong)} weights do not fit this model: {told}")
-        for name in shapes:
-            yield name, file.read(name)
+            raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {told}")
+        scales = directory / f"{kind}_scales.safetensors"
+        self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
+
+    def as_stored(self, name: str, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`count` elements from `start` on, a multiple of 256, and the scales of 8-bit ones."""
+        values = self._file.read_part(name, start, count)
+        if self._scales is None:
+            return values, None
+        return values, self._scales.read_part(name, start // BLOCK_8BIT, -(-count // BLOCK_8BIT))
+
+    def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
+        """The same as fp32, however they were stored."""
+        values, scales = self.as_stored(name, start, count)
+        if scales is None:
+            return values.float()
+        wide = torch.empty(count)
+        decode_8bit(values, scales, wide, signed=self._signed)
+        return wide
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One weight's as it was stored; not for 8-bit ones."""
+        return self._file.read(name)
+
+    def __enter__(self) -> StoredKind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
 
 
 def read_tensors(
     directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of one kind, one at a time: masters and moments in fp32, however they were stored."""
-    scales = directory / f"{kind}_scales.safetensors"
-    for name, tensor in read_stored(directory, kind, shapes=shapes):
-        if tensor.dtype is torch.uint8:
-            with TensorFileReader(scales) as file:
-                wide = torch.empty(tensor.numel())
-                decode_8bit(tensor.flatten(), file.read(name), wide, signed=kind == "exp_avg")
-                tensor = wide.view(tensor.shape)
-        yield name, tensor if kind == "fixed" else tensor.float()
+    """(name, tensor) of one kind, one at a time: masters and moments in fp32, weights that are fixed as they are."""
+    with StoredKind(directory, kind, shapes=shapes) as stored:
+        for name, shape in shapes.items():
+            if kind == "fixed":
+                yield name, stored.whole(name)
+            else:
+                yield name, stored.in_fp32(name, 0, math.prod(shape)).view(shape)

@@ -1,15 +1,16 @@
 """The tiered engine's state by the weight's name: out to files while training goes on, and back from them.
 
     PageSnapshot ── page by page ──> master, exp_avg, exp_avg_sq (and scales), each written end to end
-    files ── weight by weight ──> pages, and the 16-bit weights made from the masters
+    files ── page by page ──> pages, and the 16-bit weights made from the masters
 
 A page is a stretch of a unit, so walking pages in order walks each file in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ from typing import Any
 import torch
 
 from offload_trainer.engine.state import (
+    KINDS,
     EngineState,
     StateFile,
+    StoredKind,
     fixed_file,
     read_engine_state,
-    read_stored,
     read_tensors,
     write_engine_state,
     write_files,
 )
-from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, Place, Unit, aligned
+from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, Place, Unit
 from offload_trainer.tiers.moments import encode_8bit, zero_code
 from offload_trainer.tiers.snapshot import PageSnapshot
 from offload_trainer.tiers.store import PageStore, field_dtype
@@ -87,18 +89,10 @@ class TieredState:
         """Set everything to what `directory` holds, whichever engine wrote it and however it stored moments."""
         state = read_engine_state(directory)
         shapes = self.shapes(trainable=True)
-        for name, tensor in read_tensors(directory, "master", shapes=shapes):
-            self._put("master", name, tensor)
-            unit, place = self.places[name]
-            self.weights.put(unit.index, place.start, tensor.reshape(-1))
-        for field in list(FIELDS[self.store.states])[1:]:
-            if state.states == self.store.states:
-                stored = {name: self.entry(field, name).shape for name in shapes}
-                for name, tensor in read_stored(directory, field, shapes=stored):
-                    self._put(field, name, tensor)
-            elif not field.endswith("_scales"):
-                for name, tensor in read_tensors(directory, field, shapes=shapes):
-                    self._put_converted(field, name, tensor)
+        with ExitStack() as stack:
+            stored = {kind: stack.enter_context(StoredKind(directory, kind, shapes=shapes)) for kind in KINDS}
+            for number, fields in self.store.replaced():
+                self._fill_page(number, fields, stored, converted=state.states != self.store.states)
         fixed = self.shapes(trainable=False)
         if fixed:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
@@ -107,27 +101,32 @@ class TieredState:
         self.put_away()
         return state
 
-    def _put(self, field: str, name: str, values: torch.Tensor) -> None:
-        unit, place = self.places[name]
-        flat, count = values.reshape(-1), place.weight.numel
-        if flat.dtype is torch.uint8:
-            # What follows the weight shares its last scale and must stay zero, which is not code 0.
-            rest = aligned(count, BLOCK_8BIT) - count
-            flat = torch.nn.functional.pad(flat, (0, rest), value=zero_code(signed=field == "exp_avg"))
-            count += rest
-        self.store.put(field, unit.index, place.start, count, flat)
-
-    def _put_converted(self, kind: str, name: str, values: torch.Tensor) -> None:
-        """A moment that was stored in another precision."""
-        if self.store.states != "8bit":
-            self._put(kind, name, values.to(field_dtype(kind, states=self.store.states)))
-            return
-        flat = values.reshape(-1)
-        codes = torch.empty(flat.numel(), dtype=torch.uint8)
-        scales = torch.empty(self.entry(f"{kind}_scales", name).shape)
-        encode_8bit(flat, codes, scales, signed=kind == "exp_avg")
-        self._put(kind, name, codes)
-        self._put(f"{kind}_scales", name, scales)
+    def _fill_page(
+        self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
+    ) -> None:
+        """Set a page, which is all zero, and the 16-bit weights made from its masters."""
+        if self.store.states == "8bit":
+            for kind in KINDS[1:]:  # what pads a weight shares its last scale and must be zero, which is not code 0
+                fields[kind].fill_(zero_code(signed=kind == "exp_avg"))
+        page = self.store.pages[number]
+        for name, stretch in self.pieces(number):
+            start = page.start + stretch.start
+            within, count = start - self.places[name][1].start, stretch.stop - stretch.start
+            for kind in KINDS:
+                values = fields[kind][stretch]
+                scales = None
+                if kind != "master" and self.store.states == "8bit":
+                    scales = fields[f"{kind}_scales"][stretch.start // BLOCK_8BIT : -(-stretch.stop // BLOCK_8BIT)]
+                if not converted:
+                    as_stored, their_scales = stored[kind].as_stored(name, within, count)
+                    values.copy_(as_stored)
+                    if scales is not None and their_scales is not None:
+                        scales.copy_(their_scales)
+                elif scales is None:
+                    values.copy_(stored[kind].in_fp32(name, within, count))
+                else:
+                    encode_8bit(stored[kind].in_fp32(name, within, count), values, scales, signed=kind == "exp_avg")
+            self.weights.put(page.unit, start, fields["master"][stretch])
 
     def put_away(self) -> None:
         """What was put has reached its home, and no memory is held for it."""

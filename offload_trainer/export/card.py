@@ -20,10 +20,19 @@ tags:
 """
 
 
-def model_card(run_directory: Path, *, dtype: str, source: str, run: Mapping[str, Any], step: int | None = None) -> str:
-    """The text. `run` is a checkpoint's run.json (may be empty); metrics come from `run_directory`, up to `step`.
+def model_card(
+    run_directory: Path,
+    *,
+    dtype: str,
+    source: str,
+    run: Mapping[str, Any],
+    step: int | None = None,
+    updates: int | None = None,
+) -> str:
+    """The text. `run` is a checkpoint's run.json (may be empty); metrics come from `run_directory`.
 
-    A number that was not recorded is left out, never filled in.
+    They end at `step`, or at the step that was number `updates` to change the weights. A number that was not recorded
+    is left out, never filled in.
     """
     config: Mapping[str, Any] = run.get("config", {})
     told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
@@ -41,7 +50,10 @@ def model_card(run_directory: Path, *, dtype: str, source: str, run: Mapping[str
             ),
             ("Seed", config["train"]["seed"]),
         ]
-    rows = [row for row in read_metrics(run_directory / "metrics.jsonl") if step is None or row.step <= step]
+    rows = read_metrics(run_directory / "metrics.jsonl")
+    if updates is not None:
+        step = next((row.step for row in [r for r in rows if not r.skipped][updates - 1 : updates]), updates)
+    rows = [row for row in rows if step is None or row.step <= step]
     if rows:
         last = rows[-1]
         told += [

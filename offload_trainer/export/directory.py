@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,48 +19,54 @@ from safetensors import safe_open
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.sources import NamedTensor, Source
-from offload_trainer.model.conversions import Group
+from offload_trainer.model.conversions import Group, saved_groups
+from offload_trainer.model.source import BUFFERS
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
-from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
+from offload_trainer.tiers.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_KINDS = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}  # as safetensors calls them
 _SAMPLE = 32  # tensors that --check compares
 
 
+@dataclass(frozen=True)
+class Written:
+    """What was written, and how many of its tensors were read back and compared."""
+
+    bytes: int
+    compared: int
+
+
 def write_model(
-    weights: Iterable[NamedTensor],
+    source: Source,
     destination: Path,
     *,
-    shapes: Mapping[str, tuple[int, ...]],
-    groups: Sequence[Group],
-    model: Path,
     dtype: str,
-    card: str,
     shard_bytes: int = 5 * 10**9,
     replace: bool = False,
-) -> int:
-    """Write `weights` (whole; the names of `shapes`, in any order, tied ones once) in `dtype`; returns the bytes.
+    check: bool = False,
+) -> Written:
+    """Write the weights of `source` in `dtype`, its buffers in their own; with `check` read them back.
 
-    `model` holds config.json, the tokenizer and what else goes along. Raises UserError for a destination that is not
-    empty (unless `replace`), too little space, or values that do not fit fp16, naming each weight and its largest
-    value, and TrainerError where the disk refuses; nothing is left of it then.
+    Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
+    fp16, naming each weight and its largest value, and TrainerError where the disk refuses or the check fails; nothing
+    is left of it then.
     """
-    target = DTYPES[dtype]
-    groups = _by_completion(groups, list(shapes))
-    made = {name: shape for group in groups for name, shape in group.shapes(shapes).items()}
-    entries = [TensorEntry(name, target, shape) for name, shape in made.items()]
+    destination = destination.resolve()
+    groups = _by_completion(saved_groups(list(source.shapes), source.model), list(source.shapes))
+    entries = _entries(source, groups, dtype=dtype)
     total = sum(entry.bytes for entry in entries)
-    _check_destination(destination, total + bytes_below(model), replace=replace)
+    check_destination(destination, total + bytes_below(source.model), replace=replace)
     temporary = destination.with_name(f".{destination.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        copy_tree(model, temporary)
-        _set_dtype(temporary / "config.json", target)
-        write_text(temporary / "README.md", card)
-        _write_shards(_converted(weights, groups), temporary, entries=entries, shard_bytes=shard_bytes)
+        copy_tree(source.model, temporary)
+        (temporary / BUFFERS).unlink(missing_ok=True)
+        _set_dtype(temporary / "config.json", DTYPES[dtype])
+        write_text(temporary / "README.md", source.card(dtype))
+        _write_shards(_converted(source.weights(), groups), temporary, entries=entries, shard_bytes=shard_bytes)
         sync_directory(temporary)
+        compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
         put_in_place(temporary, destination)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -69,7 +76,17 @@ def write_model(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return total
+    return Written(total, compared)
+
+
+def _entries(source: Source, groups: Sequence[Group], *, dtype: str) -> list[TensorEntry]:
+    """What the files will hold, in order."""
+    return [
+        TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
+        for group in groups
+        for kept in group.sources[:1]
+        for name, shape in group.shapes(source.shapes).items()
+    ]
 
 
 def _by_completion(groups: Sequence[Group], order: Sequence[str]) -> list[Group]:
@@ -89,9 +106,10 @@ def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Itera
         yield from group.convert(held.pop).items()
 
 
-def _check_destination(destination: Path, total: int, *, replace: bool) -> None:
+def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
+    """UserError where something is there already, or `total` bytes are not free."""
     if destination.exists() and not replace and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination}: already holds something; name a new directory")
+        raise UserError(f"{destination}: already holds something; name another")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -150,36 +168,36 @@ def _shards(entries: Sequence[TensorEntry], limit: int) -> list[list[TensorEntry
 # -- reading back ----------------------------------------------------------------------------------------------------
 
 
-def check_export(destination: Path, source: Source, *, groups: Sequence[Group], dtype: str) -> int:
-    """Compare an export with its source, through safetensors' own reader; returns the number of tensors compared.
+def check_export(directory: Path, source: Source, *, groups: Sequence[Group], entries: Sequence[TensorEntry]) -> int:
+    """Compare what was written with its source, through safetensors' own reader; returns the tensors compared.
 
     Every name, dtype and shape, and the bytes of a sample: the first, the last and others evenly between. Raises
     TrainerError naming what differs.
     """
-    files = sorted(destination.glob("*.safetensors"))
     held: dict[str, Path] = {}
     wrong: list[str] = []
-    expected = {name: shape for group in groups for name, shape in group.shapes(source.shapes).items()}
-    for path in files:
+    expected = {entry.name: (SAFETENSORS_DTYPES[entry.dtype], entry.shape) for entry in entries}
+    for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 held[name] = path
-                shape, kind = tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()
-                if (kind, shape) != (_KINDS[dtype], expected.get(name)):
-                    wrong.append(f"{name} is {kind} {shape}, and should be {dtype} {expected.get(name)}")
+                found = file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape())
+                if found != expected.get(name):
+                    wrong.append(f"{name} is {found}, and should be {expected.get(name)}")
     wrong += [f"{name} is missing" for name in expected if name not in held]
-    index = destination / "model.safetensors.index.json"
+    index = directory / "model.safetensors.index.json"
     if index.exists():
         told = json.loads(index.read_text())["weight_map"]
         wrong += [f"the index puts {name} in {told.get(name)}" for name in held if told.get(name) != held[name].name]
-    step = max(1, len(groups) // _SAMPLE)
+    sample = {id(group): group for group in [*groups[:: max(1, len(groups) // _SAMPLE)], groups[-1]]}
     compared = 0
-    for group in {id(group): group for group in [*groups[::step], groups[-1]]}.values():
+    for group in () if wrong else sample.values():
         for name, tensor in group.convert(source.read).items():
             with safe_open(held[name], framework="pt") as file:
-                if not torch.equal(file.get_tensor(name), tensor.to(DTYPES[dtype])):
+                there = file.get_tensor(name)
+                if not torch.equal(there, tensor.to(there.dtype)):
                     wrong.append(f"{name} holds other values")
             compared += 1
     if wrong:
-        raise TrainerError(f"{destination} does not hold what was exported: {'; '.join(wrong)}")
+        raise TrainerError(f"{directory} does not hold what was exported: {'; '.join(wrong)}")
     return compared

@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.export.directory import check_destination
 from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
@@ -110,7 +110,7 @@ def write_gguf(
     tensors = _layout(shapes, config=config, dtype=dtype)
     total = sum(tensor.bytes for tensor in tensors)
     writer = _described(tensors, config=config, model=model, name=destination.stem, dtype=dtype)
-    _check_destination(destination, total)
+    check_destination(destination, total)
     temporary = destination.with_name(f".{destination.name}.tmp")
     try:
         _write(writer, weights, temporary, shapes=shapes, tensors=tensors, config=config)
@@ -124,18 +124,6 @@ def write_gguf(
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _check_destination(destination: Path, total: int) -> None:
-    if destination.exists():
-        raise UserError(f"{destination}: already exists; name a new file")
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{destination}: cannot be made: {error.strerror}") from error
-    free = shutil.disk_usage(destination.parent).free
-    if free < total:
-        raise UserError(f"{destination}: the export takes {format_bytes(total)} and {format_bytes(free)} are free")
 
 
 # What llama.cpp can compute

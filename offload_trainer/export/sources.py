@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from offload_trainer.checkpoint import find_checkpoint, read_manifest, reading
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, model_card
+from offload_trainer.model.source import BUFFERS
 from offload_trainer.tiers.account import DESCRIPTION, read_store
-from offload_trainer.tiers.lease import is_alive
+from offload_trainer.tiers.lease import is_alive, kept
 from offload_trainer.tiers.tensorfile import TensorFileReader
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -21,7 +24,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights come from: whole fp32 masters (and fixed weights) by the model's own names."""
+    """Where weights come from: whole fp32 masters, fixed weights and buffers by the model's own names."""
 
     shapes: Mapping[str, tuple[int, ...]]  # in the order of `weights`
     weights: Callable[[], Iterator[NamedTensor]]
@@ -29,13 +32,33 @@ class Source:
     model: Path  # directory with config.json and the tokenizer
     told: str  # what it is, in words
     card: Callable[[str], str]  # the model card for a dtype
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # they keep their dtype
+
+    def with_buffers(self) -> Source:
+        """The same with the buffers that lie beside config.json, behind the weights."""
+        path = self.model / BUFFERS
+        held = load_file(path) if path.exists() else {}
+        shapes = dict(self.shapes) | {name: tuple(buffer.shape) for name, buffer in held.items()}
+        return replace(
+            self,
+            buffers=held,
+            shapes=shapes,
+            weights=lambda: chain(self.weights(), held.items()),
+            read=lambda name: held[name] if name in held else self.read(name),
+        )
 
 
 @contextmanager
 def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     """The weights at `path`; while inside, their run prunes nothing of them."""
     if (path / DESCRIPTION).exists():
-        yield _page_files(path, mixed=mixed)
+        if is_alive(path):
+            raise UserError(
+                f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
+                "SIGUSR1, and export that"
+            )
+        with kept(path):
+            yield _page_files(path, mixed=mixed).with_buffers()
         return
     checkpoint = find_checkpoint(path)
     with reading(checkpoint), ExitStack() as stack:
@@ -46,7 +69,7 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             if (held := checkpoint / f"{name}.safetensors").exists()
         ]
         places = {name: file for file in files for name in file.entries}
-        yield Source(
+        source = Source(
             shapes={name: file.entries[name].shape for name, file in places.items()},
             weights=lambda: ((name, file.read(name)) for name, file in places.items()),
             read=lambda name: places[name].read(name),
@@ -54,14 +77,10 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             told=str(checkpoint),
             card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
         )
+        yield source.with_buffers()
 
 
 def _page_files(directory: Path, *, mixed: bool) -> Source:
-    if is_alive(directory):
-        raise UserError(
-            f"{directory}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "
-            "SIGUSR1, and export that"
-        )
     stored = read_store(directory)
     if stored.updating and not mixed:
         raise UserError(
@@ -75,5 +94,5 @@ def _page_files(directory: Path, *, mixed: bool) -> Source:
         read=stored.read,
         model=stored.model,
         told=told,
-        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=told, run={}, step=stored.step),
+        card=lambda dtype: model_card(stored.model.parent, dtype=dtype, source=told, run={}, updates=stored.step),
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload_trainer.export.directory import check_export, write_model
+from offload_trainer.export.directory import write_model
 from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import opened
-from offload_trainer.model.conversions import saved_groups
 
 GGUF_DTYPES = {"fp16": "f16", "fp32": "f32", "q8_0": "q8_0"}
 
@@ -35,19 +34,8 @@ def export(
     if destination.suffix == ".gguf":
         return _export_gguf(source, destination, dtype=dtype, mixed=mixed)
     with opened(source, mixed=mixed) as found:
-        groups = saved_groups(list(found.shapes), found.model)
-        written = write_model(
-            found.weights(),
-            destination,
-            shapes=found.shapes,
-            groups=groups,
-            model=found.model,
-            dtype=dtype,
-            card=found.card(dtype),
-            shard_bytes=shard_bytes,
-        )
-        compared = check_export(destination, found, groups=groups, dtype=dtype) if check else 0
-        return Exported(found.told, written, compared)
+        written = write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
+        return Exported(found.told, written.bytes, written.compared)
 
 
 def _export_gguf(source: Path, destination: Path, *, dtype: str, mixed: bool) -> Exported:

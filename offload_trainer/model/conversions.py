@@ -11,6 +11,7 @@ first, so that names and shapes are known before a byte is read.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +93,10 @@ def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
 
 def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     """`saving_groups` for the model that a directory's config.json describes."""
-    config = AutoConfig.from_pretrained(directory)
-    if getattr(config, "auto_map", None):  # code of its own, which transformers has no rules for and nothing runs here
+    if "auto_map" in json.loads((directory / "config.json").read_text()):
+        # Code of its own, which transformers has no rules for, and which is not run for an export.
         return [Group((name,), _as_it_is(name)) for name in names]
-    return saving_groups(names, meta_model(config))
+    return saving_groups(names, meta_model(AutoConfig.from_pretrained(directory)))
 
 
 def _as_it_is(name: str) -> Callable[[Read], dict[str, torch.Tensor]]:

@@ -27,7 +27,12 @@ def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors shards of a model directory; UserError where there are none or one is missing."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: not an index of shards ({type(error).__name__}: {error})") from error
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise UserError(f"{index}: names {outside[0]}, which lies outside")
         missing = [name for name in names if not (directory / name).exists()]
         if missing:
             raise UserError(f"{directory}: {index.name} names shards that are not there: {', '.join(missing)}")
@@ -46,7 +51,7 @@ class _Match:
     """How files and parameters go together."""
 
     places: dict[str, Path]  # the file of each key
-    groups: list[Group]
+    groups: list[tuple[Group, list[str]]]  # and what each sets
     names: dict[str, str]  # what a group gives -> the parameter that takes it; what is not there is not wanted
 
 
@@ -55,13 +60,29 @@ def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[Name
 
     `model` may be without memory (meta). Raises UserError naming every missing, unexpected and misshapen key.
     """
+    return _read(directory, model, {name for name, _ in model.named_parameters()})
+
+
+def pretrained_buffers(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the weights, as the files have them."""
+    return dict(_read(directory, model, set(persistent_buffers(model))))
+
+
+def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Buffers that transformers saves with the weights (a router's correction, ...)."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _read(directory: Path, model: PreTrainedModel, wanted: set[str]) -> Iterator[NamedTensor]:
     match = match_weights(directory, model)
+    groups = [group for group, names in match.groups if not wanted.isdisjoint(names)]
     with ExitStack() as stack:
         files = {path: stack.enter_context(TensorFileReader(path)) for path in set(match.places.values())}
-        for group in match.groups:
+        for group in groups:
             made = group.convert(lambda key: files[match.places[key]].read(key))
             for given, tensor in made.items():
-                if given in match.names:
+                if match.names.get(given) in wanted:
                     yield match.names[given], tensor
 
 
@@ -74,7 +95,8 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
             shapes |= {key: entry.shape for key, entry in file.entries.items()}
             places |= dict.fromkeys(file.entries, path)
     groups, unexpected = loading_groups(list(shapes), model)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    kept = dict(model.named_parameters()) | persistent_buffers(model)
+    expected = {name: tuple(tensor.shape) for name, tensor in kept.items()}
     made = [group.shapes(shapes) for group in groups]
     given = {name: shape for each in made for name, shape in each.items()}
     names = {name: name for name in given if name in expected}
@@ -96,13 +118,27 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
     told = [f"{title}: {', '.join(found)}" for title, found in problems.items() if found]
     if told:
         raise UserError(f"{directory}: the weights do not fit the model\n  " + "\n  ".join(told))
-    wanted = [group for group, each in zip(groups, made, strict=True) if not names.keys().isdisjoint(each)]
-    return _Match(places, wanted, names)
+    _refuse_other_heads(directory, model, given=set(given), places=places)
+    sets = [[names[name] for name in each if name in names] for each in made]
+    return _Match(places, [(group, each) for group, each in zip(groups, sets, strict=True) if each], names)
+
+
+def _refuse_other_heads(directory: Path, model: PreTrainedModel, *, given: set[str], places: dict[str, Path]) -> None:
+    """UserError where a tied weight is there under both names, with other values: transformers would not tie them."""
+    for other, name in model.all_tied_weights_keys.items():
+        if not {other, name} <= given or not {other, name} <= places.keys():
+            continue
+        with TensorFileReader(places[other]) as one, TensorFileReader(places[name]) as two:
+            if not one.same(other, two, name):
+                raise UserError(
+                    f"{directory}: {other} and {name} hold different values, and config.json ties them; set "
+                    "tie_word_embeddings to false there to train both"
+                )
 
 
 def _passed_over(key: str, model: PreTrainedModel) -> bool:
     """Whether transformers reads over this key too: a buffer, another name of a tied weight, what versions left."""
-    silent = tied_names(model) | {name for name, _ in model.named_buffers()}
+    silent = tied_names(model) | {name for name, _ in model.named_buffers()} - persistent_buffers(model).keys()
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     spellings = (key, f"{model.base_model_prefix}.{key}")
     return any(s in silent or any(pattern.search(s) for pattern in ignored) for s in spellings)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -28,10 +29,16 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.presets import PRESETS
-from offload_trainer.model.pretrained import match_weights, pretrained_weights
+from offload_trainer.model.pretrained import (
+    match_weights,
+    persistent_buffers,
+    pretrained_buffers,
+    pretrained_weights,
+)
 from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
 
+BUFFERS = "buffers.safetensors"  # beside a run's config.json
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -88,11 +95,17 @@ class ModelSource:
         return pretrained_weights(self.directory, self._meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...)."""
+        """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).
+
+        Those that are saved with the weights are as the files have them.
+        """
         small = copy.deepcopy(self.config)
         with no_init_weights(), parameters_without_memory():
             model = AutoModelForCausalLM.from_config(small, trust_remote_code=self.section.trust_remote_code)
-        return dict(model.named_buffers())
+        computed = dict(model.named_buffers())
+        if not self.random and self.directory is not None and persistent_buffers(model):
+            computed |= pretrained_buffers(self.directory, self._meta())
+        return computed
 
     def _meta(self) -> PreTrainedModel:
         return meta_model(self.config, trust_remote_code=self.section.trust_remote_code)
@@ -247,7 +260,10 @@ def block_names(model: PreTrainedModel) -> list[str]:
 
 
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
-    """Write config.json and generation_config.json that `from_pretrained` reads beside exported weights."""
+    """Write config.json and generation_config.json that `from_pretrained` reads beside exported weights.
+
+    Buffers that belong to the weights go along in a file of their own, from which exports take them.
+    """
     config = copy.deepcopy(source.config)
     config.architectures = [type(source._meta()).__name__]
     config.dtype = dtype
@@ -255,3 +271,7 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         config.bos_token_id = config.eos_token_id = end_of_text
     config.save_pretrained(directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
+    kept = persistent_buffers(source._meta())
+    if kept:
+        held = source.buffers()
+        save_file({name: held[name].contiguous() for name in kept}, directory / BUFFERS)

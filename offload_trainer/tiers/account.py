@@ -46,6 +46,7 @@ class StoreAccount:
             ],
             "fixed": [place.weight.name for unit in units for place in unit.places if not place.weight.trainable],
             "model": str(model.absolute()),
+            "boot": _boot(),
         }
         for drive in drives:
             write_text(drive / DESCRIPTION, json.dumps(description))
@@ -130,7 +131,14 @@ def read_store(directory: Path) -> StoredMasters:
         ]
         for weight in told["weights"]
     }
-    return StoredMasters(progress["step"], progress["updating"], shapes, Path(told["model"]), places)
+    # After a power cut the record may be older than the pages, which pass the cache by.
+    updating = progress["updating"] or told["boot"] != _boot()
+    return StoredMasters(progress["step"], updating, shapes, Path(told["model"]), places)
+
+
+def _boot() -> str:
+    """What tells this start of the system from every other."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _numel(weight: dict[str, Any]) -> int:

@@ -7,25 +7,33 @@ import os
 import shutil
 from pathlib import Path
 
+from offload_trainer.errors import UserError
+
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` at once: readers see the old text or the new, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
 def copy_tree(source: Path, destination: Path) -> None:
     """Copy the files below `source` into the new directory `destination`, which is on the disk when this returns.
 
-    Modes are the user's umask's; what a link points to is copied.
+    Modes are the user's umask's. UserError for a link.
     """
     destination.mkdir()
     for path in sorted(source.iterdir()):
+        if path.is_symlink():
+            raise UserError(f"{path} is a link, and what it points to does not belong there: not copied")
         if path.is_dir():
             copy_tree(path, destination / path.name)
             continue
@@ -37,15 +45,21 @@ def copy_tree(source: Path, destination: Path) -> None:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Give it its name, also over another directory of that name: at no moment is there none."""
+    """Give it its name, also over another directory of that name.
+
+    At no moment is there none where the filesystem can exchange two names; elsewhere the old one is, for an instant,
+    under a hidden name that ends in `.replaced`.
+    """
     if not final.exists():
         os.rename(temporary, final)
     elif exchange(temporary, final):
+        sync_directory(final.parent)
         shutil.rmtree(temporary)
     else:
         replaced = final.with_name(f".{final.name}.replaced")
         os.rename(final, replaced)
         os.rename(temporary, final)
+        sync_directory(final.parent)
         shutil.rmtree(replaced)
     sync_directory(final.parent)
 

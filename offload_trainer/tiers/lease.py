@@ -27,13 +27,11 @@ class DriveLease:
         try:
             root.mkdir(exist_ok=True)
             with _locked(root / ".lock"):
-                self.removed = dead_runs(drive)
-                for folder in self.removed:
-                    shutil.rmtree(folder, ignore_errors=True)
+                self.removed = [folder for folder in dead_runs(drive) if _remove(folder)]
                 self.path = root / f"run-{secrets.token_hex(4)}"
                 self.path.mkdir()
                 self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)  # whoever looks at it holds it for an instant
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
 
@@ -70,13 +68,38 @@ def dead_runs(drive: Path) -> list[Path]:
 def is_alive(folder: Path) -> bool:
     """Whether the run that a private directory belongs to lives: it holds the lock."""
     try:
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+        with _held(folder, fcntl.LOCK_SH):
+            return False
+    except FileNotFoundError:
         return False  # its run died between the directory and the lock
+    except OSError:
+        return True  # or another user's, of which nothing can be said
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Inside, no other run removes this directory of a dead one. OSError where its run lives."""
+    with _held(folder, fcntl.LOCK_SH):
+        yield
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a dead run's directory, unless it is being read. Call with the root's lock held."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        with _held(folder, fcntl.LOCK_EX):
+            shutil.rmtree(folder, ignore_errors=True)
+    except FileNotFoundError:
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _held(folder: Path, kind: int) -> Iterator[None]:
+    descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        yield
     finally:
         os.close(descriptor)
-    return False

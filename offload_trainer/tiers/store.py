@@ -9,11 +9,12 @@ Training moves whole aligned stretches. Whoever builds, saves or loads reads and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from offload_trainer.plan.layout import FIELDS, RAM, Page, field_bytes, page_bytes
+from offload_trainer.plan.layout import ALIGN, FIELDS, RAM, Page, aligned, field_bytes, page_bytes
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
 
@@ -106,6 +107,30 @@ class PageStore:
     def write(self, number: int, buffer: torch.Tensor) -> Ticket:
         return self._transfers.write(self._files[self.pages[number].home], self._offsets[number], buffer)
 
+    def replaced(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Each page's number and its fields, all zero, to be set before the next is asked for.
+
+        All are home at the end.
+        """
+        size = max((self._sizes[n] for n, page in enumerate(self.pages) if page.home != RAM), default=0)
+        free = [host_buffer(size) for _ in range(2 if size else 0)]
+        leaving: deque[tuple[torch.Tensor, Ticket]] = deque()
+        for number in range(len(self.pages)):
+            inside = self.in_memory(number)
+            if inside is not None:
+                yield number, self.fields(number, inside.zero_())
+                continue
+            if not free:
+                buffer, ticket = leaving.popleft()
+                ticket.wait()
+                free.append(buffer)
+            buffer = free.pop()
+            data = buffer[: self._sizes[number]].zero_()
+            yield number, self.fields(number, data)
+            leaving.append((buffer, self.write(number, data)))
+        for _, ticket in leaving:
+            ticket.wait()
+
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, field: str, unit: int, start: int, count: int) -> torch.Tensor:
@@ -195,22 +220,28 @@ class UnitStore:
         return self._files[self.homes[unit]], self._offsets[unit] + start * self.dtype.itemsize
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
-        """A copy of `count` elements from `start` on."""
-        return self._whole(unit, modify=False)[start : start + count].clone()
+        """A copy of `count` elements from `start` on. Of a file nothing else is read, since it may be being written."""
+        inside = self.host(unit)
+        if inside is not None:
+            return inside[start : start + count].clone()
+        first = start // ALIGN * ALIGN
+        buffer = host_buffer((aligned(start + count) - first) * self.dtype.itemsize).view(self.dtype)
+        self.read(unit, first, buffer).wait()
+        return buffer[start - first :][:count]
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on; `values` 1-D of any dtype. Then `put_away`."""
-        self._whole(unit, modify=True)[start : start + values.numel()].copy_(values)
+        self._whole(unit)[start : start + values.numel()].copy_(values)
 
     def put_away(self) -> None:
         self._desk.put_away()
 
-    def _whole(self, unit: int, *, modify: bool) -> torch.Tensor:
+    def _whole(self, unit: int) -> torch.Tensor:
         inside = self.host(unit)
         if inside is not None:
             return inside
         size = self._elements[unit] * self.dtype.itemsize
-        return self._desk.open(*self._place(unit, 0), size, modify=modify).view(self.dtype)
+        return self._desk.open(*self._place(unit, 0), size, modify=True).view(self.dtype)
 
 
 def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:

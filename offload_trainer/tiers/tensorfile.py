@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError
 
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -32,7 +32,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+_NAMES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+_COMPARED = 1 << 24  # elements
 _PASSING = 64 << 20  # bytes after which what was written is on the disk and leaves the page cache
 
 
@@ -70,7 +71,7 @@ class TensorFileWriter:
         for entry in entries:
             places = [offset, offset + entry.bytes]
             header[entry.name] = {
-                "dtype": _DTYPES[entry.dtype],
+                "dtype": SAFETENSORS_DTYPES[entry.dtype],
                 "shape": list(entry.shape),
                 "data_offsets": places,
             }
@@ -183,6 +184,15 @@ class TensorFileReader:
         if count:
             self._fill(out.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize)
         return out
+
+    def same(self, name: str, other: TensorFileReader, theirs: str) -> bool:
+        """Whether a tensor here holds the values of another file's, 16 M elements at a time."""
+        ours, their = self.entries[name], other.entries[theirs]
+        return ours.shape == their.shape and all(
+            torch.equal(self.read_part(name, start, count), other.read_part(theirs, start, count))
+            for start in range(0, ours.numel, _COMPARED)
+            for count in [min(_COMPARED, ours.numel - start)]
+        )
 
     def _fill(self, view: memoryview, offset: int) -> None:
         size = len(view)

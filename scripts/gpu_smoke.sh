@@ -3,6 +3,7 @@
 #   doctor.txt bench.json   what the machine is and how fast
 #   placements.md           20 steps of each placement in bf16 and fp16 against plain torch on the GPU
 #   predictions.md          plans beside runs
+#   saves.txt, kills.txt    what a checkpoint costs beside training, and 50 random kills
 #   10b.txt, 10b.jsonl      GPT-2 10B in fp16: the plan, and 3 steps if it fits, nothing saved
 # Each part that fails is said and does not stop the next. DRIVE=/mnt/ssd names the drive, PYTHON the interpreter.
 set -uo pipefail
@@ -21,6 +22,9 @@ part bench train bench --json --nvme "$drive" >"$out/bench.json"
 part placements "$python" scripts/compare_placements.py "$out/placements.md" "$drive" bf16,fp16 \
   --model gpt2-medium --seq-len 512 --micro-batch 4 --steps 20 --lr 5e-5 optim.warmup_steps=10
 part predictions "$python" scripts/compare_predictions.py --nvme "$drive" --only "354M, tiered" --table "$out/predictions.md"
+part saves "$python" scripts/bench_save.py -- --model gpt2-medium --nvme "$drive" --ram-fraction 0.5 \
+  --output "$drive/saves" >"$out/saves.txt"
+part kills env KILL_DIRECTORY="$drive" "$python" scripts/kill_and_resume.py --kills 50 >"$out/kills.txt"
 flagship=(--model gpt2-10b --dtype fp16 --nvme "$drive" --steps 3 --save-every 0 train.eval_every=0 --output "$drive/10b")
 part "10b, planned" train plan "${flagship[@]}" >"$out/10b.txt"
 part "10b" "$python" -m offload_trainer.tune 3 "${flagship[@]}" >"$out/10b.jsonl"

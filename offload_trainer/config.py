@@ -167,7 +167,9 @@ class SaveSection(_Section):
     """Checkpoints, resuming, and where a run's files go."""
 
     output: str = Field("runs/default", description="the run directory")
-    every: Count | Auto = Field("auto", description="steps between checkpoints; 0: only when asked for; auto: a tenth of the steps")
+    every: Count | Auto = Field(
+        "auto", description="steps between checkpoints; 0: only when asked for; auto: a tenth of the steps"
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     resume: str = Field(
         "auto", description="auto: the run directory's newest checkpoint, if any; never; or a directory"

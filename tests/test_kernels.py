@@ -6,6 +6,9 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
+from offload_trainer.engine import kernels
 from offload_trainer.engine.kernels import remove_stale_lock
 
 
@@ -15,6 +18,15 @@ def test_a_lock_that_nobody_builds_behind_is_removed(tmp_path: Path) -> None:
     remove_stale_lock(tmp_path, patience=0.5)
     assert not (tmp_path / "lock").exists()
     assert time.monotonic() - start >= 0.5
+
+
+@pytest.mark.parametrize("name", ["cpu_adam", "async_io", "pin_memory"])
+def test_a_stale_lock_of_any_build_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading async_io builds pin_memory too, and would wait behind its lock for ever."""
+    monkeypatch.setattr(kernels, "_build_directory", lambda build: tmp_path / build)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "lock").touch()
+    assert kernels.stale_locks() == [tmp_path / name / "lock"]
 
 
 def test_a_living_build_keeps_its_lock(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from offload_trainer.plan.zero import Placement
 
 logger = logging.getLogger(__name__)
 
+_BUILDS = {"cpu_adam": ("cpu_adam",), "async_io": ("async_io", "pin_memory")}  # what loading each of them builds
 PATIENCE = 5.0  # seconds in which a living build must show itself; loading a finished one holds the lock for less
 
 
@@ -65,7 +66,8 @@ def _load(builder: Any) -> Any:
     directory = _build_directory(builder.name)
     with open(directory.with_name(f"{builder.name}.turn"), "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        remove_stale_lock(directory)
+        for name in _BUILDS[builder.name]:
+            remove_stale_lock(_build_directory(name))
         try:
             return builder.load(verbose=False)
         except Exception as error:
@@ -77,7 +79,7 @@ def _load(builder: Any) -> Any:
 
 def stale_locks() -> list[Path]:
     """Locks that nobody builds behind."""
-    locks = [_build_directory(name) / "lock" for name in ("cpu_adam", "async_io")]
+    locks = [_build_directory(name) / "lock" for names in _BUILDS.values() for name in names]
     return [lock for lock in locks if lock.exists() and not _someone_works_in(lock.parent)]
 
 

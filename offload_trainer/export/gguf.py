@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.directory import check_destination
+from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config, add_tokenizer
 from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
@@ -35,9 +35,7 @@ if TYPE_CHECKING:  # an extra, so it is imported where it is used
     import gguf
     import numpy as np
 
-Config = dict[str, Any]
 DTYPES = ("f32", "f16", "q8_0")
-ELSEWHERE = "export a directory instead and try llama.cpp's own convert_hf_to_gguf.py on it"
 
 
 @dataclass(frozen=True)
@@ -285,7 +283,7 @@ def _described(tensors: list[Tensor], *, config: Config, model: Path, name: str,
     else:
         _add_llama_like(writer, config)
         _add_experts(writer, config)
-    _add_tokenizer(writer, model, config=config)
+    add_tokenizer(writer, model, config=config)
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=tensor.kind)
     return writer
@@ -406,139 +404,3 @@ def _encoded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarra
         return tensor.half().contiguous().numpy()
     with np.errstate(all="ignore"):  # overflow is told of by name
         return gguf.quants.quantize(tensor.contiguous().numpy(), kind)
-
-
-# The tokenizer
-
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _words(number: str) -> dict[str, Any]:
-    regex = _WORDS.replace("NUMBER", number)
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """How a tokenizer of llama.cpp cuts text into words, and what else it does by that name.
-
-    Of normalizers llama.cpp has none: Qwen's NFC is left out of every GGUF file of a Qwen.
-    """
-
-    steps: list[dict[str, Any]]
-    whole_words: bool = False  # a word of the vocabulary is taken before any merge
-    normalizers: tuple[object, ...] = (None,)
-
-
-SPLITTINGS = {
-    "gpt-2": Splitting([_BYTES | {"use_regex": True}]),
-    "llama-bpe": Splitting([_words(r"\p{N}{1,3}"), _BYTES], whole_words=True),
-    "qwen2": Splitting([_words(r"\p{N}"), _BYTES], normalizers=(None, {"type": "NFC"})),
-}
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> None:
-    """From the files, since they are what the model was trained with.
-
-    transformers' AutoTokenizer would replace parts of a tokenizer that is not the model family's own.
-    """
-    import gguf
-
-    file, settings = model / "tokenizer.json", model / "tokenizer_config.json"
-    if not file.exists():
-        raise UserError(f"{model}: no tokenizer.json, so its tokenizer is none that llama.cpp is known to share")
-    content = json.loads(file.read_text())
-    named = json.loads(settings.read_text()) if settings.exists() else {}
-    splitting = _splitting(content)
-    tokens = _tokens(content, rows=config["vocab_size"])
-    special = _special_tokens(named, tokens, config=config)
-    starts, ends = _added_around(file, special)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitting)
-    writer.add_token_list([text for text, _ in tokens])
-    writer.add_token_types([gguf.TokenType[kind] for _, kind in tokens])
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
-    for role, number in special.items():
-        getattr(writer, f"add_{role}_token_id")(number)
-    writer.add_add_bos_token(starts)
-    writer.add_add_eos_token(ends)
-    template = model / "chat_template.jinja"
-    chat = template.read_text() if template.exists() else named.get("chat_template")
-    if chat:
-        writer.add_chat_template(chat)
-
-
-def _splitting(content: dict[str, Any]) -> str:
-    """llama.cpp's name for what a tokenizer.json does; UserError where it has none."""
-    model, pre = content["model"], content.get("pre_tokenizer") or {}
-    plain = {
-        "type": "BPE",
-        "byte_fallback": False,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-    }
-    odd = [f"model.{key} is {model.get(key)!r}" for key, value in plain.items() if (model.get(key) or value) != value]
-    steps = [
-        {key: value for key, value in step.items() if key != "trim_offsets"}  # ids do not depend on it
-        for step in pre.get("pretokenizers", [pre])
-    ]
-    for name, known in SPLITTINGS.items():
-        ours = (bool(model.get("ignore_merges")), steps) == (known.whole_words, known.steps)
-        if not odd and ours and content.get("normalizer") in known.normalizers:
-            return name
-    shown = {
-        "normalizer": content.get("normalizer"),
-        "pre_tokenizer": steps,
-        "ignore_merges": model.get("ignore_merges"),
-    }
-    raise UserError(
-        "the tokenizer is none whose splitting of text llama.cpp is known to share "
-        f"(byte-level BPE as {', '.join(SPLITTINGS)}): {'; '.join(odd) or json.dumps(shown)}; {ELSEWHERE}"
-    )
-
-
-def _added_around(file: Path, special: Mapping[str, int]) -> tuple[bool, bool]:
-    """Whether the tokenizer puts its begin-of-text before a text, and its end-of-text after it."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    plain, full = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
-    for starts, ends in itertools.product((False, True), repeat=2):
-        if full == [special.get("bos")] * starts + plain + [special["eos"]] * ends:
-            return starts, ends
-    raise UserError(
-        f"the tokenizer makes {full} of a text that is {plain}; llama.cpp adds a bos_token and an eos_token only"
-    )
-
-
-def _tokens(content: dict[str, Any], *, rows: int) -> list[tuple[str, str]]:
-    """(text, type) of every row of the embedding; rows without a token are named as llama.cpp's converter does."""
-    tokens = {number: (text, "NORMAL") for text, number in content["model"]["vocab"].items()}
-    for added in content.get("added_tokens") or []:
-        text = added["content"]
-        if added["single_word"] or added["lstrip"] or added["rstrip"]:
-            raise UserError(f"the token {text!r} takes in what is around it, which llama.cpp's do not; {ELSEWHERE}")
-        control = added["special"] or (text.startswith("<|") and text.endswith("|>"))
-        tokens[added["id"]] = (text, "CONTROL" if control else "USER_DEFINED")
-    if max(tokens) >= rows:
-        raise UserError(f"the tokenizer has ids up to {max(tokens)} and the model {rows} rows; use the model's own")
-    return [tokens.get(number, (f"[PAD{number}]", "UNUSED")) for number in range(rows)]
-
-
-def _special_tokens(named: dict[str, Any], tokens: list[tuple[str, str]], *, config: Config) -> dict[str, int]:
-    """Ids by role: what tokenizer_config.json names, else config.json; UserError where nothing ends a text."""
-    ids = {text: number for number, (text, _) in enumerate(tokens)}
-    special = {}
-    for role in ("bos", "eos", "unk", "pad"):
-        name, numbers = named.get(f"{role}_token"), config.get(f"{role}_token_id")
-        text = name["content"] if isinstance(name, dict) else name or ""
-        number = ids.get(text, numbers[0] if isinstance(numbers, list) else numbers)
-        if number is not None and 0 <= number < len(tokens):
-            special[role] = number
-    if "eos" not in special:  # llama.cpp would end texts at id 11
-        raise UserError("neither the tokenizer nor config.json names an end of text; give the tokenizer an eos_token")
-    return special

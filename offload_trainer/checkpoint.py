@@ -16,7 +16,6 @@ Nothing in one needs the engine, the GPU, the model's class or the rest of the r
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -25,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,7 +33,7 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
-from offload_trainer.engine.ranks import gather, on_rank_zero, wait_for_all
+from offload_trainer.engine.ranks import on_rank_zero, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
@@ -59,22 +58,6 @@ class TrainState:
     step: int  # steps done
     tokens: int  # trained on, all ranks
     data_position: int  # rows consumed, all ranks
-    random: tuple[str, ...] = ()  # each rank's generators, base64
-
-
-def random_state() -> str:
-    """This process's torch generators, the device's behind the CPU's."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    return ",".join(base64.b64encode(state.numpy().tobytes()).decode() for state in states)
-
-
-def restore_random_state(text: str) -> None:
-    states = [torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.uint8) for part in text.split(",")]
-    torch.set_rng_state(states[0])
-    if len(states) > 1 and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states[1])
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -113,7 +96,6 @@ class Checkpoints:
         self.settle()
         on_rank_zero(self._make_room)
         first = engine.rank == 0
-        generators = gather(random_state())
         wait_for_all()
         snapshot = engine.snapshot()
         ticket = Ticket()
@@ -121,7 +103,7 @@ class Checkpoints:
 
         def work() -> None:
             try:
-                self._write(snapshot, state, generators, first=first)
+                self._write(snapshot, state, first=first)
             finally:
                 snapshot.close()
 
@@ -188,7 +170,7 @@ class Checkpoints:
                 "older checkpoints are untouched. Free space there, or set --save-every 0"
             )
 
-    def _write(self, snapshot: Snapshot, state: TrainState, generators: list[str], *, first: bool) -> None:
+    def _write(self, snapshot: Snapshot, state: TrainState, *, first: bool) -> None:
         """The whole of it: every rank calls, `first` writes."""
         start = time.perf_counter()
         final = self._root / f"step-{state.step:08d}"
@@ -199,7 +181,7 @@ class Checkpoints:
             files = snapshot.write(temporary)
             if not first:
                 return
-            size = self._finish(temporary, files, state, generators)
+            size = self._finish(temporary, files, state)
             put_in_place(temporary, final)
         except BaseException as error:
             if first:
@@ -219,9 +201,9 @@ class Checkpoints:
         except OSError as error:  # the new one is safe
             self._say(f"note: older checkpoints could not be removed: {error}")
 
-    def _finish(self, directory: Path, files: dict[str, Any], state: TrainState, generators: list[str]) -> int:
+    def _finish(self, directory: Path, files: dict[str, Any], state: TrainState) -> int:
         """What is not the engine's, then the manifest; returns the bytes of all files."""
-        write_text(directory / "state.json", json.dumps(asdict(state) | {"random": generators}, indent=1))
+        write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
         write_text(directory / "run.json", json.dumps(self.record.run, indent=1))
         copy_tree(self.record.model, directory / "model")
         for path in sorted(directory.rglob("*")):
@@ -385,14 +367,11 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
 
 
 def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
-    """Set the engine and this rank's generators to a checkpoint that was checked. All ranks call it."""
-    fields = json.loads((checkpoint / "state.json").read_text())
-    state = TrainState(**fields | {"random": tuple(fields["random"])})
+    """Set the engine to a checkpoint that was checked. All ranks call it."""
+    held = json.loads((checkpoint / "state.json").read_text())
     engine.load(checkpoint)
-    # With another number of ranks there is no generator for each; then they only matter for dropout.
-    if len(state.random) == engine.world:
-        restore_random_state(state.random[engine.rank])
-    return state
+    # Older ones also hold generators, which nothing needs.
+    return TrainState(**{field.name: held[field.name] for field in fields(TrainState)})
 
 
 def _compare(saved: dict[str, Any], now: dict[str, Any], *, checkpoint: Path) -> None:

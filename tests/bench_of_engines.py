@@ -40,14 +40,19 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
         "max_position_embeddings": 64,
     },
+    "phimoe": {
+        "model_type": "phimoe", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    },
 }  # fmt: skip
 
 
-def model_directory(folder: Path, name: str, *, tied: bool = True) -> Path:
-    """A directory with the configuration of a small model; its weights are random ones."""
+def model_directory(folder: Path, name: str, *, tied: bool = True, **changes: Any) -> Path:
+    """A directory with the configuration of a small model, `changes` made to it; its weights are random ones."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(_SHAPES[name] | shape))
+    (folder / "config.json").write_text(json.dumps(_SHAPES[name] | shape | changes))
     return folder
 
 
@@ -55,12 +60,12 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
     """Rows that can be learnt, the same every time: each token follows from the one before."""
     generator = torch.Generator().manual_seed(5)
     made = []
-    for _ in range(count):
+    for number in range(count):
         columns = [torch.randint(VOCABULARY, (rows,), generator=generator)]
         for _ in range(length):
             columns.append((5 * columns[-1] + 3) % VOCABULARY)
         tokens = torch.stack(columns, 1)
-        made.append(Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0)))
+        made.append(Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0), seed=number))
     return made
 
 

@@ -3,7 +3,7 @@
     position in the run -> epoch and place in it -> row -> tokens[row * L : row * L + L + 1]
 
 So the whole state of the data is one number, resuming reads nothing again, and the rows of a step do not
-depend on how they are divided over ranks and accumulation.
+depend on how they are divided over ranks and accumulation. Neither do the seeds of their forwards.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`inputs` and `targets` as in `Rows`; `state` is where to resume once this batch has been used."""
+    """`inputs` and `targets` as in `Rows`; `state` is where to resume once this batch has been used.
+
+    `seed` is of all that chance decides in a training forward (dropout, router noise).
+    """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     state: DataState
+    seed: int = 0
 
 
 class Split(NamedTuple):
@@ -103,6 +107,14 @@ def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> in
             return index
 
 
+def forward_seed(seed: int, *, first: int) -> int:
+    """The seed of the forward of the micro-batch whose first row is number `first` of the run, over all ranks.
+
+    It needs no history, and is the same whichever rank and engine the rows come to.
+    """
+    return int.from_bytes(hashlib.blake2b(f"forward {seed} {first}".encode(), digest_size=8).digest(), "little") >> 1
+
+
 class RowReader:
     """Batches from the rows `rows` of a token file. It holds no position: the caller's `DataState` does."""
 
@@ -129,7 +141,7 @@ class RowReader:
         """This rank's micro-batches from `state` on, epoch after epoch, without end.
 
         Each takes the next micro_batch * world rows of the order, and the rank its own micro_batch of those;
-        so two ranks see in a step what one rank sees that accumulates twice.
+        so two ranks see in a step what one rank sees that accumulates twice, and draw the same dropout.
         """
         assert 0 <= rank < world
         position = state.position
@@ -137,7 +149,8 @@ class RowReader:
             first = position + rank * micro_batch
             inputs, targets = self.rows_at([self._row(place) for place in range(first, first + micro_batch)])
             position += micro_batch * world
-            yield Batch(inputs=inputs, targets=targets, state=DataState(position))
+            seed = forward_seed(self._seed, first=first)
+            yield Batch(inputs=inputs, targets=targets, state=DataState(position), seed=seed)
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
         """The first `limit` rows in the file's order, the same each time; the last batch may be smaller.

@@ -106,7 +106,7 @@ class DeepSpeedEngine:
         losses = []
         for batch in batches:
             with clock.phase("forward"):
-                loss = self._engine(batch.inputs.to(_device()), batch.targets.to(_device()))
+                loss = self._engine(batch.inputs.to(_device()), batch.targets.to(_device()), batch.seed)
                 losses.append(loss.detach().float())
             with clock.phase("backward"):
                 self._engine.backward(loss)

@@ -76,7 +76,7 @@ class PlainEngine:
         losses = []
         for batch in batches:
             with clock.phase("forward"):
-                loss = self._module(batch.inputs.to(self._device), batch.targets.to(self._device))
+                loss = self._module(batch.inputs.to(self._device), batch.targets.to(self._device), batch.seed)
                 losses.append(loss.detach())
             with clock.phase("backward"):
                 (loss * (scale / len(batches))).backward()

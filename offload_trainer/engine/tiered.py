@@ -225,7 +225,8 @@ class TieredEngine:
         for number, batch in enumerate(batches, 1):
             self._last_batch = number == len(batches)
             with clock.phase("forward"), self._passing(backward=False):
-                loss = self._module(batch.inputs.to(self._device.place), batch.targets.to(self._device.place))
+                inputs, targets = batch.inputs.to(self._device.place), batch.targets.to(self._device.place)
+                loss = self._module(inputs, targets, batch.seed)
                 losses.append(loss.detach())
             with clock.phase("backward"), self._passing(backward=True):
                 if self._last_batch:

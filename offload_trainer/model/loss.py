@@ -31,10 +31,11 @@ class _Given(nn.Module):
 
 
 class CausalLoss(nn.Module):
-    """A causal language model whose forward is its mean loss: (inputs, targets) -> fp32 scalar.
+    """A causal language model whose forward is its mean loss: (inputs, targets, seed) -> fp32 scalar.
 
     inputs, targets: int64 [rows, seq_len], targets the next tokens. Equals the mean cross-entropy of
-    ``model(inputs).logits.float()`` against targets.
+    ``model(inputs).logits.float()`` against targets. `seed`, where given, is that of torch's generators on every
+    device from here on: what was drawn before, in an evaluation or another micro-batch, does not matter.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
@@ -51,7 +52,9 @@ class CausalLoss(nn.Module):
         self.chunk = chunk
         self._body = body
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+        if seed is not None:
+            torch.manual_seed(seed)  # recomputation restores the state that its first time began with
         output = self.model._modules[self._body](input_ids=inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1)
         flat = targets.flatten()

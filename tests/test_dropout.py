@@ -21,7 +21,7 @@ from offload_trainer.data.tokenfile import TokenFile
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 NOISY = {
     "gpt2": DROPOUT,
-    "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3, "attention_dropout": 0.2},
+    "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
 }
 ON_THE_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
 WAYS = {
@@ -77,9 +77,10 @@ def test_what_is_drawn_is_the_same_everywhere(
         assert_same(masters(ours), weights)
 
 
-def test_each_micro_batch_draws_anew(folder: Path) -> None:
+@pytest.mark.parametrize("architecture", NOISY)
+def test_each_micro_batch_draws_anew(architecture: str, folder: Path) -> None:
     """The same rows again, under another seed: another loss."""
-    model = model_directory(folder / "noisy-gpt2", "gpt2", **DROPOUT)
+    model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     rows = batches(1)[0]
     with engine(model, "--engine", "plain") as reference:
         losses = {

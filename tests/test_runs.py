@@ -294,19 +294,23 @@ def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp
 @pytest.mark.ops
 @pytest.mark.parametrize("name", ["zero-2 cpu", "zero-3 cpu"])
 def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_path: Path) -> None:
-    """Two gloo ranks of one micro-batch against one rank that accumulates two: 2e-2 in bf16. Then one resumes two."""
+    """Two gloo ranks of one micro-batch against one rank that accumulates two. Then one resumes two.
+
+    With dropout, of which each micro-batch draws what it would on one rank: other masks change losses by 0.01.
+    """
     both = ["--nvme", drive, *TINY, "--steps", 10, "train.eval_every=5", "--save-every", 5, *PLACEMENTS[name]]
+    both += [f"model.overrides.{key}_pdrop=0.5" for key in ("attn", "embd", "resid")]
     one = call(*both, "--accumulate", 2, output=tmp_path / "one")
     two = call(*both, "--gpus", 2, output=tmp_path / "two")
     assert len(one.losses) == len(two.losses) == 10
     for single, double in zip(one.steps, two.steps, strict=True):
         assert single["tokens"] == double["tokens"]
-        assert single["loss"] == pytest.approx(double["loss"], abs=2e-2)
+        assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
         assert single["grad_norm"] == pytest.approx(double["grad_norm"], rel=3e-2)
     start = tmp_path / "two/checkpoints/step-00000005"
     resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")
     for single, double in zip(resumed.steps, two.steps[5:], strict=True):
-        assert single["loss"] == pytest.approx(double["loss"], abs=2e-2)
+        assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
 
 
 def test_the_tiered_engine_needs_no_deepspeed(drive: Path, tmp_path: Path) -> None:

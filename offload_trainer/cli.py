@@ -255,7 +255,7 @@ def _prepare(words: list[str]) -> None:
     _quiet()
     from offload_trainer.run import prepare_run
 
-    print(prepare_run(config))
+    print("\n".join(map(str, prepare_run(config))))
 
 
 def _export(words: list[str]) -> None:

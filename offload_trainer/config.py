@@ -64,7 +64,11 @@ class DataSection(_Section):
 
     path: tuple[str, ...] = Field(
         ("builtin",),
-        description="text files, jsonl files, directories of them, or .bin token files; builtin: the text shipped here",
+        description="text files, jsonl files, directories of them, or .bin token files, which follow each other in "
+        "this order; builtin: the text shipped here",
+    )
+    validation_path: tuple[str, ...] = Field(
+        (), description="the same for validation; nothing is then kept back from data.path"
     )
     text_field: str = Field("text", description="field of a jsonl line that holds the text")
     tokenizer: str = Field(
@@ -73,7 +77,13 @@ class DataSection(_Section):
     )
     seq_len: PositiveInt | Auto = Field("auto", description="tokens in a row; auto: the model's context, at most 1024")
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.05, description="share of the tokens, at their end, that is kept for validation"
+        0.05,
+        description="share of the tokens, at their end, that is kept for validation where validation_path names none",
+    )
+    token_dtype: Literal["auto", "uint16", "uint32"] = Field(
+        "auto",
+        description="of a .bin file without a .bin.json beside it; auto: as its values show, and refused where they "
+        "may be either",
     )
     shuffle: bool = Field(True, description="visit the rows in an order drawn from the seed, another each epoch")
     cache: str = Field("auto", description="directory of token files; auto: ~/.cache/offload-trainer")

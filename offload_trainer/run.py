@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,11 +28,11 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
 from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.profile import MachineProfile
-from offload_trainer.places import cache_directory
 from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
+from offload_trainer.run_data import RunData, prepare_data
 from offload_trainer.run_directory import Log, environment, refuse_second, run_directory
 from offload_trainer.tiers.durable import bytes_below, write_text
 from offload_trainer.units import format_bytes, format_seconds
@@ -94,7 +92,7 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
     refuse(config, plan)
     if not plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
-    data = _prepare_data(config, source, plan, say=log.say)
+    data = prepare_data(config, source, plan, say=log.say)
     output = Path(config.save.output)
     resume = find_resume(config.save.resume, output=output)
     record = _record(config, plan, source, data, output)
@@ -127,10 +125,10 @@ def _check(resume: Path, record: RunRecord, log: Log) -> None:
         log.say(f"note: {line}")
 
 
-def prepare_run(config: TrainConfig) -> Path:
-    """Tokenise the data of `config`; returns the token file's path."""
+def prepare_run(config: TrainConfig) -> list[Path]:
+    """Tokenise the data of `config`; returns the token files' paths, those for validation last."""
     config, plan, _, source = plan_run(config)
-    return _prepare_data(config, source, plan, say=Log(loud=True).say).tokens.path
+    return prepare_data(config, source, plan, say=Log(loud=True).say).paths
 
 
 def _build_job(
@@ -138,7 +136,7 @@ def _build_job(
     plan: Plan,
     machine: MachineProfile,
     source: Any,
-    data: _Data,
+    data: RunData,
     output: Path,
     log: Log,
     stack: ExitStack,
@@ -212,51 +210,6 @@ def _train(
 # -- what a run is made of -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Data:
-    tokenizer: Any
-    tokens: Any  # TokenFile
-    split: Any
-    end_of_text: int | None
-
-
-def _prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable[[str], None]) -> _Data:
-    """Tokens on the drive, tokenised now if they are not there yet; rank 0 first."""
-    from offload_trainer.data.prepare import prepare_tokens
-    from offload_trainer.data.rows import split_rows
-    from offload_trainer.data.tokenizer import end_of_text, load_tokenizer
-    from offload_trainer.engine.ranks import rank_zero_first
-
-    name = config.data.tokenizer
-    if name == "auto":
-        _refuse_unknown_ids(config, source)
-        name = "builtin" if source.directory is None else str(source.directory)
-    tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
-    if len(tokenizer) < source.shape.vocabulary / 2:
-        say(f"note: the tokenizer {name} has {len(tokenizer)} ids of the model's {source.shape.vocabulary}")
-    cache = cache_directory() if config.data.cache == "auto" else Path(config.data.cache)
-    tokens = rank_zero_first(
-        lambda: prepare_tokens(
-            config.data, tokenizer=tokenizer, vocabulary=source.shape.vocabulary, cache=cache, say=say
-        )
-    )
-    split = split_rows(len(tokens), seq_len=plan.seq_len, validation=config.data.validation)
-    say(f"data: {len(tokens)} tokens, {len(split.train)} rows to train on, {len(split.validation)} for validation")
-    return _Data(tokenizer=tokenizer, tokens=tokens, split=split, end_of_text=end_of_text(tokenizer))
-
-
-def _refuse_unknown_ids(config: TrainConfig, source: Any) -> None:
-    """UserError for a token file that does not say whose ids it holds: exports would carry a wrong tokenizer."""
-    from offload_trainer.data.tokenfile import TokenFile
-
-    path = Path(config.data.path[0])
-    if source.directory is None and path.suffix == ".bin" and TokenFile.open(path).tokenizer is None:
-        raise UserError(
-            f"{path} does not say which tokenizer its ids are of, and samples and exports need it: name it with "
-            "--tokenizer (a directory, a hub id, or builtin)"
-        )
-
-
 def _build_engine(
     config: TrainConfig,
     plan: Plan,
@@ -320,7 +273,7 @@ def _make_job(
     plan: Plan,
     machine: MachineProfile,
     source: Any,
-    data: _Data,
+    data: RunData,
     engine: Any,
     output: Path,
     log: Log,
@@ -337,7 +290,7 @@ def _make_job(
     from offload_trainer.telemetry.sinks import Telemetry
     from offload_trainer.trainer import Job
 
-    tokens, split, train = data.tokens, data.split, config.train
+    split, train = data.split, config.train
 
     def sample(engine: Any) -> str:
         return sample_text(
@@ -351,14 +304,14 @@ def _make_job(
 
     every = config.save.every
     shape = source.shape
-    rows = partial(RowReader, tokens, seq_len=plan.seq_len, vocabulary=shape.vocabulary)
+    rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary)
     return Job(
         config=config,
         engine=engine,
-        train_rows=rows(rows=split.train, seed=train.seed, shuffle=config.data.shuffle),
-        validation_rows=rows(rows=split.validation) if split.validation else None,
+        train_rows=rows(data.tokens, rows=split.train, seed=train.seed, shuffle=config.data.shuffle),
+        validation_rows=rows(data.held_out, rows=split.validation) if split.validation else None,
         tokens_per_step=plan.tokens_per_step,
-        bytes_per_token=(tokens.text_bytes or 0) / len(tokens),
+        bytes_per_token=(data.held_out.text_bytes or 0) / len(data.held_out),
         clock=PhaseClock(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None),
         telemetry=Telemetry(output, steps=train.steps, done=done, say=log.say, tensorboard=config.save.tensorboard)
         if log.loud
@@ -375,19 +328,16 @@ def _make_job(
     )
 
 
-def _record(config: TrainConfig, plan: Plan, source: Any, data: _Data, output: Path) -> RunRecord:
+def _record(config: TrainConfig, plan: Plan, source: Any, data: RunData, output: Path) -> RunRecord:
     """What checkpoints say beside the state. With another identity or layout a run would not go on as it began."""
     return RunRecord(
         identity={
             "seed": config.train.seed,
             "seq_len": plan.seq_len,
             "shuffle": config.data.shuffle,
-            "tokens": len(data.tokens),
-            "training rows": len(data.split.train),
-            "text": zlib.crc32(repr(data.tokens.sums).encode()) if data.tokens.sums else None,
-            "tokenizer": data.tokens.tokenizer,
             "parameters": source.shape.parameters,
-        },
+        }
+        | data.identity(),
         layout={
             weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights
         },

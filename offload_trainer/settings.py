@@ -36,6 +36,7 @@ FLAGS: dict[str, Flag] = {
     "--scratch": Flag("model.scratch"),
     "--dtype": Flag("model.dtype", "bf16|fp16|fp32"),
     "--data": Flag("data.path", "PATH", repeat=True),
+    "--validation-data": Flag("data.validation_path", "PATH", repeat=True),
     "--tokenizer": Flag("data.tokenizer", "NAME"),
     "--seq-len": Flag("data.seq_len", "N"),
     "--steps": Flag("train.steps", "N"),

@@ -30,23 +30,22 @@ def find_sources(paths: Sequence[str]) -> list[Path]:
     """The files that `paths` stand for: in the given order, a directory's own files sorted by path.
 
     ``builtin`` is the text that ships with the package. A directory gives its .txt, .md and .jsonl files at
-    any depth, hidden ones excepted; a file named itself may have any suffix. Either all are text, or there is
-    exactly one ``.bin`` token file. A path given twice is read twice.
+    any depth, hidden ones excepted; a file named itself may have any suffix. Either all are text, or all are
+    ``.bin`` token files. A path given twice is read twice.
 
-    Raises UserError: paths that do not exist (all of them), a directory without text, .bin beside other
-    files.
+    Raises UserError: paths that do not exist (all of them), a directory without text, .bin beside text.
     """
     if not paths:
         raise UserError("data.path is empty: name a text file, a jsonl file, a directory, a .bin file, or builtin")
     named = [BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser() for path in paths]
     if missing := [str(path) for path in named if not path.exists()]:
-        raise UserError(f"no such file or directory: {', '.join(missing)}; correct --data")
+        raise UserError(f"no such file or directory: {', '.join(missing)}; correct the path")
     sources = [file for path in named for file in (_text_files(path) if path.is_dir() else [path])]
     token_files = [str(file) for file in sources if file.suffix == ".bin"]
-    if token_files and len(sources) > 1:
+    if token_files and len(sources) > len(token_files):
         raise UserError(
-            f"{len(sources)} files were given, and {', '.join(token_files)} among them is already tokens: "
-            "give one .bin file alone, or text only"
+            f"{len(sources)} files were given, and {', '.join(token_files[:5])} among them is already tokens: "
+            "give .bin files alone, or text only"
         )
     return sources
 
@@ -62,7 +61,7 @@ def _text_files(directory: Path) -> list[Path]:
     ]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
-        hint = f"name the token file itself: --data {token_files[0]}" if token_files else "correct --data"
+        hint = f"name the token file itself: --data {token_files[0]}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join(TEXT_SUFFIXES)} file: {hint}")
     return files
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
 from offload_trainer.data.documents import Piece, find_sources, read_documents
+from offload_trainer.data.shards import Tokens, joined
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete
 from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
@@ -37,8 +38,8 @@ def prepare_tokens(
     vocabulary: int,
     cache: Path,
     say: Callable[[str], None],
-) -> TokenFile:
-    """The token file of `section.path`, all of whose ids are below `vocabulary`, the model's number of ids.
+) -> Tokens:
+    """The token file or files of `section.path`, all of whose ids are below `vocabulary`, the model's number of ids.
 
     Text becomes ``cache/NAME-KEY.bin``, or is found there and not tokenised again. Each document, the last
     one too, is followed by end-of-text, if the tokenizer has one. Special tokens that are spelled out in the
@@ -51,8 +52,12 @@ def prepare_tokens(
     sources = find_sources(section.path)
     fingerprint = tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
-        return _given_tokens(sources[0], fingerprint=fingerprint, vocabulary=vocabulary, say=say)
-
+        given = (TokenFile.open(source, dtype=section.token_dtype) for source in sources)
+        return joined([_checked(file, fingerprint=fingerprint, vocabulary=vocabulary, say=say) for file in given])
+    if section.token_dtype != "auto":
+        raise UserError(
+            f"data.token_dtype={section.token_dtype} is for .bin files, and {sources[0]} is text: leave it out"
+        )
     size = vocabulary_size(tokenizer)
     if size > vocabulary:
         raise UserError(
@@ -75,15 +80,15 @@ def prepare_tokens(
             pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
         )
         if not writer.tokens:
-            raise UserError(f"{', '.join(section.path)}: there is no text in it; correct --data")
+            raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")
         if _key(sources, *key_of) != key:
             raise TrainerError("the text changed while it was being tokenised: start again once it is complete")
     return TokenFile.open(target)
 
 
-def _given_tokens(path: Path, *, fingerprint: str, vocabulary: int, say: Callable[[str], None]) -> TokenFile:
-    """Open a ``.bin`` that the user named, and make sure that tokenizer and model understand its ids."""
-    tokens = TokenFile.open(path)
+def _checked(tokens: TokenFile, *, fingerprint: str, vocabulary: int, say: Callable[[str], None]) -> TokenFile:
+    """A ``.bin`` that the user named, if tokenizer and model understand its ids."""
+    path = tokens.path
     if tokens.tokenizer is not None and tokens.tokenizer != fingerprint:
         raise UserError(
             f"{path} was made with the tokenizer {tokens.tokenizer} and this run's is {fingerprint}: "

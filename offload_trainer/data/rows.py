@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offload_trainer.data.tokenfile import TokenFile
+from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import TrainerError, UserError
 
 _ROUNDS = 8
@@ -68,7 +68,8 @@ def split_rows(token_count: int, *, seq_len: int, validation: float) -> Split:
     out.
 
     A row needs `seq_len` tokens and the one after, which is the next row's first: (token_count - 1) //
-    seq_len rows.
+    seq_len rows; tokens behind the last are not used. No token that validation predicts is one that training
+    predicts: the last training row's last target is the first validation row's first input.
 
     Raises UserError where no row is left to train on.
     """
@@ -120,7 +121,7 @@ class RowReader:
 
     def __init__(
         self,
-        tokens: TokenFile,
+        tokens: Tokens,
         *,
         seq_len: int,
         rows: range,
@@ -170,7 +171,7 @@ class RowReader:
         if block.max() >= self._vocabulary:
             row = indices[int(block.max(axis=1).argmax())]
             raise TrainerError(
-                f"{self._tokens.path}: row {row} holds id {block.max()}, and the model's vocabulary is "
+                f"{self._tokens.name}: row {row} holds id {block.max()}, and the model's vocabulary is "
                 f"{self._vocabulary}: the file was changed or damaged; make it again"
             )
         rows = torch.from_numpy(block)

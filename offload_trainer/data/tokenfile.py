@@ -23,13 +23,14 @@ from typing import BinaryIO
 
 import numpy as np
 
+from offload_trainer.data.bare import BLOCK, bare_dtype, refuse_foreign, scan
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
-NANOGPT = "no sidecar: read as uint16, as nanoGPT writes them"
 _SCAN_TOKENS = 1 << 24
-_BLOCK = 1 << 20  # bytes that have one CRC-32 in the sidecar
+_AGAIN = "delete the file and its sidecar, and the same command makes them again"
+_RESTORE = "it has changed since the run opened it. Put back what it was, and the same command goes on"
 
 
 def sidecar_path(path: Path) -> Path:
@@ -40,6 +41,12 @@ def sidecar_path(path: Path) -> Path:
 def is_complete(path: Path) -> bool:
     """Whether a writer finished `path`: the sidecar is its last act."""
     return path.exists() and sidecar_path(path).exists()
+
+
+def said_tokenizer(path: Path) -> str | None:
+    """The fingerprint of the tokenizer that a token file says it was made with; None where it says none."""
+    sidecar = sidecar_path(path)
+    return _read_sidecar(sidecar).get("tokenizer") if sidecar.exists() else None
 
 
 def id_dtype(vocabulary: int) -> np.dtype:
@@ -59,43 +66,67 @@ class TokenFile:
     tokenizer: str | None  # fingerprint
     vocabulary: int | None
     end_of_text: int | None
-    sums: tuple[int, ...] = ()  # CRC-32 of each _BLOCK bytes; () where no sidecar has them
+    sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, by the sidecar or as they were when it was opened
+    largest: int | None = None  # the largest id, if all were looked at
     assumed: str | None = None  # what no sidecar vouches for
     _checked: set[int] = field(default_factory=set, repr=False)  # blocks that were compared with their sums
 
     def __len__(self) -> int:
         return self.tokens
 
-    @classmethod
-    def open(cls, path: Path) -> TokenFile:
-        """Open a token file; nothing is read yet.
+    @property
+    def name(self) -> str:
+        return str(self.path)
 
-        Raises UserError: an unreadable sidecar, no tokens, a size that is not what the sidecar says or that
-        is not whole ids.
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    @classmethod
+    def open(cls, path: Path, *, dtype: str = "auto") -> TokenFile:
+        """Open a token file. One whose sums no sidecar has is read once, all of it.
+
+        `dtype`: uint16 or uint32 for a file without a sidecar; auto: as its values show. Raises UserError: an
+        unreadable sidecar, no tokens, a size that is not what the sidecar says or that is not whole ids, another
+        `dtype` than the sidecar's, or, without one, ids that may be either or are neither.
         """
         sidecar = sidecar_path(path)
         fields = _read_sidecar(sidecar) if sidecar.exists() else {}
-        dtype = np.dtype(str(fields.get("dtype", "uint16"))).newbyteorder("<")
-        size = path.stat().st_size
-        if size == 0 or size % dtype.itemsize:
-            raise UserError(f"{path}: {size} bytes are not one or more whole {dtype.name} ids; make the file again")
-        tokens = size // dtype.itemsize
-        if fields and fields["tokens"] != tokens:
+        told = fields.get("dtype", dtype)
+        if dtype not in ("auto", told):
             raise UserError(
-                f"{path}: {sidecar.name} says {fields['tokens']} {dtype.name} ids, and the file holds "
-                f"{tokens} ({size} bytes); delete both and make them again"
+                f"data.token_dtype={dtype}, but {sidecar} says {told}; leave the key out, or correct that file"
             )
+        size = path.stat().st_size
+        width = 4 if told == "uint32" else 2
+        if size == 0 or size % width:
+            ids = f"{'uint16' if told == 'auto' else told} ids"
+            raise UserError(f"{path}: {size} bytes are not one or more whole {ids}; make the file again")
+        if fields and fields["tokens"] != size // width:
+            raise UserError(
+                f"{path}: {sidecar.name} says {fields['tokens']} {told} ids, and the file holds "
+                f"{size // width} ({size} bytes); delete both and make them again"
+            )
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as the run reads
+        sums, largest = tuple(fields.get("crc32", ())), None
+        if not sums:
+            if told == "auto":
+                refuse_foreign(path, file.read(8))
+            found = scan(path, file, size=size)
+            told = bare_dtype(path, found, size=size) if told == "auto" else told
+            sums, largest = found.sums, found.largest32 if told == "uint32" else max(found.lanes)
         return cls(
             path=path,
-            file=open(path, "rb", buffering=0),
-            dtype=dtype,
-            tokens=tokens,
+            file=file,
+            dtype=np.dtype(told).newbyteorder("<"),
+            tokens=size // np.dtype(told).itemsize,
             text_bytes=fields.get("text_bytes"),
             tokenizer=fields.get("tokenizer"),
             vocabulary=fields.get("vocabulary"),
             end_of_text=fields.get("end_of_text"),
-            sums=tuple(fields.get("crc32", ())),
-            assumed=None if fields else NANOGPT,
+            sums=sums,
+            largest=largest,
+            assumed=None if fields else f"no sidecar: read as {told}" + _why(told, asked=dtype),
         )
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -105,20 +136,19 @@ class TokenFile:
         """
         assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
         first, last = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
-        if self.sums:
-            for block in range(first // _BLOCK, -(-last // _BLOCK)):
-                self._check(block)
+        for block in range(first // BLOCK, -(-last // BLOCK)):
+            self._check(block)
         return np.frombuffer(self._bytes(first, last - first), dtype=self.dtype)
 
     def _check(self, block: int) -> None:
         if block in self._checked:
             return
-        start = block * _BLOCK
-        crc = zlib.crc32(self._bytes(start, min(_BLOCK, self.tokens * self.dtype.itemsize - start)))
+        start = block * BLOCK
+        crc = zlib.crc32(self._bytes(start, min(BLOCK, self.tokens * self.dtype.itemsize - start)))
         if block >= len(self.sums) or crc != self.sums[block]:
             raise TrainerError(
-                f"{self.path}: the block at byte {start} is not what was written (CRC-32 {crc}); delete the file and "
-                "its sidecar, and the same command makes them again"
+                f"{self.path}: the block at byte {start} is not what was written (CRC-32 {crc}); "
+                + (_AGAIN if self.largest is None else _RESTORE)
             )
         self._checked.add(block)
 
@@ -136,9 +166,17 @@ class TokenFile:
         return data
 
     def largest_id(self) -> int:
-        """Read all of it, 16 M ids at a time."""
+        """As the scan found it, or else read all of it, 16 M ids at a time."""
+        if self.largest is not None:
+            return self.largest
         starts = range(0, self.tokens, _SCAN_TOKENS)
         return max(int(self.read(i, min(_SCAN_TOKENS, self.tokens - i)).max()) for i in starts)
+
+
+def _why(dtype: str, *, asked: str) -> str:
+    if asked != "auto":
+        return f", as data.token_dtype={asked} says"
+    return ", as nanoGPT writes them" if dtype == "uint16" else ": the upper half of every id is at most 15"
 
 
 def _read_sidecar(path: Path) -> dict:
@@ -188,9 +226,9 @@ class TokenWriter:
             raise self._failed(error) from error
         self.tokens += len(ids)
         self._block += data
-        while len(self._block) >= _BLOCK:
-            self._sums.append(zlib.crc32(self._block[:_BLOCK]))
-            self._block = self._block[_BLOCK:]
+        while len(self._block) >= BLOCK:
+            self._sums.append(zlib.crc32(self._block[:BLOCK]))
+            self._block = self._block[BLOCK:]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -1,0 +1,85 @@
+"""Token files that say nothing of themselves: raw ids and no sidecar, as nanoGPT and others write them.
+
+scan        one pass over the file -> a sum of each block, and the largest value at each place of eight bytes
+bare_dtype  those                  -> uint16 or uint32, or a refusal of what cannot be told apart
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from offload_trainer.errors import TrainerError, UserError
+
+BLOCK = 1 << 20  # bytes that have one CRC-32
+_CHUNK = 16 * BLOCK
+# The upper half of an id is at most this, in every vocabulary of up to 2^20 ids.
+_UPPER = 15
+_TELLING = 32  # ids of uint32 from which the pattern is no accident
+_FOREIGN = {
+    b"\x93NUMPY": "NumPy's .npy: write its ids alone: numpy.load(FILE).tofile('ids.bin')",
+    b"PK\x03\x04": "a zip archive (torch.save, .npz): write its ids alone, as uint16 or uint32",
+    b"\x1f\x8b": "gzip: unpack it",
+    b"PAR1": "parquet: its tokens or text must be written out",
+    (20240520).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
+    (20240801).to_bytes(4, "little"): "llm.c's, with a header of 1024 bytes: tail -c +1025 FILE > ids.bin",
+}
+
+
+class Scan(NamedTuple):
+    """What one pass over a file finds."""
+
+    sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes
+    lanes: tuple[int, int, int, int]  # the largest 16-bit value at each place of every 8 bytes
+    largest32: int  # the largest 32-bit value
+
+
+def scan(path: Path, file: BinaryIO, *, size: int) -> Scan:
+    """Read all of `file` (`size` bytes, a multiple of 2). TrainerError where it cannot be read to its end."""
+    sums: list[int] = []
+    lanes = [0, 0, 0, 0]
+    largest = seen = 0
+    file.seek(0)
+    while seen < size:
+        data = file.read(min(_CHUNK, size - seen))
+        if not data or (len(data) % BLOCK and seen + len(data) != size):
+            raise TrainerError(f"{path}: {size} bytes were there, and only {seen + len(data)} can be read; start again")
+        seen += len(data)
+        sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
+        halves = np.frombuffer(data, dtype="<u2")
+        lanes = [max(lane, int(halves[i::4].max(initial=0))) for i, lane in enumerate(lanes)]
+        largest = max(largest, int(np.frombuffer(data, dtype="<u4", count=len(data) // 4).max(initial=0)))
+    return Scan(tuple(sums), (lanes[0], lanes[1], lanes[2], lanes[3]), largest)
+
+
+def bare_dtype(path: Path, found: Scan, *, size: int) -> str:
+    """Which of uint16 and uint32 the ids of a file without a sidecar are.
+
+    The upper halves of uint32 ids are 0 to 15, and they are every second value of the file; in a file of uint16 every
+    second id is an id like its neighbours. Raises UserError where the values fit both, or are of 64 bits.
+    """
+    low, high = max(found.lanes[0::2]), max(found.lanes[1::2])
+    say = "say which with data.token_dtype=uint16 or uint32"
+    if size % 8 == 0 and size // 8 >= _TELLING and found.lanes[2] == found.lanes[3] == 0 < max(found.lanes):
+        raise UserError(
+            f"{path}: looks like ids of 64 bits (four bytes of every eight are 0), and uint16 or uint32 are read: "
+            f"numpy.fromfile(FILE, 'int64').astype('uint32').tofile('ids.bin'); or {say}"
+        )
+    if size % 4 or high > _UPPER or (high > 0 and low <= _UPPER):
+        return "uint16"
+    if high == low == 0 or size // 4 < _TELLING:
+        raise UserError(f"{path}: its {size} bytes may be ids of 16 or of 32 bits: {say}")
+    return "uint32"
+
+
+def refuse_foreign(path: Path, head: bytes) -> None:
+    """UserError for a file that begins as other formats do."""
+    for magic, what in _FOREIGN.items():
+        if head.startswith(magic):
+            told = what.replace("FILE", str(path))
+            raise UserError(
+                f"{path}: not raw ids, but {told} (data.token_dtype=uint16 or uint32 reads it all the same)"
+            )

@@ -1,0 +1,252 @@
+"""Token files of others: which ids raw bytes are, several as one, and that a file that changes is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload_trainer.config import DataSection, TrainConfig
+from offload_trainer.data.documents import BUILTIN_CORPUS
+from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.rows import RowReader
+from offload_trainer.data.shards import TokenShards
+from offload_trainer.data.tokenfile import TokenFile, TokenWriter, sidecar_path
+from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.run_data import prepare_data
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer("builtin")
+
+
+def prepared(*paths: Path, tokenizer: Any, say: Callable[[str], None] = lambda _: None, **section: Any) -> Any:
+    wish = DataSection(path=tuple(map(str, paths)), **section)
+    return prepare_tokens(wish, tokenizer=tokenizer, vocabulary=200_000, cache=paths[0].parent / "cache", say=say)
+
+
+def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:
+    """Ids as text has them: few are frequent."""
+    return (np.random.default_rng(seed).zipf(1.3, count) - 1) % below
+
+
+# -- which width -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [4, 20, 65, 2048, 50257, 65536])
+def test_real_files_of_uint16_pass(vocabulary: int, tmp_path: Path, tokenizer: Any) -> None:
+    """Also those of a few ids (four bases, the letters of a text), and of an even and an odd number of them."""
+    ids = draw(4001, below=vocabulary)
+    ids[:vocabulary] = np.arange(min(vocabulary, len(ids)))
+    for count in (4000, 4001):
+        ids[:count].astype("<u2").tofile(tmp_path / "t.bin")
+        assert prepared(tmp_path / "t.bin", tokenizer=tokenizer).read(0, count).tolist() == ids[:count].tolist()
+
+
+def test_the_builtin_text_as_a_nanogpt_file_passes(tmp_path: Path, tokenizer: Any) -> None:
+    ids = tokenizer(BUILTIN_CORPUS.read_text("utf-8"), add_special_tokens=False)["input_ids"]
+    np.array(ids, dtype="<u2").tofile(tmp_path / "t.bin")
+    assert TokenFile.open(tmp_path / "t.bin").read(0, len(ids)).tolist() == ids
+
+
+@pytest.mark.parametrize("vocabulary", [10, 2048, 50257, 128_256, 151_936, 262_144])
+def test_uint32_without_a_sidecar_is_recognised(vocabulary: int, tmp_path: Path) -> None:
+    ids = draw(4001, below=vocabulary)
+    ids.astype("<u4").tofile(tmp_path / "t.bin")
+    tokens = TokenFile.open(tmp_path / "t.bin")
+    assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
+    assert tokens.largest_id() == ids.max()
+    assert "read as uint32" in str(tokens.assumed)
+
+
+def test_what_may_be_either_needs_the_key(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "t.bin"
+    for ids in ([70, 0, 80, 0], [0] * 400):
+        np.array(ids, dtype="<u2").tofile(path)
+        with pytest.raises(UserError, match=r"16 or of 32 bits.*data\.token_dtype"):
+            prepared(path, tokenizer=tokenizer)
+        assert prepared(path, tokenizer=tokenizer, token_dtype="uint16").read(0, 4).tolist() == ids[:4]
+        wide = prepared(path, tokenizer=tokenizer, token_dtype="uint32")
+        assert wide.read(0, len(wide)).tolist() == ids[::2]
+
+
+def test_a_sidecar_says_the_width_and_the_key_may_not_say_another(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "t.bin"
+    np.array([70, 0, 80, 0], dtype="<u2").tofile(path)
+    sidecar_path(path).write_text('{"dtype": "uint32", "tokens": 2}')
+    assert prepared(path, tokenizer=tokenizer).read(0, 2).tolist() == [70, 80]
+    with pytest.raises(UserError, match=r"token_dtype=uint16, but .*t\.bin\.json says uint32"):
+        prepared(path, tokenizer=tokenizer, token_dtype="uint16")
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(UserError, match=r"token_dtype=uint16 is for \.bin files"):
+        prepared(tmp_path / "a.txt", tokenizer=tokenizer, token_dtype="uint16")
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    ids = draw(4000, below=50257)
+    ids.astype("<i8").tofile(path)
+    with pytest.raises(UserError, match="64 bits"):
+        TokenFile.open(path)
+    with path.open("wb") as file:
+        np.save(file, ids.astype("<u2"))
+    with pytest.raises(UserError, match=r"not raw ids, but NumPy's"):
+        TokenFile.open(path)
+    header = np.zeros(256, dtype="<i4")
+    header[0] = 20240520
+    path.write_bytes(header.tobytes() + ids.astype("<u2").tobytes())
+    with pytest.raises(UserError, match=r"llm\.c's.*tail -c \+1025"):
+        TokenFile.open(path)
+    path.write_bytes(path.read_bytes()[1024:])
+    assert TokenFile.open(path).read(0, 4000).tolist() == ids.tolist()
+
+
+# -- that a file changes ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_a_sidecar_has_sums_of_its_own(tmp_path: Path) -> None:
+    """Between two runs another identity, within a run an error."""
+    path = tmp_path / "t.bin"
+    ids = draw(1_200_000, below=50257).astype("<u2")
+    ids.tofile(path)
+    first, again = TokenFile.open(path), TokenFile.open(path)
+    assert len(first.sums) == 3
+    assert first.sums == again.sums
+    ids[1_000_000] ^= 1
+    ids.tofile(path)
+    assert TokenFile.open(path).sums != first.sums
+    first.read(0, 1000)
+    with pytest.raises(TrainerError, match="has changed since the run opened it"):
+        first.read(1_000_000, 1)
+
+
+def test_a_sidecar_without_sums_is_no_promise_of_content(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    sidecar_path(path).write_text('{"dtype": "uint16", "tokens": 3}')
+    np.array([1, 2, 3], dtype="<u2").tofile(path)
+    before = TokenFile.open(path).sums
+    np.array([1, 2, 4], dtype="<u2").tofile(path)
+    assert before
+    assert TokenFile.open(path).sums != before
+
+
+# -- several ---------------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_read_as_if_they_lay_in_one_file(tmp_path: Path, tokenizer: Any) -> None:
+    """Files of odd sizes, one of a single id; rows cross from one into the next."""
+    ids = draw(1000, below=2048)
+    paths = []
+    for number, (start, end) in enumerate([(0, 333), (333, 334), (334, 1000)]):
+        paths.append(tmp_path / f"{number}.bin")
+        ids[start:end].astype("<u2").tofile(paths[-1])
+    ids.astype("<u2").tofile(tmp_path / "whole.bin")
+    shards, whole = prepared(*paths, tokenizer=tokenizer), prepared(tmp_path / "whole.bin", tokenizer=tokenizer)
+    assert isinstance(shards, TokenShards)
+    assert len(shards) == len(whole) == 1000
+    for start, count in ((0, 1000), (330, 8), (333, 1), (999, 1), (400, 100), (5, 0)):
+        assert shards.read(start, count).tolist() == ids[start : start + count].tolist()
+    rows = [
+        RowReader(tokens, seq_len=7, rows=range(142), vocabulary=2048).rows_at([0, 47, 141])
+        for tokens in (shards, whole)
+    ]
+    assert (rows[0].targets == rows[1].targets).all()
+    assert prepared(*reversed(paths), tokenizer=tokenizer).sums != shards.sums
+    with pytest.raises(TrainerError, match=r"0\.bin and 2 more: row 47 holds id"):
+        RowReader(shards, seq_len=7, rows=range(142), vocabulary=1).rows_at([47])
+
+
+def test_the_order_of_shards_belongs_to_the_identity(tmp_path: Path, tokenizer: Any) -> None:
+    for name, part in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+        np.array(part, dtype="<u2").tofile(tmp_path / f"{name}.bin")
+    one, other = (prepared(*(tmp_path / f"{n}.bin" for n in names), tokenizer=tokenizer) for names in ("ab", "ba"))
+    assert one.sums != other.sums
+
+
+def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    for name, vocabulary in (("a", 2048), ("b", 2048), ("c", 70000), ("d", 2049)):
+        with TokenWriter(tmp_path / f"{name}.bin", tokenizer=fingerprint, vocabulary=vocabulary) as writer:
+            writer.write([1, 2, 3])
+            writer.text_bytes = 10
+    a, b, c, d = (tmp_path / f"{name}.bin" for name in "abcd")
+    both = prepared(a, b, tokenizer=tokenizer)
+    assert (both.text_bytes, both.tokenizer, len(both)) == (20, fingerprint, 6)
+    with pytest.raises(UserError, match=r"dtype is uint16 in .*a\.bin, uint32 in .*c\.bin"):
+        prepared(a, c, tokenizer=tokenizer)
+    with pytest.raises(UserError, match="vocabulary is 2048 in .*, 2049 in"):
+        prepared(a, d, tokenizer=tokenizer)
+    fields = json.loads(sidecar_path(b).read_text())
+    sidecar_path(b).write_text(json.dumps(fields | {"tokenizer": "0123456789abcdef"}))
+    with pytest.raises(UserError, match="made with the tokenizer 0123456789abcdef"):
+        prepared(a, b, tokenizer=tokenizer)
+
+
+# -- a validation file of its own ------------------------------------------------------------------------------------
+
+
+def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8, **section: Any) -> Any:
+    config = TrainConfig(data=DataSection(tokenizer="builtin", cache=str(tmp_path / "cache"), **section))
+    source: Any = SimpleNamespace(directory=None, shape=SimpleNamespace(vocabulary=2048))
+    plan: Any = SimpleNamespace(seq_len=seq_len)
+    return prepare_data(config, source, plan, say=(said if said is not None else []).append)
+
+
+def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
+    (tmp_path / "val.txt").write_text("Creeps in this petty pace from day to day. " * 20)
+    alone = run_data(tmp_path, path=(str(tmp_path / "train.txt"),))
+    said: list[str] = []
+    apart = run_data(
+        tmp_path, path=(str(tmp_path / "train.txt"),), validation_path=(str(tmp_path / "val.txt"),), said=said
+    )
+    assert alone.held_out is alone.tokens
+    assert len(apart.split.train) == (len(apart.tokens) - 1) // 8 > len(alone.split.train)
+    assert apart.split.validation == range((len(apart.held_out) - 1) // 8)
+    text = apart.tokenizer.decode(apart.held_out.read(0, 12).tolist())
+    assert text.startswith("Creeps in this petty pace")
+    assert "for validation of" in said[-1]
+    left = (len(apart.tokens) - 1) % 8
+    assert f"the last {left} fill no row" in said[-1]
+
+
+def test_the_validation_text_belongs_to_the_identity(tmp_path: Path) -> None:
+    train = tmp_path / "train.txt"
+    train.write_text("Tomorrow, and tomorrow, and tomorrow. " * 20)
+    identities = []
+    for text in ("Creeps in this petty pace. ", "To the last syllable. "):
+        (tmp_path / "val.txt").write_text(text * 20)
+        data = run_data(tmp_path, path=(str(train),), validation_path=(str(tmp_path / "val.txt"),))
+        identities.append(data.identity())
+    one, other = identities
+    assert [key for key in one if one[key] != other[key]] == ["validation text"]
+    assert "validation text" not in run_data(tmp_path, path=(str(train),)).identity()
+
+
+def test_a_validation_text_without_one_row_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow. " * 20)
+    (tmp_path / "val.txt").write_text("Out")
+    with pytest.raises(UserError, match=r"--validation-data has \d tokens, and one row of 8 needs 9"):
+        run_data(tmp_path, path=(str(tmp_path / "train.txt"),), validation_path=(str(tmp_path / "val.txt"),))
+
+
+def test_token_files_train_and_validate_like_nanogpts(tmp_path: Path) -> None:
+    """train.bin in two shards, and val.bin."""
+    ids = draw(500, below=2048)
+    for name, part in (("t0", ids[:203]), ("t1", ids[203:400]), ("val", ids[400:])):
+        part.astype("<u2").tofile(tmp_path / f"{name}.bin")
+    data = run_data(
+        tmp_path,
+        path=(str(tmp_path / "t0.bin"), str(tmp_path / "t1.bin")),
+        validation_path=(str(tmp_path / "val.bin"),),
+    )
+    assert data.tokens.read(200, 6).tolist() == ids[200:206].tolist()
+    assert data.held_out.read(0, 5).tolist() == ids[400:405].tolist()
+    assert [path.name for path in data.paths] == ["t0.bin", "t1.bin", "val.bin"]

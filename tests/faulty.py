@@ -1,6 +1,8 @@
 """faulty.py FAULT ARGUMENT WORDS...: the command, with one thing that goes wrong.
 
 full-save DIRECTORY     the filesystem of DIRECTORY fills up once the second save has begun
+full-step DIRECTORY     it fills up before the line of step 8
+low-save DIRECTORY      it has one MB left when the second save looks what is free
 full-export DIRECTORY   the same once an export has begun
 read-error N, write-error N     the Nth transfer of page files fails with EIO
 clock SEED              the system's clock jumps by days, forwards and backwards, whenever it is looked at
@@ -8,6 +10,7 @@ clock SEED              the system's clock jumps by days, forwards and backwards
 
 import errno
 import itertools
+import json
 import os
 import random
 import sys
@@ -31,6 +34,34 @@ def full_save(directory: str) -> None:
         return write(self, place)
 
     TieredSnapshot.write = then_full  # type: ignore[method-assign]
+
+
+def full_step(directory: str) -> None:
+    from offload_trainer.telemetry.sinks import JsonLines
+
+    write = JsonLines.write
+
+    def then_full(self: Any, line: str) -> None:
+        if json.loads(line)["step"] == 8:
+            fill(Path(directory))
+        write(self, line)
+
+    JsonLines.write = then_full  # type: ignore[method-assign]
+
+
+def low_save(directory: str) -> None:
+    from offload_trainer.checkpoint import Checkpoints
+
+    look, saves = Checkpoints._make_room, itertools.count(1)
+
+    def in_a_low_disk(self: Any) -> None:
+        if next(saves) == 2:
+            fill(Path(directory))
+            filler = Path(directory) / "filler"
+            os.truncate(filler, filler.stat().st_size - (1 << 20))
+        look(self)
+
+    Checkpoints._make_room = in_a_low_disk  # type: ignore[method-assign]
 
 
 def full_export(directory: str) -> None:
@@ -69,6 +100,8 @@ def clock(seed: str) -> None:
 
 FAULTS = {
     "full-save": full_save,
+    "full-step": full_step,
+    "low-save": low_save,
     "full-export": full_export,
     "read-error": lambda number: transfer_error("preadv", number),
     "write-error": lambda number: transfer_error("pwritev", number),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import KILL, TINY, Run, call, call_and_kill, command, environment, fill
+from conftest import KILL, TINY, Run, call, call_and_kill, command, environment
 from test_box import box  # noqa: F401 - a fixture
 from test_runs import assert_same_run
 
@@ -111,7 +111,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     with open(image, "wb") as file:
         file.truncate(40 << 20)
-    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
+    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-b", "1024", image], capture_output=True, check=False)
     mounted = made.returncode == 0 and mount(image, folder)
     if not mounted:
         pytest.skip("no filesystem can be mounted here")
@@ -124,9 +124,9 @@ def mount(image: Path, folder: Path) -> bool:
 
 
 def test_a_full_disk_in_mid_step(disk: Path, words: list, alone: Run) -> None:
-    """The next line of metrics that needs a block finds it: there are ten or so to one, and six steps to a save."""
+    """The next line of metrics that needs a block finds it: there are two or so to one, and six steps to a save."""
     output, words = disk / "out", [*words, "--save-every", 7]
-    run = call_and_kill(*words, output=output, when=once_saved(output, 7, lambda: fill(disk)), number=NO_SIGNAL)
+    run = faulty("full-step", disk, *words, output=output)
     assert_told(run, "metrics.jsonl", "is the drive full" if "is the drive full" in run.text else "No space left")
     (disk / "filler").unlink()
     assert_goes_on(words, output, alone)
@@ -144,14 +144,11 @@ def test_a_full_disk_in_a_save(disk: Path, words: list, alone: Run) -> None:
 
 
 def test_a_disk_without_room_for_a_save(disk: Path, words: list, alone: Run) -> None:
+    """Found out before anything is written."""
     output = disk / "out"
-
-    def almost_fill() -> None:
-        fill(disk)
-        os.truncate(disk / "filler", (disk / "filler").stat().st_size - (1 << 20))
-
-    run = call_and_kill(*words, output=output, when=once_saved(output, 4, almost_fill), number=NO_SIGNAL)
+    run = faulty("low-save", disk, *words, output=output)
     assert_told(run, "a checkpoint takes", "are free; older checkpoints are untouched")
+    assert [path.name for path in complete_checkpoints(output / "checkpoints")] == ["step-00000004"]
     (disk / "filler").unlink()
     assert_goes_on(words, output, alone)
 

@@ -51,7 +51,8 @@ def test_a_skipped_step_changes_nothing(name: str, drive: Path, tmp_path: Path) 
     assert all(torch.equal(given[key], expected[key]) for key in expected)
     onward = planted(3, *args, "--steps", 5, output=tmp_path / "five")
     assert all(step["loss"] is not None for step in onward.steps if not step["skipped"])
-    assert onward.steps[4]["loss"] < onward.steps[0]["loss"]
+    later = weights(onward, 5)
+    assert all(later[key].isfinite().all() and not torch.equal(later[key], given[key]) for key in given)
 
 
 @pytest.mark.ops

@@ -110,7 +110,8 @@ def test_homes_do_not_change_a_bit(place: str, count: int, folder: Path) -> None
         expected, weights = plain(model, 20)
         assert steps == expected
         assert_same(masters(ours), weights)
-    assert expected[-1][0] < expected[0][0] - 0.2
+    _, initial = plain(model, 0)
+    assert not [name for name, tensor in weights.items() if torch.equal(tensor, initial[name])]  # all have moved
 
 
 @pytest.mark.ops
@@ -407,14 +408,15 @@ def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Pat
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_stored_precision_trains_like_fp32(states: str, folder: Path) -> None:
+    """The same two rows 40 times, which any AdamW learns by heart."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     losses = []
     for wished in ([f"optim.states={states}"], []):
         with engine(model, *wished) as ours:
-            losses.append([loss for loss, _ in train(ours, batches(40), lr=2e-3)])
+            losses.append([loss for loss, _ in train(ours, batches(1) * 40, lr=2e-3)])
     assert losses[0] != losses[1]
-    assert losses[1][-1] < losses[1][0] - 0.5
-    assert losses[0] == pytest.approx(losses[1], abs=0.1)
+    assert losses[1][-1] < losses[1][0] / 4
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)  # ten times what was seen
 
 
 # -- drives ----------------------------------------------------------------------------------------------------------

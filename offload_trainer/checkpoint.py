@@ -24,23 +24,24 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from pydantic import with_config
 
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.engine.ranks import on_rank_zero, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
+from offload_trainer.readback import LENIENT, Count, Steps, open_file, read_back, shown
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
-FORMAT = 2
-MANIFEST = "MANIFEST.json"
 _SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most, for most models
 
 # What a run may change when it goes on, and what then goes on differently.
@@ -51,13 +52,14 @@ _STEERING = {
 }
 
 
+@with_config(LENIENT)  # older ones also hold generators, which nothing needs
 @dataclass(frozen=True)
 class TrainState:
     """Where a run stands between two steps. Plain JSON."""
 
-    step: int  # steps done
-    tokens: int  # trained on, all ranks
-    data_position: int  # rows consumed, all ranks
+    step: Steps  # done
+    tokens: Count  # trained on, all ranks
+    data_position: Count  # rows consumed, all ranks
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -264,14 +266,18 @@ def reading(checkpoint: Path) -> Iterator[None]:
     """Inside, a run that goes on does not prune this checkpoint. UserError if it just has."""
     gone = UserError(f"{checkpoint}: removed meanwhile by its run, which has a newer one")
     try:
-        manifest = open(checkpoint / MANIFEST)  # noqa: SIM115 - closed below
+        manifest = open_file(checkpoint / MANIFEST)
     except FileNotFoundError:
         raise gone from None
-    with manifest:
+    except ValueError as error:
+        raise UserError(f"{checkpoint / MANIFEST} cannot be read: {error}. {_fix(checkpoint)}") from error
+    try:
         fcntl.flock(manifest, fcntl.LOCK_SH)
         if not (checkpoint / MANIFEST).exists():
             raise gone
         yield
+    finally:
+        os.close(manifest)
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -293,59 +299,42 @@ def find_resume(wish: str, *, output: Path) -> Path | None:
 
 def find_checkpoint(path: Path) -> Path:
     """`path` if it is a checkpoint, or the newest one of the run that it is."""
-    if (path / MANIFEST).exists():
+    if os.path.lexists(path / MANIFEST):
         return path
     found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
     if not found:
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+            raise UserError(f"{path} cannot be read: permission denied")
         raise UserError(f"{path}: neither a checkpoint ({MANIFEST}) nor a run directory that holds one")
     return found[-1]
 
 
-def read_manifest(checkpoint: Path, *, moments: bool = True) -> dict[str, Any]:
-    """The manifest, its files checked against it: existence, size and CRC-32, those of moments if they matter.
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _RunConfiguration:
+    """The part of a run.json that a resume looks at."""
 
-    Raises UserError with the file and the number that does not match, and the checkpoint before it, if any.
+    config: dict[str, dict[str, Any]]
+
+
+def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
+    """The manifest, its files checked against it, those of moments if they matter.
+
+    Raises UserError with the file and what does not match, and the checkpoint before it, if any.
     """
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise UserError(f"{checkpoint}: written in format {manifest['format']}, this version reads {FORMAT}")
-        files = {name: (int(about["bytes"]), int(about["crc32"])) for name, about in manifest["files"].items()}
-        unnamed = {"state.json", "engine.json", "run.json", "master.safetensors"} - files.keys()
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise _damaged(checkpoint, f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
-    if unnamed:
-        raise _damaged(checkpoint, f"{MANIFEST} does not name {', '.join(sorted(unnamed))}")
-    for name, (size, crc) in files.items():
-        if not moments and name.startswith("exp_avg"):
-            continue
-        path = checkpoint / name
-        if not path.resolve().is_relative_to(checkpoint.resolve()):
-            raise _damaged(checkpoint, f"the manifest names {name}, which lies outside")
-        if not path.exists():
-            raise _damaged(checkpoint, f"{name} is missing")
-        held = path.stat().st_size
-        if held != size:
-            raise _damaged(checkpoint, f"{name} has {held} bytes, the manifest says {size}")
-        found = _crc32(path)
-        if found != crc:
-            raise _damaged(checkpoint, f"{name} has CRC-32 {found}, the manifest says {crc}")
-    return manifest
+    return checked_manifest(checkpoint, moments=moments, fix=_fix(checkpoint))
 
 
-def _damaged(checkpoint: Path, what: str) -> UserError:
+def _fix(checkpoint: Path) -> str:
+    """What to do where a checkpoint is damaged."""
     earlier = [path for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name]
     offer = f"goes on from the one before it, {earlier[-1]}" if earlier else "starts anew"
-    return UserError(f"{checkpoint} is damaged: {what}. Move it away, and the same command {offer}")
+    return f"Move {checkpoint.name} away, and the same command {offer}"
 
 
-def _crc32(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            crc = zlib.crc32(block, crc)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would push out what is needed again
-    return crc
+def read_state(checkpoint: Path) -> TrainState:
+    """Where the run of a checkpoint stood. UserError where its state.json cannot be read."""
+    return read_back(checkpoint / "state.json", TrainState, fix=_fix(checkpoint))
 
 
 def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
@@ -354,24 +343,24 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     UserError if it is damaged, belongs to another seed, data or shape, or holds other weights.
     """
     manifest = read_manifest(checkpoint)
-    _compare(manifest["identity"], dict(record.identity), checkpoint=checkpoint)
-    _compare(manifest["layout"], dict(record.layout), checkpoint=checkpoint)
-    before = json.loads((checkpoint / "run.json").read_text())["config"]
+    _compare(manifest.identity, dict(record.identity), checkpoint=checkpoint)
+    _compare(manifest.layout, dict(record.layout), checkpoint=checkpoint)
+    before = read_back(checkpoint / "run.json", _RunConfiguration, fix=_fix(checkpoint)).config
     now = record.run["config"]
     return [
-        f"{section}.{key} is {now[section].get(key)}; {checkpoint.name} was saved with {before[section].get(key)}"
+        f"{section}.{key} is {now[section].get(key)}; {checkpoint.name} was saved with {shown(then.get(key))}"
         for section, keys in _STEERING.items()
+        for then in [before.get(section, {})]
         for key in keys
-        if now[section].get(key) != before[section].get(key)
+        if now[section].get(key) != then.get(key)
     ]
 
 
 def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
     """Set the engine to a checkpoint that was checked. All ranks call it."""
-    held = json.loads((checkpoint / "state.json").read_text())
+    state = read_state(checkpoint)
     engine.load(checkpoint)
-    # Older ones also hold generators, which nothing needs.
-    return TrainState(**{field.name: held[field.name] for field in fields(TrainState)})
+    return state
 
 
 def _compare(saved: dict[str, Any], now: dict[str, Any], *, checkpoint: Path) -> None:
@@ -379,7 +368,9 @@ def _compare(saved: dict[str, Any], now: dict[str, Any], *, checkpoint: Path) ->
     unknown = {key for known in (saved, now) for key, value in known.items() if value is None}
     differs = [key for key in {**saved, **now} if saved.get(key) != now.get(key) and key not in unknown]
     if differs:
-        told = "\n".join(f"  {key}: it has {saved.get(key)}, this run {now.get(key)}" for key in differs[:10])
+        told = "\n".join(
+            f"  {shown(key)}: it has {shown(saved.get(key))}, this run {now.get(key)}" for key in differs[:10]
+        )
         raise UserError(
             f"{checkpoint} belongs to another run:\n{told}\nUse its values, another --output, or --resume never"
         )

@@ -23,6 +23,7 @@ from offload_trainer.checkpoint import (
     check_resume,
     complete_checkpoints,
     find_resume,
+    read_state,
 )
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
@@ -265,7 +266,7 @@ def _build_engine(
 
 
 def _steps_done(resume: Path | None) -> int:
-    return 0 if resume is None else int(json.loads((resume / "state.json").read_text())["step"])
+    return 0 if resume is None else read_state(resume).step
 
 
 def _make_job(

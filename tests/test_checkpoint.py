@@ -11,6 +11,7 @@ import pytest
 from offload_trainer import checkpoint
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
 from offload_trainer.errors import TrainerError
+from offload_trainer.manifest import crc32_of
 from offload_trainer.tiers import durable
 from offload_trainer.tiers.durable import exchange
 
@@ -26,7 +27,7 @@ class Small:
     def write(self, directory: Path) -> dict[str, Any]:
         for name in ("engine.json", "master.safetensors"):
             (directory / name).write_text("{}")
-        return {"master.safetensors": {"bytes": 2, "crc32": checkpoint._crc32(directory / "master.safetensors")}}
+        return {"master.safetensors": {"bytes": 2, "crc32": crc32_of(directory / "master.safetensors")}}
 
     def close(self) -> None:
         pass

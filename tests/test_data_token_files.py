@@ -181,7 +181,7 @@ def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -
     assert (both.text_bytes, both.tokenizer, len(both)) == (20, fingerprint, 6)
     with pytest.raises(UserError, match=r"dtype is uint16 in .*a\.bin, uint32 in .*c\.bin"):
         prepared(a, c, tokenizer=tokenizer)
-    with pytest.raises(UserError, match="vocabulary is 2048 in .*, 2049 in"):
+    with pytest.raises(UserError, match=r"vocabulary is 2048 in .*, 2049 in"):
         prepared(a, d, tokenizer=tokenizer)
     fields = json.loads(sidecar_path(b).read_text())
     sidecar_path(b).write_text(json.dumps(fields | {"tokenizer": "0123456789abcdef"}))

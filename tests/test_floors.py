@@ -8,11 +8,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "offload_trainer"
 
 FLOORS = {
-    "errors": 0, "units": 0, "places": 0, "config": 0, "settings": 0, "machine.profile": 0, "": 0,
+    "errors": 0, "units": 0, "places": 0, "config": 0, "settings": 0, "readback": 0, "machine.profile": 0, "": 0,
     "schedule": 1, "plan": 1,
     "tiers": 2,
     "machine.probe": 3, "machine.bench": 3, "machine.cache": 3, "model": 3, "data": 3, "engine": 3, "telemetry": 3,
-    "checkpoint": 4, "export": 4,
+    "checkpoint": 4, "manifest": 1, "export": 4,
     "trainer": 5,
     "cli": 6, "run": 6, "run_data": 6, "run_directory": 6, "planner": 6, "doctor": 6, "tune": 6, "launch": 6,
     "__main__": 6,
@@ -27,7 +27,7 @@ ROOMS = {
     "bitsandbytes": {"engine"},
     "gguf": {"export"},
 }
-LIBRARY_FREE = ("plan", "schedule", "config", "settings", "errors", "units", "places", "machine.profile")
+LIBRARY_FREE = ("plan", "schedule", "config", "settings", "readback", "errors", "units", "places", "machine.profile")
 
 
 def modules() -> dict[str, Path]:

@@ -18,28 +18,33 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
+from offload_trainer.readback import EXACT, Number, Steps, read_back
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.tiers.moments import decode_8bit
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+_States = Annotated[str, Field(pattern=f"^({'|'.join(FIELDS)})$")]
+_Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
 
 
+@with_config(EXACT)
 @dataclass(frozen=True)
 class EngineState:
     """What an engine knows beside its tensors."""
 
-    optimizer_steps: int  # steps that changed the weights; Adam's bias correction counts these
-    loss_scale: float | None = None  # of a run in fp16
-    good_steps: int = 0  # since the loss scale last changed
-    states: str = "fp32"  # how moments were stored
-    weight_steps: dict[str, int] = field(default_factory=dict)  # of weights that had no gradient in every step
+    optimizer_steps: Steps  # that changed the weights; Adam's bias correction counts these
+    loss_scale: _Scale | None = None  # of a run in fp16
+    good_steps: Steps = 0  # since the loss scale last changed
+    states: _States = "fp32"  # how moments were stored
+    weight_steps: dict[str, Steps] = field(default_factory=dict)  # of weights that had no gradient in every step
 
     def steps_of(self, name: str) -> int:
         """Steps that changed one weight."""
@@ -122,7 +127,8 @@ class StateNow:
 
 
 def read_engine_state(directory: Path) -> EngineState:
-    return EngineState(**json.loads((directory / "engine.json").read_text()))
+    """UserError where engine.json cannot be read."""
+    return read_back(directory / "engine.json", EngineState, fix="Move that checkpoint away")
 
 
 class StoredKind:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import with_config
+
+from offload_trainer.checkpoint import read_state
+from offload_trainer.readback import LENIENT, Flag, Number, Steps, read_back
 from offload_trainer.telemetry.report import read_evaluations, read_metrics
 from offload_trainer.units import format_count, format_seconds
 
@@ -18,6 +22,63 @@ tags:
 - offload-trainer
 ---
 """
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Model:
+    name: str
+    dtype: str
+    overrides: dict[str, Any]
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Optim:
+    lr: Number
+    betas: tuple[Number, Number]
+    weight_decay: Number
+    clip: Number
+    schedule: str
+    states: str
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Data:
+    path: list[str]
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Train:
+    steps: Steps
+    seed: int
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Config:
+    model: _Model
+    optim: _Optim
+    data: _Data
+    train: _Train
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Environment:
+    packages: dict[str, str | None] = field(default_factory=dict)
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Run:
+    """What a card takes from a run.json."""
+
+    config: _Config
+    random: Flag
+    environment: _Environment = _Environment()
 
 
 def model_card(
@@ -82,8 +143,11 @@ def model_card(
 
 def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
     """The card of a checkpoint, with the metrics of its run directory where it still lies in one."""
-    run = json.loads((checkpoint / "run.json").read_text())
-    step = int(json.loads((checkpoint / "state.json").read_text())["step"])
+    fix = "Export another checkpoint of the run"
+    run = read_back(checkpoint / "run.json", dict[str, Any], fix=fix)
+    if run.get("config"):
+        read_back(checkpoint / "run.json", _Run, fix=fix)
+    step = read_state(checkpoint).step
     return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
 
 

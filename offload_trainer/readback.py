@@ -1,0 +1,216 @@
+"""JSON that is read back: what the program wrote before, and what lies beside weights and tokens.
+
+    file ── bytes within a limit ── JSON within limits ── the kind that is wanted ──> value, or one UserError
+
+A file may be torn, of another version, another program's, or made to do harm: whatever it holds, nothing else comes of
+it than the value of that kind or one sentence that names the file, what is wrong, and what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError
+
+from offload_trainer.errors import UserError
+
+Kind = TypeVar("Kind")
+
+MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
+_DEEPEST = 64  # of what is written here, a plan within run.json is the deepest: 7
+_MOST_DIGITS = 20
+_SHOWN = 160  # characters of something from a file, in a message
+
+# Of a record's class: keys that it does not know are an error, or passed over.
+EXACT = ConfigDict(extra="forbid")
+LENIENT = ConfigDict(extra="ignore")
+
+
+# -- what fields are -------------------------------------------------------------------------------------------------
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("text of one line that can be printed")
+    return text
+
+
+def _plain_name(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        raise ValueError("the name of a file, and it lies outside")
+    if not name.isprintable() or len(name) > 1000 or any(len(part.encode()) > 255 for part in parts):
+        raise ValueError("the name of a file")
+    return name
+
+
+Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 63)]
+Steps = Annotated[int, Strict(), Field(ge=0, le=10**9)]
+Crc32 = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
+Crc32s = Annotated[list[Crc32], FailFast()]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Line = Annotated[str, Field(max_length=10_000), AfterValidator(_printable)]
+FileName = Annotated[str, AfterValidator(_plain_name)]  # relative, without "..": inside the directory it is read from
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_back(
+    path: Path, kind: type[Kind], *, fix: str, most_bytes: int = MOST_BYTES, links: bool = False, finite: bool = True
+) -> Kind:
+    """The JSON in `path` as a `kind`: a dataclass, or any type that pydantic knows.
+
+    `links` follows a link at the end of the path, `finite` refuses NaN and infinities. Raises UserError with the
+    file, what is wrong and `fix`, which says what to do.
+    """
+    try:
+        return parsed(file_bytes(path, most=most_bytes, links=links), kind, finite=finite)
+    except FileNotFoundError as error:
+        raise UserError(f"{shown(str(path))} cannot be read: it is not there. {fix}") from error
+    except ValueError as error:
+        raise UserError(f"{shown(str(path))} cannot be read: {error}. {fix}") from error
+
+
+def file_bytes(path: Path, *, most: int = MOST_BYTES, links: bool = False) -> bytes:
+    """All of a regular file. ValueError where it is none, cannot be read, or is larger than `most`; never waits."""
+    descriptor = open_file(path, links=links)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise ValueError(f"it has {size} bytes, and at most {most} are read")
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise ValueError(error.strerror or "reading failed") from error
+    finally:
+        os.close(descriptor)
+    if len(data) > most:
+        raise ValueError(f"it has more than the {most} bytes that are read")
+    return data
+
+
+def open_file(path: Path, *, links: bool = False) -> int:
+    """A descriptor for reading. ValueError where there is no regular file, FileNotFoundError where nothing is."""
+    try:
+        if not links and stat.S_ISLNK(os.lstat(path).st_mode):
+            raise ValueError("it is a link")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(error.strerror or "it cannot be opened") from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ValueError("it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+    return descriptor
+
+
+def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
+    """JSON as a `kind`. ValueError, in words of one line, where it is not JSON, beyond the limits, or another kind."""
+    try:
+        told = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(
+            told,
+            parse_int=_integer,
+            parse_float=_finite if finite else float,
+            parse_constant=_refused_constant if finite else None,
+            object_pairs_hook=_object,
+        )
+        _refuse_depth(value)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    return as_kind(value, kind)
+
+
+def as_kind(value: Any, kind: type[Kind]) -> Kind:
+    """What JSON gave as a `kind`. ValueError naming the first thing that is another."""
+    try:
+        made: Kind = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
+        return made
+    except ValidationError as error:
+        raise ValueError(_complaint(error)) from error
+
+
+def shown(value: Any) -> str:
+    """Something from a file as it may stand in a message: one line, not long, and nothing that steers a terminal."""
+    return _cut(value if isinstance(value, str) and value.isprintable() else repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+_TOO_DEEP = f"it is nested deeper than {_DEEPEST} levels"
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _complaint(error: ValidationError) -> str:
+    """The first of what pydantic found, in our words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = shown(".".join(str(part) for part in first["loc"] if part != "[key]")) or "it"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{where} is not known to this version"
+    wanted = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{where} should be {wanted}, and is {_cut(repr(first['input']))}"
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"it holds an integer of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it holds the number {shown(text)}, which is not finite")
+    return value
+
+
+def _refused_constant(name: str) -> float:
+    raise ValueError(f"it holds {name}, which is not a number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"it holds {shown(twice)} twice")
+    return made
+
+
+def _refuse_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)

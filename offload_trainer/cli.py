@@ -5,10 +5,8 @@ Nothing heavy is imported before a command has its configuration: help and mista
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -17,10 +15,12 @@ from typing import Any
 
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError, UserError, exit_code, explain
 from offload_trainer.machine.profile import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import FLAGS, describe_key, dump_config, load_config
+from offload_trainer.signals import no_checkpoint_yet, stop_at_once
+from offload_trainer.streams import lasting_streams
 from offload_trainer.units import format_bytes, parse_bytes
 
 _USAGE = """\
@@ -39,13 +39,8 @@ Trains every parameter of a causal language model, its optimizer state in RAM or
 """
 
 
-# What a disk says that is full, read-only, failing or gone.
-_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
-_MEND = "free space or mend that disk, and the same command goes on from the newest checkpoint"
-
-
 def main(words: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 the user's mistake, 1 else, 130 / 143 after a signal."""
+    """Run one command; returns the exit code: 0 done, 2 the user's mistake, 1 else, 128 + its number after a signal."""
     words = list(sys.argv[1:] if words is None else words)
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
@@ -57,25 +52,26 @@ def main(words: list[str] | None = None) -> int:
         "export": _export,
     }
     command = commands[words.pop(0)] if words and words[0] in commands else _train
-    try:
-        if "--help" in words or "-h" in words:
-            print(help_text())
-        elif "--version" in words:
-            print(__version__)
-        else:
-            command(words)
-    except TrainerError as error:
-        print(f"offload-train: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except OSError as error:
-        if error.errno not in _DISKS:
-            raise
-        print(f"offload-train: {error.filename or 'a file'}: {error.strerror}; {_MEND}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("offload-train: interrupted", file=sys.stderr, flush=True)
-        return 130
+    with lasting_streams():
+        try:
+            with stop_at_once():
+                _carry_out(command, words)
+        except BaseException as error:
+            told = explain(error)
+            if told is None:
+                raise
+            print(f"offload-train: {told}", file=sys.stderr, flush=True)
+            return exit_code(error)
     return 0
+
+
+def _carry_out(command: Callable[[list[str]], None], words: list[str]) -> None:
+    if "--help" in words or "-h" in words:
+        print(help_text())
+    elif "--version" in words:
+        print(__version__)
+    else:
+        command(words)
 
 
 def help_text() -> str:
@@ -104,7 +100,6 @@ def _take(words: list[str], *names: str) -> set[str]:
 
 
 def _train(words: list[str]) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks for a checkpoint; until there is a state, for nothing
     given = list(words)
     switches = _take(words, "--dry-run", "--print-config")
     config = load_config(words)
@@ -114,9 +109,14 @@ def _train(words: list[str]) -> None:
     if "--dry-run" in switches:
         _print_plan(config, as_json=False)
         return
+    with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
+        _start_run(config, given)
+
+
+def _start_run(config: TrainConfig, words: list[str]) -> None:
     from offload_trainer.launch import prepare_process, start_ranks
 
-    start_ranks(config, given)
+    start_ranks(config, words)
     prepare_process(config)
     _quiet()
     from offload_trainer.run import train_run

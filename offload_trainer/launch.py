@@ -7,6 +7,7 @@ the environment. One process is a group of one.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ def start_ranks(config: TrainConfig, words: Sequence[str]) -> None:
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.placement.gpus)),
         *("-m", "offload_trainer", "train", *words),
     ]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would end its ranks all the same
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command)

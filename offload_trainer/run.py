@@ -35,6 +35,7 @@ from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
 from offload_trainer.run_data import RunData, prepare_data
 from offload_trainer.run_directory import Log, environment, refuse_second, run_directory
+from offload_trainer.signals import waiting
 from offload_trainer.tiers.durable import bytes_below, write_text
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -195,17 +196,23 @@ def _train(
     from offload_trainer.trainer import train
 
     interrupted = None
-    try:
-        train(job, resume=resume)
-    except Interrupted as stopped:
-        interrupted = stopped
-    if job.save_every == 0:
-        _export_live(source, job, output, log)
-    if log.loud:
-        _report(config, plan, machine, output, job.swaps, log)
-    if interrupted:
-        raise interrupted
-    log.say(f"done: {config.train.steps} steps; {output}")
+    with waiting(say=log.say_now) as asked:
+        try:
+            train(job, asked, resume=resume)
+        except Interrupted as stopped:
+            interrupted = stopped
+        if job.save_every == 0:
+            asked.answer = "finishing the export of the weights"
+            _export_live(source, job, output, log)
+        if log.loud:
+            _report(config, plan, machine, output, job.swaps, log)
+        if interrupted:
+            raise interrupted
+        log.say(f"done: {config.train.steps} steps; {output}")
+        if asked.stop:
+            raise Interrupted(
+                f"stopped after step {config.train.steps}, the last; all is saved", signal_number=asked.stop
+            )
 
 
 # -- what a run is made of -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,32 +24,56 @@ from typing import Any, TextIO
 
 from offload_trainer.checkpoint import remove_leftovers
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError
+from offload_trainer.errors import UserError, explain
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config
+from offload_trainer.streams import write_now
 from offload_trainer.tiers.durable import write_text
 
 
 @dataclass
 class Log:
-    """Lines for people: to stderr, and to log.txt once there is a run directory. Silent on ranks other than 0."""
+    """Lines for people: to log.txt once there is a run directory, and to stderr. Silent on ranks other than 0.
+
+    The file comes first: stderr may block, and a terminal or pipe go away.
+    """
 
     loud: bool
     file: RawIOBase | None = field(default=None)
 
     def say(self, line: str) -> None:
-        if not self.loud:
-            return
-        print(line, file=sys.stderr, flush=True)
+        if self.loud:
+            self.write(line)
+            print(line, file=sys.stderr, flush=True)
+
+    def say_now(self, line: str) -> None:
+        """The same from a signal's handler."""
+        if self.loud:
+            self.write(line)
+            write_now(line)
+
+    def write(self, text: str) -> None:
+        """To log.txt alone."""
         if self.file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = "".join(f"{stamp} {part}\n" for part in text.splitlines())
         try:
-            self.file.write("".join(f"{stamp} {part}\n" for part in line.splitlines()).encode())
+            self.file.write(lines.encode(errors="backslashreplace"))
         except OSError as error:  # what it is about is more important than the log
             self.file = None
-            print(f"note: log.txt cannot be written any more: {error.strerror}", file=sys.stderr, flush=True)
+            write_now(f"note: log.txt cannot be written any more: {error.strerror}")
+
+
+@contextmanager
+def _ends_told(log: Log) -> Iterator[None]:
+    """Why a run ended stands in log.txt; who shows it to the user is `cli`."""
+    try:
+        yield
+    except BaseException as error:
+        log.write(f"ended: {explain(error) or traceback.format_exc()}")
+        raise
 
 
 def refuse_second(output: Path) -> None:
@@ -85,16 +110,18 @@ def run_directory(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{output}: another run is writing there; name another --output") from None
-        remove_leftovers(output / "checkpoints")
-        write_text(output / "config.yaml", dump_config(config))
-        write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
-        write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
-        write_text(output / "environment.json", json.dumps(environment(), indent=1))
-        save_model_config(source, output / "model", dtype=DTYPES[config.model.dtype], end_of_text=end_of_text)
-        tokenizer.save_pretrained(output / "model")
-        with open(output / "log.txt", "ab", buffering=0) as log.file, _noted_as_alive(lock, log):
+        with open(output / "log.txt", "ab", buffering=0) as log.file:
             try:
-                yield
+                with _ends_told(log), _noted_as_alive(lock, log):
+                    remove_leftovers(output / "checkpoints")
+                    write_text(output / "config.yaml", dump_config(config))
+                    write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
+                    write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
+                    write_text(output / "environment.json", json.dumps(environment(), indent=1))
+                    dtype = DTYPES[config.model.dtype]
+                    save_model_config(source, output / "model", dtype=dtype, end_of_text=end_of_text)
+                    tokenizer.save_pretrained(output / "model")
+                    yield
             finally:
                 log.file = None
 

@@ -5,11 +5,8 @@ It knows no engine and no model. What it is given decides everything; what it ho
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.engine.ranks import gather
 from offload_trainer.errors import Interrupted, TrainerError
 from offload_trainer.schedule import learning_rate
+from offload_trainer.signals import Asked
 from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, forget_peak_rss, peak_rss_bytes, read_io
 from offload_trainer.telemetry.record import (
     EvalRecord,
@@ -55,11 +53,11 @@ class Job:
     swaps: list[Path]  # the run's private directories on drives
 
 
-def train(job: Job, *, resume: Path | None = None) -> TrainState:
+def train(job: Job, asked: Asked, *, resume: Path | None = None) -> TrainState:
     """Train to the last step; returns the state there.
 
-    Raises Interrupted after SIGINT or SIGTERM, with everything saved, and TrainerError where `optim.nonfinite` is
-    `stop` and a gradient was not finite: the weights are those of the step before.
+    Raises Interrupted once a signal has asked to stop, with everything saved that can be, and TrainerError where
+    `optim.nonfinite` is `stop` and a gradient was not finite: the weights are those of the step before.
     """
     config = job.config
     state = TrainState(step=0, tokens=0, data_position=0)
@@ -73,7 +71,7 @@ def train(job: Job, *, resume: Path | None = None) -> TrainState:
         rank=job.engine.rank,
         world=job.engine.world,
     )
-    with _signals(loud=job.telemetry is not None) as asked, job.checkpoints:
+    with job.checkpoints:
         while state.step < config.train.steps:
             state = _step(job, state, batches)
             last = state.step == config.train.steps
@@ -211,40 +209,3 @@ def _evaluate(job: Job, step: int) -> None:
             bits_per_byte=bits_per_byte(loss, tokens=round(tokens), text_bytes=round(job.bytes_per_token * tokens)),
         )
     )
-
-
-@dataclass
-class Asked:
-    """What signals have asked for since the loop began."""
-
-    stop: int = 0  # SIGINT or SIGTERM
-    save: bool = False  # SIGUSR1
-
-
-@contextmanager
-def _signals(*, loud: bool) -> Iterator[Asked]:
-    """SIGINT, SIGTERM and SIGUSR1 wait for the end of the step; a second of the first two ends the process at once.
-
-    The handler may interrupt a line that is being printed, and Python's files refuse to be entered twice: it writes to
-    the descriptor.
-    """
-    asked = Asked()
-
-    def stop(number: int, _frame: object) -> None:
-        asked.stop = asked.stop or number
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if loud:
-            name = signal.Signals(number).name
-            os.write(2, f"{name}: finishing this step, then saving; once more ends at once, unsaved\n".encode())
-
-    def save(_number: int, _frame: object) -> None:
-        asked.save = True
-
-    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

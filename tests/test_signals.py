@@ -1,14 +1,21 @@
-"""A signal may arrive while a line is being printed: its handler must not touch Python's files."""
+"""What a signal does, without a run; whole runs are in test_ends.py."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
+from children import GONE, in_a_fork, lose_streams
 
-from offload_trainer.trainer import _signals
+from offload_trainer.errors import Stopped, exit_code
+from offload_trainer.signals import no_checkpoint_yet, stop_at_once, waiting
+from offload_trainer.streams import write_now
+
+STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
 
 
 class _InUse:
@@ -20,16 +27,104 @@ class _InUse:
     flush = write
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture(autouse=True)
+def as_at_a_terminal() -> Iterator[None]:
+    """Whatever the tests were started under."""
+    before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGUSR1)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _twice(number: int) -> None:
+    send(number)
+    send(number)
+
+
+@pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_while_a_line_is_printed(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
-    with _signals(loud=True) as asked:
+    with waiting(say=write_now) as asked:
         assert asked.stop == 0
         monkeypatch.setattr(sys, "stderr", _InUse())
-        os.kill(os.getpid(), number)
+        send(number)
         assert asked.stop == number
     monkeypatch.undo()
     assert signal.getsignal(number) is before
     assert f"{number.name}: finishing this step" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", GONE)
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_once_stderr_is_gone(number: signal.Signals, kind: str) -> None:
+    """The handler has nobody to tell; the wish to stop stands all the same."""
+
+    def work() -> int:
+        with waiting(say=write_now) as asked:
+            send(number)
+            return asked.stop
+
+    assert in_a_fork(work, streams=lambda: lose_streams(kind)) == number
+
+
+@pytest.mark.parametrize("number", STOPPING[1:])
+def test_a_second_one_ends_at_once_and_a_third_kills(number: signal.Signals) -> None:
+    def work() -> int:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with pytest.raises(Stopped, match="unsaved") as caught, stop_at_once(), waiting(say=None):
+            _twice(number)
+        assert exit_code(caught.value) == 128 + number
+        send(signal.SIGHUP)  # the terminal closes meanwhile
+        send(number)
+        return 0
+
+    assert in_a_fork(work) == -number
+
+
+@pytest.mark.parametrize("first", STOPPING)
+def test_a_hangup_is_never_the_second(first: signal.Signals) -> None:
+    """A terminal that closes sends several, and systemd one after SIGTERM; what ends it at once is somebody's wish."""
+    with waiting(say=None) as asked:
+        for number in (first, signal.SIGHUP, signal.SIGHUP):
+            send(number)
+        assert asked.stop == first
+    with waiting(say=None) as asked:
+        for number in (signal.SIGHUP, signal.SIGHUP, first):
+            send(number)
+        assert asked.stop == signal.SIGHUP
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_with_nothing_to_save_a_signal_ends_at_once(number: signal.Signals) -> None:
+    def work() -> int:
+        with pytest.raises(Stopped, match="nothing to save") as caught, stop_at_once():
+            send(number)
+        return exit_code(caught.value)
+
+    assert in_a_fork(work) == 128 + number
+
+
+def test_nohup_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_at_once(), waiting(say=None) as asked:
+        send(signal.SIGHUP)
+        assert asked.stop == 0
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_wish_for_a_checkpoint() -> None:
+    with no_checkpoint_yet():
+        send(signal.SIGUSR1)
+        with waiting(say=None) as asked:
+            assert not asked.save
+            send(signal.SIGUSR1)
+            send(signal.SIGUSR1)
+            assert (asked.save, asked.stop) == (True, 0)
+        send(signal.SIGUSR1)

@@ -1,0 +1,44 @@
+"""Code that runs in a fork of its own, for what a process can do only once: be killed, lose its terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+GONE = ("a closed pipe", "a terminal that is gone")
+
+
+def in_a_fork(work: Callable[[], int | None], *, streams: Callable[[], None] = lambda: None) -> int:
+    """`work` in a child whose stdout and stderr are the process's own; returns its exit code, -N for signal N."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 99
+    try:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        streams()
+        code = work() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def lose_streams(kind: str) -> None:
+    """stdout and stderr become something that nobody reads any more."""
+    reader, writer = os.pipe() if kind == "a closed pipe" else pty.openpty()
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(writer)
+    os.close(reader)
+
+
+def to_file(path: Path) -> None:
+    """stdout and stderr become a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)

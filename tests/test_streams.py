@@ -1,0 +1,108 @@
+"""Standard streams that go away, or were never there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from children import GONE, in_a_fork, lose_streams
+from tqdm import tqdm
+
+from offload_trainer.cli import main
+from offload_trainer.run_directory import Log
+from offload_trainer.streams import lasting_streams, write_now
+
+
+def say_much() -> None:
+    """By every way that lines take: print, the bar, the log, a library's warning and logger, C, a handler."""
+    for _ in range(2):
+        print("a line")
+        print("a line", file=sys.stderr, flush=True)
+        with tqdm(total=2, file=sys.stderr, mininterval=0) as bar:
+            bar.update()
+        warnings.warn("of a library", stacklevel=1)
+        logging.getLogger("a library").error("said")
+        Log(loud=True).say("a line")
+        write_now("a line")
+        os.write(2, b"as from C\n")
+
+
+@pytest.mark.parametrize("kind", GONE)
+def test_what_is_said_to_nobody(kind: str) -> None:
+    """Not even a write to the bare descriptor fails, once one line has been lost."""
+
+    def work() -> None:
+        with lasting_streams():
+            print("the first", file=sys.stderr)
+            say_much()
+
+    assert in_a_fork(work, streams=lambda: lose_streams(kind)) == 0
+
+
+@pytest.mark.parametrize("kind", GONE)
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--help"], 0), (["--print-config"], 0), (["trian"], 2), (["export", "/nowhere", "b"], 2)]
+)
+def test_commands_that_nobody_reads(kind: str, words: list[str], code: int) -> None:
+    assert in_a_fork(lambda: main(words), streams=lambda: lose_streams(kind)) == code
+
+
+def test_the_log_goes_on_without_a_screen(tmp_path: Path) -> None:
+    """Also outside the command, where the streams are not lasting ones: the file has each line first."""
+
+    def work() -> None:
+        with open(tmp_path / "log.txt", "ab", buffering=0) as file:
+            log = Log(loud=True, file=file)
+            log.say_now("one")
+            log.say("two")
+
+    assert in_a_fork(work, streams=lambda: lose_streams("a closed pipe")) == 0
+    assert [line[20:] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["one", "two"]
+
+
+def test_output_that_was_asked_for_must_arrive() -> None:
+    """On a full disk the screen's lines are dropped, and the product is an error."""
+
+    def to_full() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+    assert in_a_fork(lambda: main(["--print-config"]), streams=to_full) == 1
+
+    def stderr_to_full() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+    def work() -> None:
+        with lasting_streams():
+            print("a line", file=sys.stderr)
+
+    assert in_a_fork(work, streams=stderr_to_full) == 0
+
+
+def test_closed_streams_are_no_file_s(tmp_path: Path) -> None:
+    """`2>&-`: the next file to be opened would be number 2, and hold what is said."""
+
+    def work() -> None:
+        with lasting_streams(), open(tmp_path / "weights", "wb"):
+            os.write(2, b"as from C\n")
+            print("a line", file=sys.stderr, flush=True)
+
+    def close() -> None:
+        os.close(1)
+        os.close(2)
+        sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = None
+
+    assert in_a_fork(work, streams=close) == 0
+    assert (tmp_path / "weights").read_bytes() == b""
+
+
+def test_names_that_are_no_text(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        with lasting_streams():
+            print("/out/\udcff", flush=True)
+
+    assert in_a_fork(work) == 0
+    assert capfd.readouterr().out == "/out/\\udcff\n"

@@ -293,6 +293,7 @@ def _make_job(
     import torch
 
     from offload_trainer.data.rows import RowReader
+    from offload_trainer.data.token_bytes import TokenBytes
     from offload_trainer.model.sample import sample_text
     from offload_trainer.telemetry.meters import PhaseClock
     from offload_trainer.telemetry.sinks import Telemetry
@@ -319,7 +320,7 @@ def _make_job(
         train_rows=rows(data.tokens, rows=split.train, seed=train.seed, shuffle=config.data.shuffle),
         validation_rows=rows(data.held_out, rows=split.validation) if split.validation else None,
         tokens_per_step=plan.tokens_per_step,
-        bytes_per_token=(data.held_out.text_bytes or 0) / len(data.held_out),
+        text_bytes=TokenBytes(data.tokenizer).of,
         clock=PhaseClock(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None),
         telemetry=Telemetry(output, steps=train.steps, done=done, say=log.say, tensorboard=config.save.tensorboard)
         if log.loud

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from offload_trainer.checkpoint import Checkpoints, TrainState, load_checkpoint
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch, DataState, RowReader
@@ -39,7 +41,7 @@ class Job:
     train_rows: RowReader
     validation_rows: RowReader | None
     tokens_per_step: int
-    bytes_per_token: float  # of the text behind the tokens; 0: not known
+    text_bytes: Callable[[torch.Tensor], int | None]  # that ids stand for; None: not known
     clock: PhaseClock
     telemetry: Telemetry | None  # rank 0 only
     sample: Callable[[Engine], str] | None
@@ -192,20 +194,21 @@ def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
 def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
-    total = tokens = 0.0
+    total, targets = 0.0, []
     for batch in job.validation_rows.validation_batches(
         micro_batch=job.config.train.micro_batch, limit=job.config.train.eval_rows
     ):
-        total += job.engine.eval_loss(batch) * batch.inputs.numel()
-        tokens += batch.inputs.numel()
-    if not tokens or not job.telemetry:
+        total += job.engine.eval_loss(batch) * batch.targets.numel()
+        targets.append(batch.targets.flatten())
+    if not targets or not job.telemetry:
         return
-    loss = total / tokens
+    predicted = torch.cat(targets)
+    loss = total / predicted.numel()
     job.telemetry.evaluation(
         EvalRecord(
             step=step,
             validation_loss=loss,
             perplexity=perplexity(loss),
-            bits_per_byte=bits_per_byte(loss, tokens=round(tokens), text_bytes=round(job.bytes_per_token * tokens)),
+            bits_per_byte=bits_per_byte(loss, tokens=predicted.numel(), text_bytes=job.text_bytes(predicted)),
         )
     )

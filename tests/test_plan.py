@@ -57,6 +57,17 @@ def test_items_sum_to_the_tiers(name: str, homes: tuple[str, str]) -> None:
     assert {item.tier for item in plan.items} <= set(plan.tiers)
 
 
+def test_what_is_made_of_a_plan_is_not_the_plan() -> None:
+    """A report adds rows of its own to the JSON; the plan still says that it fits."""
+    plan = make_plan(wish(), SHAPES["gpt2"], machine())
+    held = plan.to_json()
+    held["tiers"]["read on drives, a step"] = {"need": 1}
+    held["tiers"]["ram"]["have"] = 0
+    held["seconds"]["update"] = 1e9
+    assert plan.fits
+    assert plan.to_json() != held
+
+
 def test_bytes_never_fall_when_layers_are_added() -> None:
     for homes in product(("gpu", "cpu", "nvme"), repeat=2):
         before = 0

@@ -59,7 +59,7 @@ class Plan:
         return _shortfalls(self.tiers)
 
     def to_json(self) -> dict[str, Any]:
-        """The contract of `plan --json`. Seconds are null where the machine has not been timed."""
+        """The contract of `plan --json`, the reader's own. Seconds are null where the machine has not been timed."""
         return {
             "fits": self.fits,
             "chosen": {
@@ -74,9 +74,9 @@ class Plan:
                 "ranks": self.world,
                 "sizes": asdict(self.sizes) if self.sizes else None,
             },
-            "tiers": self.tiers,
+            "tiers": {tier: dict(room) for tier, room in self.tiers.items()},
             "items": [asdict(item) for item in self.items],
-            "seconds": self.forecast.seconds,
+            "seconds": dict(self.forecast.seconds),
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],

@@ -65,11 +65,11 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def bits_per_byte(loss: float, *, tokens: int, text_bytes: int) -> float | None:
+def bits_per_byte(loss: float, *, tokens: int, text_bytes: int | None) -> float | None:
     """Bits to code one byte of the text: comparable between tokenizers, which perplexity is not.
 
     `loss` is the mean in nats over `tokens` predicted tokens that stand for `text_bytes` bytes of UTF-8.
-    None where the bytes are not known (0).
+    None where the bytes are not known, or none.
     """
     return loss * tokens / math.log(2) / text_bytes if text_bytes else None
 

@@ -1,0 +1,129 @@
+"""Bits per byte: of the bytes of the rows that were evaluated, counted in the text itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from offload_trainer.data.documents import BUILTIN_CORPUS
+from offload_trainer.data.rows import RowReader, split_rows
+from offload_trainer.data.token_bytes import TokenBytes
+from offload_trainer.data.tokenfile import TokenFile
+from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.telemetry.record import EvalRecord
+from offload_trainer.trainer import _evaluate
+
+SHIPPED = BUILTIN_CORPUS.read_text("utf-8")
+FOREIGN = "四月は最も残酷な月だ 🌒 и всё же — naïve café\n\t x  =  1;\n"
+MIXED = SHIPPED[:60_000] + FOREIGN * 120  # the rows at the end are of another kind
+
+
+def sentence_piece(kind: str) -> PreTrainedTokenizerFast:
+    """As SentencePiece makes them: spaces are letters of words, and rare letters are bytes."""
+    if kind == "llama":
+        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    else:
+        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    text = SHIPPED[:40_000].split("\n")
+    backend.train_from_iterator(text, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+TOKENIZERS = {
+    "builtin": lambda: load_tokenizer("builtin"),
+    "llama": lambda: sentence_piece("llama"),
+    "metaspace": lambda: sentence_piece("metaspace"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("text", [SHIPPED[:30_000], MIXED[-12_000:], FOREIGN], ids=["shipped", "mixed", "foreign"])
+def test_all_tokens_of_a_text_are_all_its_bytes(kind: str, text: str) -> None:
+    """Whole, and up to any token; with end-of-text behind it, which stands for nothing."""
+    tokenizer = TOKENIZERS[kind]()
+    if kind == "metaspace":
+        text = text.replace("\n", " ").replace("\t", " ")  # its words end at them, and they are not in its decoded text
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    count = TokenBytes(tokenizer).of
+    assert count(torch.tensor([*ids, tokenizer.eos_token_id])) == len(text.encode())
+    for end in range(5, len(ids), 911):
+        said = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        while said.endswith("\ufffd"):  # cut inside a letter: up to its first token
+            end -= 1
+            said = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert count(torch.tensor(ids[:end])) == len(said.encode())
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    tokenizer = sentence_piece("llama")
+    count = TokenBytes(tokenizer).of
+    assert count(torch.tensor([tokenizer.unk_token_id])) is None
+    assert count(torch.tensor([5000])) is None
+    assert count(torch.tensor([tokenizer.eos_token_id])) == 0
+    builtin = load_tokenizer("builtin")
+    builtin.add_tokens(["naïve"])
+    assert TokenBytes(builtin).of(torch.tensor(builtin("naïve")["input_ids"])) == 6
+
+
+def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> tuple[EvalRecord, range]:
+    """What a validation of `rows` rows of 64 records where the model's loss is `loss`, and the rows."""
+    held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
+    told: list[EvalRecord] = []
+    train = SimpleNamespace(micro_batch=3, eval_rows=rows)
+    job = SimpleNamespace(
+        config=SimpleNamespace(train=train),
+        engine=SimpleNamespace(eval_loss=lambda batch: loss),
+        validation_rows=RowReader(tokens, seq_len=64, rows=held_out, vocabulary=2048),
+        telemetry=SimpleNamespace(evaluation=told.append),
+        text_bytes=TokenBytes(tokenizer).of,
+    )
+    _evaluate(job, 1)  # type: ignore[arg-type]
+    return told[0], held_out
+
+
+def ends(ids: list[int], tokenizer: Any) -> Iterator[int]:
+    """UTF-8 bytes of the text up to each token, by the tokenizer's own bytes-to-text alone."""
+    done = b""
+    letters = {letter: byte for byte, letter in enumerate_bytes().items()}
+    for token in tokenizer.convert_ids_to_tokens(ids):
+        done += bytes(letters[letter] for letter in token)
+        yield len(done)
+
+
+def enumerate_bytes() -> dict[int, str]:
+    """The letters of the 256 bytes, as GPT-2's encoder has them: printable ones as they are, others from 256 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+@pytest.mark.parametrize(("text", "rows"), [(SHIPPED, 26), (SHIPPED, 7), (MIXED, 10)], ids=["all", "some", "mixed"])
+def test_bits_are_of_the_bytes_of_the_rows_evaluated(text: str, rows: int, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("builtin")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    np.array(ids, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    record, held_out = evaluated(TokenFile.open(tmp_path / "ids.bin"), tokenizer, rows=rows, loss=3.0)
+    first, last = held_out[0] * 64 + 1, (held_out[-1] + 1) * 64 + 1  # targets are one token further on
+    places = [0, *ends(ids, tokenizer)]
+    assert all(before <= after for before, after in pairwise(places))
+    assert places[-1] == len(text.encode())
+    size = places[last] - places[first]
+    assert record.bits_per_byte == pytest.approx(3.0 * (last - first) / math.log(2) / size, rel=1e-12)
+    mean = len(text.encode()) / len(ids)
+    if text is MIXED:  # the text's mean would be far off
+        assert abs(mean * (last - first) / size - 1) > 0.2

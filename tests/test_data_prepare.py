@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import documents, prepare, tokenfile
+from offload_trainer.data import documents, pieces, prepare, sums, tokenfile
+from offload_trainer.data.pieces import Cutter
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -89,14 +90,14 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
         "crc32": [zlib.crc32(tokens.path.read_bytes())],
     }
     assert tokens.path.name.startswith("my-text-")
-    assert len(leftovers(tmp_path / "cache")) == 2
+    assert len(leftovers(tmp_path / "cache")) == 3  # and the sums of the text
 
 
 def test_pieces_and_batches_of_a_long_document_leave_no_trace(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 250)
+    monkeypatch.setattr(pieces, "PIECE", 100)
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 250)
     tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert tokenizer.calls > 5
     assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(TEXT), 0]
@@ -114,8 +115,59 @@ def test_the_cache_is_reused_until_something_changes(
     assert again.read(0, len(again)).tolist() == first.read(0, len(first)).tolist()
     assert again.text_bytes == len(TEXT)
     os.utime(source, ns=(time.time_ns(), source.stat().st_mtime_ns + 1))
-    assert prepared(source, tokenizer=tokenizer, cache=cache).path != first.path
+    assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path  # the same text
+    assert tokenizer.calls == 1
+    source.write_text(TEXT.replace("rain", "hail"))
+    changed = prepared(source, tokenizer=tokenizer, cache=cache)
     assert tokenizer.calls == 2
+    assert changed.read(0, len(changed)).tolist() == [*tokenizer.ids(TEXT.replace("rain", "hail")), 0]
+
+
+@pytest.mark.parametrize("way", ["written over", "another file of its name"])
+def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
+    way: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "_SETTLED_NS", 0)  # or the two seconds alone would have it read again
+    cache = tmp_path / "cache"
+    prepared(source, tokenizer=tokenizer, cache=cache)
+    before = source.stat()
+    other = TEXT.replace("rain", "hail")
+    place = source if way == "written over" else tmp_path / "new"
+    place.write_text(other)
+    os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+    place.rename(source)
+    assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    tokens = prepared(source, tokenizer=tokenizer, cache=cache)
+    assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids(other), 0]
+
+
+def test_a_text_that_was_left_alone_is_not_read_again(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    real = sums._sum
+
+    def counted(path: Path) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(sums, "_sum", counted)
+    cache = tmp_path / "cache"
+    first = prepared(source, tokenizer=tokenizer, cache=cache)
+    prepared(source, tokenizer=tokenizer, cache=cache)
+    assert len(read) == 2  # it had just been written, and may have been again within the clock's tick
+    later = time.time_ns() + 10**10
+    monkeypatch.setattr(sums, "time", SimpleNamespace(time_ns=lambda: later))
+    prepared(source, tokenizer=tokenizer, cache=cache)
+    assert len(read) == 3
+    assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path
+    assert len(read) == 3
+    (memory,) = cache.glob("*.sums.json")
+    for damaged in ("{", "[]", '{"x": 1}', json.dumps({str(source): {"sum": 5}})):
+        memory.write_text(damaged)
+        assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path
+    assert len(read) == 7
+    assert tokenizer.calls == 1
 
 
 def test_a_kill_before_the_sidecar_leaves_nothing_and_is_redone(
@@ -156,6 +208,48 @@ def test_a_second_writer_of_the_same_text_does_not_take_the_pair_away(tmp_path: 
             fast.write([1, 2])
         mapped = TokenFile.open(path)
     assert mapped.read(0, len(mapped)).tolist() == TokenFile.open(path).read(0, 2).tolist() == [1, 2]
+    assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
+
+
+def test_what_a_killed_tokenisation_left_is_removed_and_nothing_else(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (tmp_path / "precious").write_text("x")
+    dead = ["text-0123.bin.0a1b2c3d.tmp", "text-0123.bin.json.0a1b2c3d.tmp"]
+    others = ["mine.tmp", "text.bin.notes.tmp", "text.bin", "text.bin.0a1b2c3d.tmp.bak"]
+    for name in (*dead, *others):
+        (cache / name).write_bytes(b"\1\0")
+    (cache / "linked.bin.0a1b2c3d.tmp").symlink_to(tmp_path / "precious")
+    os.mkfifo(cache / "pipe.bin.0a1b2c3d.tmp")
+    with TokenWriter(cache / "alive.bin", tokenizer=None, vocabulary=9) as alive:
+        alive.write([1, 2, 3])
+        before = set(leftovers(cache)) - set(dead)
+        prepared(source, tokenizer=tokenizer, cache=cache)
+        assert before <= set(leftovers(cache))
+        assert not set(dead) & set(leftovers(cache))
+    assert TokenFile.open(cache / "alive.bin").read(0, 3).tolist() == [1, 2, 3]
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_temporary_file_taken_for_dead_before_it_was_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tokenfile.fcntl.flock
+    taken: list[Path] = []
+
+    def late(file: Any, operation: int) -> None:
+        if not taken and not operation & tokenfile.fcntl.LOCK_NB:
+            taken.append(Path(file.name))
+            Path(file.name).unlink()
+        real(file, operation)
+
+    monkeypatch.setattr(tokenfile.fcntl, "flock", late)
+    with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=9) as writer:
+        writer.write([1, 2])
+    assert len(taken) == 1
+    assert TokenFile.open(tmp_path / "t.bin").read(0, 2).tolist() == [1, 2]
     assert leftovers(tmp_path) == ["t.bin", "t.bin.json"]
 
 
@@ -243,20 +337,20 @@ def test_empty_text_is_refused_and_leaves_nothing(tmp_path: Path, tokenizer: Cou
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n\n')
     with pytest.raises(UserError, match="no text in it"):
         prepared(tmp_path / "a.txt", tmp_path / "b.jsonl", tokenizer=tokenizer, cache=tmp_path / "cache")
-    assert leftovers(tmp_path / "cache") == []
+    assert [name for name in leftovers(tmp_path / "cache") if not name.endswith(".sums.json")] == []
 
 
 def test_a_text_that_grows_meanwhile_is_refused(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def growing(path: Path, *, text_field: str) -> Any:
-        yield from documents.read_documents(path, text_field=text_field)
+    def growing(path: Path, **settings: Any) -> Any:
         path.write_text(TEXT + "more")
+        yield from documents.read_documents(path, **settings)
 
     monkeypatch.setattr(prepare, "read_documents", growing)
     with pytest.raises(TrainerError, match="changed while"):
         prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
-    assert leftovers(tmp_path / "cache") == []
+    assert not [name for name in leftovers(tmp_path / "cache") if ".bin" in name]
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync"])
@@ -267,7 +361,7 @@ def test_a_full_drive_is_reported_and_left_clean(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if failing == "fsync":
-        monkeypatch.setattr(tokenfile.os, "fsync", full)
+        monkeypatch.setattr(tokenfile, "_publish", full)
     else:
         open_temporary = tokenfile._open_temporary
 
@@ -285,13 +379,13 @@ def test_a_full_drive_is_reported_and_left_clean(
     with pytest.raises(TrainerError, match=r"drive is full.*took .*B of tokens.*has .*B free") as caught:
         prepared(source, tokenizer=tokenizer, cache=cache)
     assert caught.value.exit_code == 1
-    assert leftovers(cache) == []
+    assert not [name for name in leftovers(cache) if ".bin" in name]
 
 
 def test_progress_is_said_now_and_then(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(pieces, "PIECE", 100)
     monkeypatch.setattr(prepare, "BATCH_PIECES", 1)
     clock = itertools.count(step=2)
     monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -304,5 +398,7 @@ def test_progress_is_said_now_and_then(
         say=said.append,
     )
     progress = [line for line in said if line.startswith("tokenised")]
-    assert len(progress) == tokenizer.calls // 3  # 2 s a batch, at most one line in 5 s
+    batches = len(list(Cutter(tokenizer.ids).pieces([TEXT])))
+    assert batches > 20
+    assert len(progress) == batches // 3  # 2 s a batch, at most one line in 5 s
     assert "of 2.43 kB" in progress[0]

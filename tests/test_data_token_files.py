@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from offload_trainer.config import DataSection, TrainConfig
-from offload_trainer.data.documents import BUILTIN_CORPUS
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.shards import TokenShards
+from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.data.documents import BUILTIN_CORPUS
+from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenizer import (
     end_of_text,
     load_tokenizer,

@@ -2,7 +2,8 @@
 
     find_sources -> read_documents -> batches of pieces -> tokenizer -> TokenWriter -> cache/NAME-KEY.bin
 
-The key hashes everything that the ids depend on, so a changed text, field or tokenizer is another file.
+The key hashes everything that the ids depend on, the text's own bytes too, so a changed text, field or tokenizer is
+another file.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.documents import Piece, find_sources, read_documents
+from offload_trainer.data.documents import read_documents
+from offload_trainer.data.pieces import Cutter, Piece
 from offload_trainer.data.shards import Tokens, joined
+from offload_trainer.data.sources import find_sources
+from offload_trainer.data.sums import new_sum, source_sums
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete
 from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 # Raise it when the same text and tokenizer give other ids than before.
-FORMAT = 1
-BATCH_BYTES = 1 << 22
+FORMAT = 2
+BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
 SECONDS_BETWEEN_REPORTS = 5.0
 
@@ -49,7 +55,7 @@ def prepare_tokens(
     Raises UserError: what `find_sources` and `read_documents` raise, no text, a tokenizer or a token file
     that does not fit the model or each other. TrainerError: the drive is full, or the text changed meanwhile.
     """
-    sources = find_sources(section.path)
+    sources = find_sources(section.path, say=say)
     fingerprint = tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
         given = (TokenFile.open(source, dtype=section.token_dtype) for source in sources)
@@ -65,9 +71,12 @@ def prepare_tokens(
             f"model's own, or, with random weights, model.overrides.vocab_size={size}"
         )
     separator = end_of_text(tokenizer)
-    key_of = (section.text_field, fingerprint, separator)
-    key = _key(sources, *key_of)
-    target = cache / f"{_stem(section.path[0])}-{key}.bin"
+    if separator is None:
+        say("note: the tokenizer has no end-of-text: nothing marks where one document ends and the next begins")
+    name = _stem(section.path[0])
+    memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
+    sums = source_sums(sources, memory=memory, say=say)
+    target = cache / f"{name}-{_digest([FORMAT, sums, section.text_field, fingerprint, separator])}.bin"
     if is_complete(target):
         say(f"tokens: {target}, already there")
         return TokenFile.open(target)
@@ -75,14 +84,18 @@ def prepare_tokens(
     total = sum(source.stat().st_size for source in sources)
     say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
     with TokenWriter(target, tokenizer=fingerprint, vocabulary=size, end_of_text=separator) as writer:
-        pieces = _all_pieces(sources, text_field=section.text_field)
+        cutter = Cutter(partial(_encode, tokenizer))
+        pieces = _all_pieces(sources, sums=sums, text_field=section.text_field, cutter=cutter)
         writer.text_bytes = _tokenise(
             pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
         )
         if not writer.tokens:
             raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")
-        if _key(sources, *key_of) != key:
-            raise TrainerError("the text changed while it was being tokenised: start again once it is complete")
+    if cutter.inexact:
+        say(
+            f"note: {cutter.inexact} cuts through text without lines or words, where ids may differ by a few from "
+            "those of the text in one piece"
+        )
     return TokenFile.open(target)
 
 
@@ -109,10 +122,9 @@ def _checked(tokens: TokenFile, *, fingerprint: str, vocabulary: int, say: Calla
     return tokens
 
 
-def _key(sources: Sequence[Path], *details: str | int | None) -> str:
-    """16 hex digits of what the ids depend on; of a file, its path, size and time of change."""
-    files = [(str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
-    return hashlib.blake2b(json.dumps([FORMAT, files, details]).encode(), digest_size=8).hexdigest()
+def _digest(content: object) -> str:
+    """16 hex digits of it."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 def _stem(path: str) -> str:
@@ -120,9 +132,25 @@ def _stem(path: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).resolve().stem)[:40].strip("-") or "text"
 
 
-def _all_pieces(sources: Sequence[Path], *, text_field: str) -> Iterator[Piece]:
-    for source in sources:
-        yield from read_documents(source, text_field=text_field)
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text, without what a tokenizer adds around one."""
+    ids: list[int] = _encode_all(tokenizer, [text])[0]
+    return ids
+
+
+def _encode_all(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _all_pieces(sources: Sequence[Path], *, sums: Sequence[str], text_field: str, cutter: Cutter) -> Iterator[Piece]:
+    """The files' pieces; TrainerError behind a file that is not the one whose sum was taken."""
+    for source, expected in zip(sources, sums, strict=True):
+        found = new_sum()
+        yield from read_documents(source, text_field=text_field, cutter=cutter, seen=found.update)
+        if found.hexdigest() != expected:
+            raise TrainerError(
+                f"{source}: the text changed while it was being tokenised: start again once it is complete"
+            )
 
 
 def _tokenise(
@@ -138,15 +166,14 @@ def _tokenise(
     done = 0
     begin = reported = time.monotonic()
     for batch in _batches(pieces):
-        texts = [piece.text for piece in batch]
-        rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        rows = _encode_all(tokenizer, [piece.before + piece.text for piece in batch])
         ids: list[int] = []
         for piece, row in zip(batch, rows, strict=True):
-            ids += row
+            ids += row[len(_encode(tokenizer, piece.before)) :] if piece.before else row
             if piece.ends_document and separator is not None:
                 ids.append(separator)
         writer.write(ids)
-        done += sum(len(text.encode()) for text in texts)
+        done += sum(len(piece.text.encode()) for piece in batch)
         now = time.monotonic()
         if now - reported >= SECONDS_BETWEEN_REPORTS:
             reported = now
@@ -165,7 +192,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
             yield batch
             batch, size = [], 0
     if batch:

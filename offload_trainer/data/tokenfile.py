@@ -3,17 +3,22 @@
     TokenWriter   ids -> NAME.bin.<random>.tmp -> fsync -> NAME.bin, then NAME.bin.json in the same way
     TokenFile     NAME.bin + NAME.bin.json -> stretches of ids, each block compared with its sum when first read
 
-The sidecar comes last, so a pair either is complete or has no sidecar, whenever the process is killed. Ids are read,
-not memory-mapped: a file that is cut short under a mapping kills the process without a word.
+The sidecar comes last, so a pair either is complete or has no sidecar, whenever the process is killed; the temporary
+file that it leaves is removed by the next writer. Ids are read, not memory-mapped: a file that is cut short under a
+mapping kills the process without a word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
+import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +34,7 @@ from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
 _SCAN_TOKENS = 1 << 24
+_TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
 _AGAIN = "delete the file and its sidecar, and the same command makes them again"
 _RESTORE = "it has changed since the run opened it. Put back what it was, and the same command goes on"
 
@@ -210,6 +216,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            remove_dead(self.path.parent)
             self._file = _open_temporary(self.path)
         except OSError as error:
             raise UserError(
@@ -278,8 +285,30 @@ class TokenWriter:
 
 
 def _open_temporary(path: Path) -> BinaryIO:
-    """A new file beside `path`, its own for each process, so that renaming it is atomic."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp").open("xb")
+    """A new file beside `path`, its own for each process, so that renaming it is atomic; locked while it is written."""
+    while True:
+        file = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp").open("xb")
+        with contextlib.suppress(OSError):  # a filesystem without locks: then no one else gets one either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:  # else another process took it for dead before it was locked
+            return file
+        file.close()
+
+
+def remove_dead(directory: Path) -> None:
+    """Remove unfinished token files whose writers are gone: ours, plain files of such a name, and not locked."""
+    for path in directory.iterdir():
+        if not _TEMPORARY.search(path.name):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # not ours, a link, or gone meanwhile
+            continue
+        with open(descriptor, "rb") as file, contextlib.suppress(OSError):  # locked: its writer lives
+            about = os.fstat(descriptor)
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def _publish(file: BinaryIO, path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Paths that a user gives -> files to read. What would be trained on as it should not be is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from offload_trainer.errors import UserError
+
+BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
+_HEAD = 1 << 16  # bytes that a file is judged by
+
+_ROWS = 'each line an object with its text: python -c "import sys, pandas; pandas.{read}(sys.argv[1]).to_json('
+_PANDAS = _ROWS + "'data.jsonl', orient='records', lines=True)\" FILE"
+_UNPACK = "unpack it"
+_REFUSED = {
+    ".json": "JSON is read by the line. An array becomes lines with: jq -c '.[]' FILE > data.jsonl; if each of its "
+    "lines is an object already, rename it to .jsonl",
+    ".ndjson": "rename it to .jsonl",
+    ".csv": f"a table must become lines of JSON, {_PANDAS.format(read='read_csv')}",
+    ".tsv": "a table must become lines of JSON: pandas.read_csv(FILE, sep='\\t').to_json('data.jsonl', "
+    "orient='records', lines=True)",
+    ".parquet": f"a table must become lines of JSON, {_PANDAS.format(read='read_parquet')}",
+    ".arrow": "a table must become lines of JSON: datasets.Dataset.from_file(FILE).to_json('data.jsonl')",
+    ".gz": _UNPACK,
+    ".zst": _UNPACK,
+    ".xz": _UNPACK,
+    ".bz2": _UNPACK,
+    ".zip": _UNPACK,
+    ".tar": _UNPACK,
+    ".pdf": "take its text out: pdftotext FILE data.txt",
+    ".docx": "save it as text",
+    ".npy": "write its ids alone: numpy.load(FILE).tofile('ids.bin')",
+}
+_MAGIC = {
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"\xfd7zXZ": ".xz",
+    b"BZh": ".bz2",
+    b"PK\x03\x04": ".zip",
+    b"%PDF-": ".pdf",
+    b"\x93NUMPY": ".npy",
+}
+
+
+def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
+    """The files that `paths` stand for: in the given order, a directory's own files sorted by path.
+
+    ``builtin`` is the text that ships with the package. A directory gives its .txt, .md and .jsonl files at any depth,
+    hidden ones and what lies behind linked directories excepted; a file named itself may have any suffix that is not
+    another format's. Either all are text, or all are ``.bin`` token files. A path given twice is read twice.
+
+    Raises UserError: paths that do not exist (all of them), a directory without text, .bin beside text, a file that is
+    no text.
+    """
+    if not paths:
+        raise UserError("data.path is empty: name a text file, a jsonl file, a directory, a .bin file, or builtin")
+    named = [BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser() for path in paths]
+    if missing := [str(path) for path in named if not os.path.exists(path)]:
+        raise UserError(f"no such file or directory: {', '.join(missing)}; correct the path")
+    sources = []
+    for path in named:
+        if path.is_dir():
+            sources += _text_files(path, say=say)
+        else:
+            _refuse_other(path)
+            sources.append(path)
+    token_files = [str(file) for file in sources if file.suffix == ".bin"]
+    if token_files and len(sources) > len(token_files):
+        raise UserError(
+            f"{len(sources)} files were given, and {', '.join(token_files[:5])} among them is already tokens: "
+            "give .bin files alone, or text only"
+        )
+    return sources
+
+
+def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
+    """A directory's text files, sorted by their path inside it."""
+    inside = [
+        path
+        for path in sorted(directory.rglob("*"))
+        if not any(part.startswith(".") for part in path.relative_to(directory).parts)
+    ]
+    if linked := [str(path) for path in inside if path.is_symlink() and path.is_dir()]:
+        shown = ", ".join(linked[:3]) + (", ..." if len(linked) > 3 else "")
+        say(f"note: {len(linked)} linked directories are not followed ({shown}); name them too if they are meant")
+    files = [path for path in inside if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()]
+    if not files:
+        token_files = sorted(str(file) for file in directory.glob("*.bin"))
+        hint = f"name the token file itself: --data {token_files[0]}" if token_files else "correct the path"
+        raise UserError(f"{directory} holds no {', '.join(TEXT_SUFFIXES)} file: {hint}")
+    return files
+
+
+def _refuse_other(path: Path) -> None:
+    """UserError where a named file is not text, or text in a form that is not meant to be trained on."""
+    suffix = path.suffix.lower()
+    if suffix == ".bin":
+        return
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path}: a pipe or a device can be read only once: write the text into a file")
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), suffix)
+    if kind in _REFUSED:
+        raise UserError(f"{path}: {_REFUSED[kind].replace('FILE', str(path))}")
+    if suffix in TEXT_SUFFIXES:
+        return
+    if b"\0" in head:
+        raise UserError(f"{path}: holds zero bytes, so it is no UTF-8 text (UTF-16? a binary file?); convert it")
+    if _is_json_object(head.partition(b"\n")[0]):
+        raise UserError(
+            f"{path}: its first line is a JSON object; rename it to .jsonl, or to .txt to train on it as it is"
+        )
+
+
+def _is_json_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

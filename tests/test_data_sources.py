@@ -1,0 +1,95 @@
+"""Sources: which files a path stands for, and which are refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.data.sources import BUILTIN_CORPUS, find_sources
+from offload_trainer.errors import UserError
+
+
+def test_directories_are_walked_in_order_and_files_taken_as_named(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/c.JSONL", "a/skip.py", "k.rst", ".git/x.md", "a/.hidden.txt"):
+        file = tmp_path / "d" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    (tmp_path / "code.py").write_text("pass")
+    sources = find_sources([str(tmp_path / "code.py"), str(tmp_path / "d"), "builtin"])
+    found = [tmp_path / "code.py", tmp_path / "d/a/c.JSONL", tmp_path / "d/a/z.md", tmp_path / "d/b.txt"]
+    assert sources == [*found, BUILTIN_CORPUS]
+
+
+def test_every_missing_path_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "here.txt").write_text("x")
+    with pytest.raises(UserError) as caught:
+        find_sources([str(tmp_path / name) for name in ("gone.txt", "here.txt", "lost")])
+    assert "gone.txt" in str(caught.value)
+    assert "lost" in str(caught.value)
+    assert "here.txt" not in str(caught.value)
+
+
+def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(b"\0\0")
+    with pytest.raises(UserError, match=r"no \.txt, \.md, \.jsonl.*--data .*train\.bin"):
+        find_sources([str(tmp_path)])
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="already tokens"):
+        find_sources([str(tmp_path / "a.txt"), str(tmp_path / "train.bin")])
+    shards = [tmp_path / "train.bin", tmp_path / "train.bin"]
+    assert find_sources([str(shard) for shard in shards]) == shards
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.json", b'[{"text": "a"}]', r"jq -c '\.\[\]' .*a\.json > data\.jsonl"),
+        ("a.JSON", b'{"text": "a"}\n{"text": "b"}', r"rename it to \.jsonl"),
+        ("a.ndjson", b'{"text": "a"}', r"rename it to \.jsonl"),
+        ("a.csv", b"text\na", "pandas.read_csv"),
+        ("a.tsv", b"text\na", "pandas.read_csv"),
+        ("a.parquet", b"PAR1 and more", "pandas.read_parquet"),
+        ("a.dump", b"PAR1 and more", "pandas.read_parquet"),
+        ("a.txt", gzip.compress(b"text"), "unpack it"),
+        ("a.txt.gz", gzip.compress(b"text"), "unpack it"),
+        ("a.txt.zst", b"(\xb5/\xfd", "unpack it"),
+        ("a", "text".encode("utf-16"), "zero bytes"),
+        ("a.dump", b'{"text": "a"}\n{"text": "b"}\n', r"a JSON object; rename it to \.jsonl"),
+    ],
+)
+def test_what_would_be_trained_on_as_raw_text_is_refused_with_what_to_do(
+    name: str, content: bytes, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        find_sources([str(tmp_path / name)])
+
+
+def test_text_by_any_other_name_is_taken(tmp_path: Path) -> None:
+    contents = {"a.py": "x = {}", "b.tex": "{text}", "README": "{", "c.txt": '{"text": "as it is"}', "d.log": ""}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    assert find_sources([str(tmp_path / name) for name in contents]) == [tmp_path / name for name in contents]
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="only once"):
+        find_sources([str(tmp_path / "pipe")])
+
+
+def test_linked_directories_are_told_of_and_linked_files_read(tmp_path: Path) -> None:
+    for name in ("data", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("x")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "b.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
+    said: list[str] = []
+    found = find_sources([str(tmp_path / "data")], say=said.append)
+    assert found == [tmp_path / "data" / "a.txt", tmp_path / "data" / "b.txt"]
+    assert len(said) == 1
+    assert "1 linked directories are not followed" in said[0]
+    assert str(tmp_path / "data" / "linked") in said[0]

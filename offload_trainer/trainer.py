@@ -26,6 +26,7 @@ from offload_trainer.telemetry.record import (
     EvalRecord,
     StepRecord,
     bits_per_byte,
+    mfu,
     perplexity,
     tokens_per_second,
 )
@@ -50,8 +51,8 @@ class Job:
     cannot_save: str | None  # why no exact checkpoint can be made here
     save_every: int  # 0: only when asked
     save_wish: Path  # a file that asks for a checkpoint by being there
-    flops_per_step: float
-    peak_flops: float | None  # what products reach on this machine, if it was timed
+    flops_per_step: float  # of all ranks, forward and backward
+    peak_flops: float | None  # a second's, that products reach on this machine, all ranks; None: not timed
     swaps: list[Path]  # the run's private directories on drives
 
 
@@ -138,7 +139,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 loss_scale=result.loss_scale,
                 seconds=seconds,
                 tokens_per_second=tokens_per_second(job.tokens_per_step, seconds=seconds),
-                mfu=job.flops_per_step / seconds / job.peak_flops if job.peak_flops else None,
+                mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
                 phases=job.clock.take(),
                 nvme_read_bytes=drive.read_bytes,
                 nvme_written_bytes=drive.written_bytes,

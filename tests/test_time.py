@@ -59,12 +59,18 @@ def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
 
 
 def test_compute_counts_the_recomputation() -> None:
-    off, on = (
-        make_plan(wish(f"model.checkpointing={word}"), SHAPES["gpt2"], timed()).forecast.seconds
-        for word in ("off", "on")
-    )
-    assert off["backward"] == pytest.approx(2 * off["forward"])
-    assert on["backward"] == pytest.approx(3 * on["forward"])
+    """Of the blocks with checkpointing, and of the head where the loss comes in more than one chunk."""
+    shape = SHAPES["gpt2"]
+    forward = {"blocks": shape.block_flops(seq_len=1024), "head": shape.head_flops()}
+    assert forward["head"] == 2 * 50304 * 768
+    for words, again in {
+        ("model.checkpointing=off", "model.loss_chunk=4096"): [],
+        ("model.checkpointing=on", "model.loss_chunk=4096"): ["blocks"],
+        ("model.checkpointing=on", "model.loss_chunk=4095"): ["blocks", "head"],
+    }.items():
+        seconds = make_plan(wish(*words), shape, timed()).forecast.seconds
+        more = sum(forward[part] for part in again) / sum(forward.values())
+        assert seconds["backward"] == pytest.approx((2 + more) * seconds["forward"])
 
 
 def test_two_directories_on_one_disk_share_its_speed() -> None:

@@ -63,18 +63,23 @@ def gpt2_shape(config: dict[str, Any]) -> ModelShape:
     }
     weights = [
         Weight("transformer.wte.weight", (config["vocab_size"], hidden), unit="transformer.wte", uses=2),
-        Weight("transformer.wpe.weight", (config["n_positions"], hidden), unit="transformer.wpe"),
+        Weight("transformer.wpe.weight", (config["n_positions"], hidden), unit="transformer.wpe", products=0.0),
     ]
     for layer in range(layers):
         unit = f"transformer.h.{layer}"
-        weights += [Weight(f"{unit}.{name}", shape, unit=unit, block=True) for name, shape in block.items()]
-    weights += [Weight(f"transformer.ln_f.{name}", (hidden,), unit="transformer.ln_f") for name in ("weight", "bias")]
+        weights += [
+            Weight(f"{unit}.{name}", shape, unit=unit, block=True, products=float(len(shape) > 1))
+            for name, shape in block.items()
+        ]
+    unit = "transformer.ln_f"
+    weights += [Weight(f"{unit}.{name}", (hidden,), unit=unit, products=0.0) for name in ("weight", "bias")]
     return ModelShape(
         weights=tuple(weights),
         layers=layers,
         hidden=hidden,
         vocabulary=config["vocab_size"],
         context=config["n_positions"],
+        attention=(2 * hidden,) * layers,
     )
 
 

@@ -28,6 +28,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
 from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.matmuls import attention_widths, products_of
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import (
     match_weights,
@@ -223,6 +224,7 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
     if idle:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
     blocks = block_names(model)
+    products = products_of(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     weights = []
     for name, parameter in model.named_parameters():
@@ -235,6 +237,7 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
                 unit=block or name.rpartition(".")[0],
                 block=block is not None,
                 uses=uses[id(parameter)],
+                products=products[name],
             )
         )
     if not any(weight.trainable for weight in weights):
@@ -246,6 +249,7 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         context=getattr(text, "max_position_embeddings", None) or 2048,
+        attention=attention_widths(model, blocks),
     )
 
 

@@ -16,6 +16,9 @@ class Weight:
     unit: str = ""  # name of the block that it is in, or of its own module
     block: bool = False  # whether that is one of the repeated blocks
     uses: int = 1  # modules that hold it: 2 for tied embeddings
+    products: float = (
+        1.0  # a token's with it: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
+    )
 
     @property
     def numel(self) -> int:
@@ -25,6 +28,11 @@ class Weight:
     def decays(self) -> bool:
         """Weight decay is for matrices and embeddings; biases and norms are vectors."""
         return len(self.shape) > 1
+
+    @property
+    def scales(self) -> bool:
+        """A norm's: it stands before the matrices of its unit, wherever it is named."""
+        return len(self.shape) == 1 and not self.name.endswith("bias")
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class ModelShape:
     hidden: int
     vocabulary: int
     context: int
+    attention: tuple[int, ...] = ()  # of each block: heads x (size of a key + size of a value)
 
     @property
     def parameters(self) -> int:
@@ -49,10 +58,46 @@ class ModelShape:
     def largest(self) -> int:
         return max(weight.numel for weight in self.weights)
 
-    def flops_per_token(self, *, seq_len: int) -> int:
-        """Floating-point operations of forward and backward for one token.
+    # -- floating-point operations of one token: matrix products, of what is really multiplied. Attention is counted
+    # over the whole row, also where half of it is masked (Chowdhery et al. 2022, PaLM, appendix B).
 
-        6 a parameter, plus 12 x layers x hidden x seq_len for attention (Chowdhery et al. 2022, PaLM, appendix B);
-        recomputation in checkpointing is not counted, as is the custom for model FLOPs utilisation.
+    def flops_per_token(self, *, seq_len: int) -> float:
+        """Forward and backward. What is computed twice is counted once, as is the custom for FLOPs utilisation."""
+        return self.forward_flops(seq_len=seq_len) + self.backward_flops(seq_len=seq_len)
+
+    def forward_flops(self, *, seq_len: int) -> float:
+        """2 for each element of each product."""
+        return self.block_flops(seq_len=seq_len) + self.head_flops()
+
+    def block_flops(self, *, seq_len: int) -> float:
+        """Of a forward, what the blocks do: gradient checkpointing does it once more."""
+        return sum(_forward(weight) for weight in self.weights if weight.block) + 2 * seq_len * sum(self.attention)
+
+    def head_flops(self) -> float:
+        """Of a forward, what is outside the blocks: a loss in several chunks does it once more."""
+        return sum(_forward(weight) for weight in self.weights if not weight.block)
+
+    def backward_flops(self, *, seq_len: int) -> float:
+        """2 for an element's gradient where it is trained, 2 more for its input's where something before it is.
+
+        Attention's counts wherever its block holds something that is trained.
         """
-        return 6 * self.parameters + 12 * self.layers * self.hidden * seq_len
+        total, reached = 0.0, False
+        blocks = iter(self.attention)
+        units: dict[str, list[Weight]] = {}
+        for weight in self.weights:
+            units.setdefault(weight.unit, []).append(weight)
+        for held in units.values():
+            inside = reached or any(weight.trainable and weight.scales for weight in held)
+            for weight in held:
+                before = inside or weight.uses > 1  # a tied head comes last, after all that is trained
+                total += _forward(weight) * (weight.trainable + before)
+                inside = inside or weight.trainable
+            reached = inside
+            if held[0].block:
+                total += 4 * seq_len * next(blocks, 0) * reached
+        return total
+
+
+def _forward(weight: Weight) -> float:
+    return 2 * weight.products * weight.numel

@@ -77,12 +77,15 @@ def forecast(
 
     `stretch`: how many times as long the update's drives take as their bytes both ways at once.
     """
-    compute = _compute_seconds(config, shape, machine, tokens=tokens // world, seq_len=seq_len)
-    # A third of the work is the forward; with checkpointing the backward does it once more.
-    shares = {"forward": 1 / 3, "backward": 1.0 if checkpointing else 2 / 3}
+    computed = _flops_per_token(config, shape, checkpointing=checkpointing, seq_len=seq_len)
+    speed = _matmul_speed(config, machine)
     bounds = [
-        Bound(phase, None if compute is None else share * compute, f"computing {format_count(tokens)} tokens")
-        for phase, share in shares.items()
+        Bound(
+            phase,
+            None if speed is None else tokens // world * flops / speed,
+            f"computing {format_count(tokens)} tokens",
+        )
+        for phase, flops in computed.items()
     ]
     bounds.append(_update_bound(config, shape, machine, engine=engine, optimizer=optimizer, world=world))
     for phase in PHASES:
@@ -106,14 +109,20 @@ def _longest(bounds: Sequence[Bound]) -> float | None:
     return max(known) if known and len(known) == len(bounds) else None
 
 
-def _compute_seconds(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, tokens: int, seq_len: int
-) -> float | None:
+def _flops_per_token(config: TrainConfig, shape: ModelShape, *, checkpointing: bool, seq_len: int) -> dict[str, float]:
+    """Of each phase, with what the backward computes again: the blocks, and the head of a loss in several chunks."""
+    again = shape.block_flops(seq_len=seq_len) if checkpointing else 0.0
+    if config.train.micro_batch * seq_len > config.model.loss_chunk:
+        again += shape.head_flops()
+    backward = shape.backward_flops(seq_len=seq_len) + again
+    return {"forward": shape.forward_flops(seq_len=seq_len), "backward": backward}
+
+
+def _matmul_speed(config: TrainConfig, machine: MachineProfile) -> float | None:
+    """FLOP/s of a whole model, as far as products were timed here."""
     rates = machine.rates.matmul
     rate = rates.get(config.model.dtype) or rates.get("fp32")
-    if rate is None:
-        return None
-    return tokens * shape.flops_per_token(seq_len=seq_len) / (_OF_MATMUL * rate.value)
+    return None if rate is None else _OF_MATMUL * rate.value
 
 
 def _update_bound(

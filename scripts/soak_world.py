@@ -1,0 +1,327 @@
+"""Where a soak takes place: kinds of runs, the user's own files among ours, and what must hold after every command.
+
+DIRECTORY/
+    alone/KIND/            the run left alone, a checkpoint after each step
+    models/ cache/ tmp/    model directories, all caches, TMPDIR
+    runs/ exports/         what the commands write
+    drives/a, drives/b     --nvme
+    disk/                  a small filesystem of its own, where one can be mounted
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trials import (
+    CHECKPOINT,
+    Difference,
+    checkpoints_in,
+    compare_export,
+    compare_state,
+    finish,
+    rows,
+    verify_checkpoint,
+)
+
+STEPS = 10
+EVALUATION = ("step", "validation_loss", "perplexity", "bits_per_byte")
+DISK_BYTES = 72 << 20
+
+_ROPE = {"vocab_size": 2048, "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+_ROPE |= {"num_hidden_layers": 2, "intermediate_size": 160, "max_position_embeddings": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **_ROPE, "tie_word_embeddings": False},
+    "experts": {
+        **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **_ROPE},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+        "tie_word_embeddings": False,
+    },
+}
+GPT2 = ("model.overrides.n_layer=2", "model.overrides.n_embd=96")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and how it is trained: whatever happens, its numbers are those of the run left alone."""
+
+    name: str
+    words: tuple[str, ...]
+    model: str = ""  # of MODELS; empty: the default preset, small
+    plain: bool = False  # plain torch keeps the same state
+
+
+KINDS = (
+    Kind("gpt2-bf16", (*GPT2, "--micro-batch", "2"), plain=True),
+    Kind("gpt2-fp16-accumulate", (*GPT2, "--dtype", "fp16", "--micro-batch", "2", "--accumulate", "2"), plain=True),
+    Kind("gpt2-fp32-8bit", (*GPT2, "--dtype", "fp32", "--micro-batch", "2", "optim.states=8bit")),
+    Kind("qwen3-bf16-8bit", ("--micro-batch", "2", "optim.states=8bit"), model="qwen3"),
+    Kind("qwen3-fp32", ("--dtype", "fp32", "--micro-batch", "1", "--accumulate", "2"), model="qwen3", plain=True),
+    Kind("experts-bf16-moments", ("--micro-batch", "2", "optim.states=bf16"), model="experts"),
+    Kind("experts-fp16", ("--dtype", "fp16", "--micro-batch", "2"), model="experts", plain=True),
+)
+
+
+@dataclass
+class Trial:
+    """One run directory and what is known of it."""
+
+    kind: Kind
+    output: Path
+    every: int
+    keep: int
+    on_disk: bool
+    made: set[int] = field(default_factory=set)  # checkpoints ever made and not taken away by the user
+    present: set[int] = field(default_factory=set)  # at the last look
+    renamed: dict[Path, int] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output / "checkpoints"
+
+    @property
+    def newest(self) -> int:
+        return max(checkpoints_in(self.checkpoints), default=0)
+
+
+class Sentinels:
+    """Files of the user's: nothing but the user may touch them."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, tuple[str, int]] = {}
+
+    def plant(self, folder: Path, *names: str) -> None:
+        """A small tree of each name: files, one of them hidden, an empty directory and a link."""
+        for name in names:
+            tree = folder / name
+            (tree / "nested/empty").mkdir(parents=True, exist_ok=True)
+            for number, file in enumerate(
+                ("MANIFEST.json", "weights.safetensors", "nested/.hidden", "nested/note.tmp")
+            ):
+                (tree / file).write_text(f"{tree.name} {number}\n" * (number + 1))
+            (tree / "link").symlink_to("nested")
+            self.adopt(tree)
+
+    def plant_file(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"mine: {path.name}\n")
+        self.adopt(path)
+
+    def adopt(self, tree: Path) -> None:
+        for path in _below(tree):
+            self.known[path] = _look(path)
+
+    def move(self, old: Path, new: Path) -> None:
+        """The user renames a directory, whoever's it is."""
+        os.rename(old, new)
+        for path in [path for path in self.known if path.is_relative_to(old)]:
+            self.known[new / path.relative_to(old)] = self.known.pop(path)
+
+    def forget(self, tree: Path) -> None:
+        for path in [path for path in self.known if path.is_relative_to(tree)]:
+            del self.known[path]
+
+    def check(self) -> int:
+        for path, expected in self.known.items():
+            try:
+                found = _look(path)
+            except OSError as error:
+                raise Difference(f"the user's {path} is gone: {error.strerror}") from None
+            if found != expected:
+                raise Difference(f"the user's {path} was {expected} and is {found}")
+        return len(self.known)
+
+
+def _below(tree: Path) -> Iterator[Path]:
+    yield tree
+    if tree.is_dir() and not tree.is_symlink():
+        yield from sorted(tree.rglob("*"))
+
+
+def _look(path: Path) -> tuple[str, int]:
+    """Type, mode and content."""
+    held = path.lstat()
+    if stat.S_ISLNK(held.st_mode):
+        return f"a link to {os.readlink(path)}", 0
+    if stat.S_ISDIR(held.st_mode):
+        return f"a directory of mode {held.st_mode:o}", 0
+    return f"a file of mode {held.st_mode:o}", zlib.crc32(path.read_bytes())
+
+
+class World:
+    """The directories of a soak, and what is checked in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "log.txt"
+        self.drives = [folder / "drives/a", folder / "drives/b"]
+        self.runs, self.exports, self.disk = folder / "runs", folder / "exports", folder / "disk"
+        self.sentinels = Sentinels()
+        self.checked: Counter[str] = Counter()
+        self.mounted = False
+        for path in (*self.drives, self.runs, self.exports, self.disk, folder / "alone", folder / "tmp"):
+            path.mkdir(parents=True, exist_ok=True)
+        for name, config in MODELS.items():
+            (folder / "models" / name).mkdir(parents=True, exist_ok=True)
+            (folder / "models" / name / "config.json").write_text(json.dumps(config))
+        self._surround()
+
+    def environment(self) -> dict[str, str]:
+        """Every cache inside; nothing that this machine was timed at before."""
+        places = {"XDG_CACHE_HOME": self.folder / "cache", "TMPDIR": self.folder / "tmp"}
+        return {name: str(path) for name, path in places.items()} | {
+            "OFFLOAD_TRAINER_CACHE": str(self.folder / "cache/offload-trainer")
+        }
+
+    def _surround(self) -> None:
+        """The user's own files, under names that look like ours."""
+        for drive in self.drives:
+            self.sentinels.plant(drive, "photos", "run-0badcafe")
+            self.sentinels.plant(drive / "offload-trainer", "run-xl", "run-xl-fp16", "run-1a2b3c4d", "notes")
+            self.sentinels.plant_file(drive / "offload-trainer/run-5e6f7a8b/.lock")
+        self.sentinels.plant(self.folder / "cache/offload-trainer", "thesis", "builtin")
+        self.sentinels.plant_file(self.folder / "cache/offload-trainer/mine.bin.tmp")
+        self.sentinels.plant(self.exports, "best", ".best.tmp")
+
+    @contextmanager
+    def small_disk(self) -> Iterator[bool]:
+        """A filesystem of its own at `disk`; False inside where this user may not mount one."""
+        image = self.folder / "disk.image"
+        with open(image, "wb") as file:
+            file.truncate(DISK_BYTES)
+        with suppress(FileNotFoundError):
+            made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], capture_output=True, check=False)
+            done = (
+                made.returncode
+                or subprocess.run(["mount", "-o", "loop", image, self.disk], capture_output=True).returncode
+            )
+            self.mounted = done == 0
+        try:
+            if self.mounted:
+                (self.disk / "drive").mkdir()
+            yield self.mounted
+        finally:
+            if self.mounted:
+                subprocess.run(["umount", "-l", self.disk], capture_output=True)
+                self.mounted = False
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def new_trial(self, dice: random.Random, name: str, kinds: Iterable[Kind]) -> Trial:
+        kind = dice.choice(list(kinds))
+        places = [self.runs, self.runs, self.drives[0], self.drives[1] / "offload-trainer", self.disk]
+        place = dice.choice(places if self.mounted else places[:-1])
+        trial = Trial(
+            kind, place / name, every=dice.randrange(1, 5), keep=dice.randrange(1, 4), on_disk=place == self.disk
+        )
+        self.sentinels.plant(trial.output, "plots", "export-old")
+        self.sentinels.plant(trial.checkpoints, "step-00000002-best", "step-00000099.bak", ".step-ideas", "mine")
+        self.sentinels.plant_file(trial.output / "save.txt")
+        return trial
+
+    def remove(self, trial: Trial) -> None:
+        self.sentinels.forget(trial.output)
+        shutil.rmtree(trial.output)
+
+    def words(self, kind: Kind) -> list[str]:
+        """What makes a run of this kind, but for its places."""
+        model = ["--model", f"{self.folder}/models/{kind.model}", "--scratch", "--tokenizer", "builtin"]
+        always = ["--seq-len", "32", "--steps", str(STEPS), "placement.threads=1", "--lr", "1e-3"]
+        evaluated = ["train.eval_every=4", "train.eval_rows=4"]
+        return [*(model if kind.model else []), *kind.words, *always, *evaluated]
+
+    def alone(self, kind: Kind) -> Path:
+        """The run of this kind that is left alone; trained when first asked for."""
+        output = self.folder / "alone" / kind.name
+        if not (output / f"checkpoints/step-{STEPS:08d}").exists():
+            words = [*self.words(kind), "--ram-fraction", "1", "--save-every", "1", f"save.keep={STEPS}"]
+            finish([*words, "--output", output], log=self.log)
+            if sorted(checkpoints_in(output / "checkpoints")) != list(range(1, STEPS + 1)):
+                raise Difference(f"{output}: a checkpoint each step was asked for")
+        return output
+
+    def export_alone(self, kind: Kind, step: int, dtype: str) -> Path:
+        place = self.alone(kind) / f"exports/{step}-{dtype}"
+        if not place.exists():
+            source = self.alone(kind) / f"checkpoints/step-{step:08d}"
+            finish(["export", source, place, "--dtype", dtype], log=self.log)
+        return place
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check(self, trials: Iterable[Trial]) -> None:
+        """What holds after every command, however it ended."""
+        self.checked["user's files looked at"] += self.sentinels.check()
+        for trial in trials:
+            self._check_checkpoints(trial)
+            self._check_metrics(trial)
+
+    def _check_checkpoints(self, trial: Trial) -> None:
+        found = checkpoints_in(trial.checkpoints)
+        trial.present = set(found)
+        trial.made |= trial.present
+        must = sorted(trial.made)[-trial.keep :]
+        if not trial.present.issuperset(must):
+            raise Difference(f"{trial.checkpoints}: {must} are the newest {trial.keep}, and {sorted(found)} are there")
+        alone = self.alone(trial.kind)
+        for step, checkpoint in found.items():
+            self.checked["checkpoints' files against their sums"] += verify_checkpoint(checkpoint)
+            expected = alone / f"checkpoints/step-{step:08d}"
+            self.checked["checkpoints' states against the run left alone"] += compare_state(checkpoint, expected) > 0
+
+    def _check_metrics(self, trial: Trial) -> None:
+        for name, keys in (("metrics.jsonl", None), ("evaluations.jsonl", EVALUATION)):
+            ours, theirs = (
+                rows(folder / name, *([keys] if keys else [])) for folder in (trial.output, self.alone(trial.kind))
+            )
+            if ours != theirs[: len(ours)]:
+                wrong = next(one for one in zip(ours, [*theirs, None], strict=False) if one[0] != one[1])
+                raise Difference(f"{trial.output}/{name}: {wrong[0]}, and alone {wrong[1]}")
+            self.checked[f"lines of {name}"] += len(ours)
+
+    def check_finished(self, trial: Trial, *, saved: bool) -> None:
+        """A run that got to its end in order. `saved`: a checkpoint was made by its last command."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            if len(rows(trial.output / name, ("step",))) != len(rows(self.alone(trial.kind) / name, ("step",))):
+                raise Difference(f"{trial.output}/{name} is not complete")
+        if trial.newest != STEPS:
+            raise Difference(f"{trial.checkpoints}: finished, and the newest is {trial.newest}")
+        if saved and trial.present != set(sorted(trial.made)[-trial.keep :]):
+            raise Difference(
+                f"{trial.checkpoints}: made {sorted(trial.made)}, keep {trial.keep}: {sorted(trial.present)}"
+            )
+        mine = [name for name in os.listdir(trial.checkpoints) if trial.checkpoints / name not in self.sentinels.known]
+        if left := [name for name in mine if not CHECKPOINT.fullmatch(name)]:
+            raise Difference(f"{trial.checkpoints}: left over: {left}")
+        self.checked["runs that got to their end"] += 1
+
+    def check_drives(self, drives: Iterable[Path], trials: Iterable[Trial]) -> None:
+        """No directory of a run is left on these, once no run is alive and one that leased them has ended in order."""
+        ours = {trial.output for trial in trials}
+        for drive in drives:
+            root = drive / "offload-trainer"
+            left = [
+                path.name
+                for path in (root.iterdir() if root.is_dir() else ())
+                if path not in self.sentinels.known
+                and path not in ours
+                and path.is_dir()
+                and not any(known.is_relative_to(path) for known in self.sentinels.known)
+            ]
+            if left:
+                raise Difference(f"{root}: left over: {left}")
+            self.checked["drives looked at for what the dead leave"] += 1
+
+    def check_export(self, place: Path, kind: Kind, step: int, dtype: str) -> None:
+        self.checked["exported files compared"] += compare_export(place, self.export_alone(kind, step, dtype))

@@ -1,0 +1,318 @@
+"""Commands that are ended at random moments, and what they leave held against a run that was left alone.
+
+A command runs in a fork of a process that has imported torch, to save its start; signals, closed terminals and the
+kernel end it as they would any other. What is read here is read without the package, as a stranger would.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import re
+import signal
+import sys
+import termios
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+PATIENCE = 180  # seconds for a command
+SAME = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")  # of a step, however it came about
+CHECKPOINT = re.compile("step-([0-9]+)")
+
+End = Literal["file", "pipe", "terminal"]  # what stdout and stderr of a command are
+
+
+class Difference(Exception):
+    """Something is not as it was promised."""
+
+
+def load_libraries() -> None:
+    """What each command would import, once; nothing here computes, so that no thread is lost in a fork."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from offload_trainer import cli
+
+    cli._quiet()
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    import offload_trainer.engine.plain
+    import offload_trainer.engine.tiered
+    import offload_trainer.export.weights
+    import offload_trainer.run
+    import offload_trainer.trainer  # noqa: F401
+
+
+class Command:
+    """`offload-train WORDS` in a session of its own. `log` gets what it says; `first` is called in it beforehand."""
+
+    _far: dict[int, int] = {}  # the other ends of open pipes and terminals: no other command may hold them  # noqa: RUF012
+
+    def __init__(
+        self, words: Sequence[object], *, log: Path, end: End = "file", first: Callable[[], None] | None = None
+    ) -> None:
+        self.words = [str(word) for word in words]
+        self.log, self.code = log, None
+        near = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._log = near
+        far = -1
+        if end == "pipe":
+            far, near = os.pipe()
+        elif end == "terminal":
+            far, near = os.openpty()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            self._carry_out(near, [far, *self._far.values()], end, first)
+        if end == "file":
+            return
+        os.close(near)
+        os.set_blocking(far, False)
+        self._far[self.pid] = far
+
+    code: int | None  # once it has ended; negative: the signal that ended it
+
+    def _carry_out(self, near: int, others: list[int], end: End, first: Callable[[], None] | None) -> None:
+        """In the fork; never returns."""
+        code = 1
+        try:
+            os.setsid()
+            for other in others:
+                if other >= 0:
+                    os.close(other)
+            if end == "terminal":
+                fcntl.ioctl(near, termios.TIOCSCTTY, 0)
+            for descriptor, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, near), (2, near)):
+                os.dup2(source, descriptor)
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as it is once the command line was read
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if first is not None:
+                first()
+            from offload_trainer.cli import main
+
+            code = main(self.words)
+        except KeyboardInterrupt:
+            code = 130
+        except BaseException:
+            with suppress(OSError):
+                traceback.print_exc()
+        finally:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+    def ended(self) -> bool:
+        """Whether it has; takes in what it has said."""
+        if self.code is not None:
+            return True
+        self._listen()
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            return False
+        self.code = os.waitstatus_to_exitcode(status)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it had started
+        self._listen()
+        self.hang_up()
+        os.close(self._log)
+        return True
+
+    def _listen(self) -> None:
+        far = self._far.get(self.pid)
+        if far is None:
+            return
+        with suppress(OSError):
+            while said := os.read(far, 1 << 16):
+                os.write(self._log, said)
+
+    def wait(self) -> int:
+        """Its exit code. Difference where it does not end."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.ended():
+            if time.monotonic() > deadline:
+                self.send(signal.SIGABRT)
+                raise Difference(f"did not end within {PATIENCE} s: {self}")
+            time.sleep(0.002)
+        assert self.code is not None
+        return self.code
+
+    def wait_for(self, when: Callable[[], bool]) -> bool:
+        """Return once `when` holds, or the command has ended: whether it still lives."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.ended():
+            if when():
+                return True
+            if time.monotonic() > deadline:
+                self.send(signal.SIGABRT)
+                raise Difference(f"did not get on within {PATIENCE} s: {self}")
+            time.sleep(0.0005)
+        return False
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def hang_up(self) -> None:
+        """Close the other end of its pipe or terminal: nobody reads any more."""
+        far = self._far.pop(self.pid, None)
+        if far is not None:
+            os.close(far)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def __str__(self) -> str:
+        return f"offload-train {' '.join(self.words)}\n{self.text[-4000:]}"
+
+
+def finish(words: Sequence[object], *, log: Path) -> None:
+    """Run a command to its end, which must be a good one."""
+    command = Command(words, log=log)
+    if command.wait() != 0:
+        raise Difference(f"exit {command.code}: {command}")
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+def moment(dice: random.Random, output: Path, *, steps: int) -> tuple[str, Callable[[], bool]]:
+    """A random moment of a training run in `output`, in words, and what holds from then on."""
+    checkpoints = output / "checkpoints"
+    before = {path.name for path in checkpoints.glob("step-*")}
+    kind = dice.choice(["any", "step", "save", "save", "prune"])
+    after, begun = dice.randrange(1, steps), time.monotonic()
+    delay = dice.uniform(0, {"any": 2.5, "step": 0.05, "save": 0.06, "prune": 0.02}[kind])
+    due: list[float] = []
+
+    def when() -> bool:
+        if kind == "any":
+            return time.monotonic() - begun > delay
+        seen = {
+            "step": lambda: lines(output / "metrics.jsonl") >= after,
+            "save": lambda: any(checkpoints.glob(".step-*.tmp")),
+            "prune": lambda: {path.name for path in checkpoints.glob("step-*")} - before,
+        }[kind]
+        if not due and seen():
+            due.append(time.monotonic() + delay)
+        return bool(due) and time.monotonic() >= due[0]
+
+    words = {"any": "{0} s in", "step": "{0} s after step {1}", "save": "{0} s into a save", "prune": "{0} s after one"}
+    return words[kind].format(round(delay, 4), after), when
+
+
+def what_was_hit(output: Path, text: str) -> str:
+    """What a killed run was at, from what it left and said."""
+    left = [path.name for path in (output / "checkpoints").glob(".step-*")]
+    if any(name.endswith(".tmp") for name in left):
+        return "in a save"
+    if left:
+        return "in a prune"
+    return "in training" if "resumed from" in text or lines(output / "metrics.jsonl") else "at start"
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def rows(path: Path, keys: Sequence[str] = SAME) -> list[dict[str, Any]]:
+    """What each whole line of metrics says that does not depend on time and place; a torn last one is not there."""
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [{key: row[key] for key in keys} for row in map(json.loads, whole)]
+
+
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """Checkpoints by step: of that name, with a manifest."""
+    found = {}
+    for path in root.glob("step-*") if root.is_dir() else ():
+        named = CHECKPOINT.fullmatch(path.name)
+        if named and (path / "MANIFEST.json").exists():
+            found[int(named[1])] = path
+    return dict(sorted(found.items()))
+
+
+def verify_checkpoint(checkpoint: Path) -> int:
+    """Read it whole against the sums of its manifest; returns its files. Difference where it is not whole."""
+    files = json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
+    held = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    if held != {*files, "MANIFEST.json"}:
+        raise Difference(f"{checkpoint} holds {sorted(held)}, and its manifest names {sorted(files)}")
+    for name, about in files.items():
+        data = (checkpoint / name).read_bytes()
+        if (len(data), zlib.crc32(data)) != (about["bytes"], about["crc32"]):
+            raise Difference(f"{checkpoint}/{name} is not what the manifest says")
+    return len(files)
+
+
+def compare_state(checkpoint: Path, expected: Path) -> int:
+    """Masters, moments and the engine's counts, bit for bit; returns the files compared."""
+    names = sorted(path.name for path in expected.iterdir() if path.suffix == ".safetensors")
+    for name in [*names, "engine.json"]:
+        compare_file(checkpoint / name, expected / name)
+    more = {path.name for path in checkpoint.glob("*.safetensors")} - set(names)
+    if more:
+        raise Difference(f"{checkpoint} holds {sorted(more)}, and {expected} does not")
+    for key in ("step", "tokens", "data_position"):
+        one, other = (json.loads((path / "state.json").read_text())[key] for path in (checkpoint, expected))
+        if one != other:
+            raise Difference(f"{checkpoint}/state.json: {key} is {one}, alone {other}")
+    return len(names) + 1
+
+
+def compare_export(directory: Path, expected: Path) -> int:
+    """All files but the card, bit for bit; returns how many."""
+    ours, theirs = (
+        sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix != ".md")
+        for folder in (directory, expected)
+    )
+    if ours != theirs:
+        raise Difference(f"{directory} holds {[*map(str, ours)]}, and {expected} {[*map(str, theirs)]}")
+    for name in theirs:
+        if (expected / name).is_file():
+            compare_file(directory / name, expected / name)
+    return len(theirs)
+
+
+def compare_file(path: Path, expected: Path) -> None:
+    """Byte for byte; tensors by name, since engines may list them in another order."""
+    one, other = path.read_bytes(), expected.read_bytes()
+    if one == other:
+        return
+    if path.suffix != ".safetensors":
+        raise Difference(f"{path} differs from {expected}")
+    ours, theirs = _tensors(one), _tensors(other)
+    differs = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+    if differs:
+        raise Difference(f"{path} differs from {expected} in {len(differs)} of {len(theirs)}: {', '.join(differs[:5])}")
+
+
+def _tensors(data: bytes) -> dict[str, tuple[Any, ...]]:
+    """Dtype, shape and bytes by name, as https://github.com/huggingface/safetensors describes the format."""
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    found = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            found[name] = entry["dtype"], entry["shape"], data[start:end]
+    return found

@@ -47,7 +47,7 @@ FATES: dict[str, tuple[int, set[int]]] = {
     "asked to save": (1, {0}),
     "pipe closed": (1, {0}),
     "terminal closed": (1, {0, 129, -signal.SIGHUP}),
-    "disk full": (2, {0, 1, 2}),
+    "disk full": (5, {0, 1, 2}),
 }
 
 

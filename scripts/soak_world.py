@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 GPT2 = ("model.overrides.n_layer=2", "model.overrides.n_embd=96")
+DROPOUT = tuple(f"model.overrides.{name}_pdrop=0.1" for name in ("resid", "embd", "attn"))
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,12 @@ class Kind:
 
 
 KINDS = (
-    Kind("gpt2-bf16", (*GPT2, "--micro-batch", "2"), plain=True),
-    Kind("gpt2-fp16-accumulate", (*GPT2, "--dtype", "fp16", "--micro-batch", "2", "--accumulate", "2"), plain=True),
+    Kind("gpt2-bf16-dropout", (*GPT2, *DROPOUT, "--micro-batch", "2"), plain=True),
+    Kind(
+        "gpt2-fp16-accumulate",
+        (*GPT2, *DROPOUT, "--dtype", "fp16", "--micro-batch", "2", "--accumulate", "2"),
+        plain=True,
+    ),
     Kind("gpt2-fp32-8bit", (*GPT2, "--dtype", "fp32", "--micro-batch", "2", "optim.states=8bit")),
     Kind("qwen3-bf16-8bit", ("--micro-batch", "2", "optim.states=8bit"), model="qwen3"),
     Kind("qwen3-fp32", ("--dtype", "fp32", "--micro-batch", "1", "--accumulate", "2"), model="qwen3", plain=True),

@@ -205,5 +205,8 @@ def _drive(drive: DriveFacts) -> Iterator[Check]:
 
 
 def _output(output: DriveFacts) -> Check:
-    found = f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
-    return Check(f"output {output.directory}", "ok" if output.free_bytes > 1e9 else "failure", found)
+    """Little room is no failure: what a run's checkpoints take is the plan's to say, and small models take little."""
+    name, found = f"output {output.directory}", f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
+    if output.free_bytes > 1e9:
+        return Check(name, "ok", found)
+    return Check(name, "warning", found, "`offload-train plan` says what checkpoints take; name another --output")

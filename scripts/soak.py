@@ -38,11 +38,12 @@ ON_DRIVES = (
 )
 # What may happen to a training command, how often, and the exit codes that it may have then.
 FATES: dict[str, tuple[int, set[int]]] = {
-    "goes on": (3, {0}),
+    "goes on": (2, {0}),
     "SIGKILL": (5, {0, -signal.SIGKILL}),
     "SIGINT": (2, {0, 130}),
     "SIGTERM": (2, {0, 143, -signal.SIGTERM}),
     "SIGHUP": (1, {0, 129, -signal.SIGHUP}),
+    "SIGQUIT": (1, {0, 131, -signal.SIGQUIT}),
     "SIGUSR1": (1, {0}),
     "asked to save": (1, {0}),
     "pipe closed": (1, {0}),
@@ -116,22 +117,19 @@ class Soak:
         self.sequence: list[str] = []  # of this round
         self.dice = random.Random()
         self.trials: list[Trial] = []
-        self.serial = 0
+        self.serial = self.made = 0
 
     def round(self, number: int) -> None:
         """One or two runs, from nothing to their end."""
         self.sequence, self.dice, self.serial = [], random.Random(f"{self.seed} {number}"), 0
-        self.trials = []
-        for name in "ab"[: self.dice.choice((1, 1, 2))]:
-            trial = self.world.new_trial(self.dice, f"run-{name}", self.kinds)
-            self.trials.append(trial)
-            self.note(f"{trial.output}: {trial.kind.name}, keep {trial.keep}")
-            self.world.alone(trial.kind)
+        self.made = 0
+        self.trials = [self.new_trial() for _ in range(self.dice.choice((1, 1, 2)))]
         names, weights = [*self.actions], [weight for weight, _ in self.actions.values()]
-        for _ in range(self.dice.randrange(3, 9)):
+        for _ in range(self.dice.randrange(4, 11)):
             (name,) = self.dice.choices(names, weights)
             self.actions[name][1](self)
             self.world.check(self.trials)
+            self.begin_anew()
         for trial in self.trials:
             self.train([(trial, "goes on")])
             if self.dice.random() < 0.3:
@@ -141,6 +139,21 @@ class Soak:
             self.world.remove(trial)
         self.done["rounds"] += 1
         print(f"round {number}: {', '.join(trial.kind.name for trial in self.trials)}: no difference", flush=True)
+
+    def new_trial(self) -> Trial:
+        self.made += 1
+        trial = self.world.new_trial(self.dice, f"run-{self.made}", self.kinds)
+        self.note(f"{trial.output}: {trial.kind.name}, keep {trial.keep}")
+        self.world.alone(trial.kind)
+        return trial
+
+    def begin_anew(self) -> None:
+        """A run that is done has little left to happen to it: at times it makes room for another."""
+        for place, trial in enumerate(self.trials):
+            if trial.newest == STEPS and self.dice.random() < 0.7:
+                self.note(f"rm -r {trial.output}")
+                self.world.remove(trial)
+                self.trials[place] = self.new_trial()
 
     def note(self, line: str) -> None:
         self.sequence.append(f"  {line}")

@@ -215,7 +215,8 @@ def moment(dice: random.Random, output: Path, *, steps: int) -> tuple[str, Calla
 
 def what_was_hit(output: Path, text: str) -> str:
     """What a killed run was at, from what it left and said."""
-    left = [path.name for path in (output / "checkpoints").glob(".step-*")]
+    names = [path.name for path in (output / "checkpoints").glob(".step-*")]
+    left = [name for name in names if re.fullmatch(r"\.step-[0-9]+\.[a-z]+", name)]
     if any(name.endswith(".tmp") for name in left):
         return "in a save"
     if left:

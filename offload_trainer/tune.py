@@ -25,6 +25,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.readback import parsed
 from offload_trainer.settings import load_config
 
 _WARM = 2
@@ -129,7 +130,9 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
         command += ["--output", f"{folder}/run"]
         with log.open("w") as errors:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
-        trial.steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        trial.steps = [
+            parsed(line, dict[str, Any], finite=False) for line in done.stdout.splitlines() if line.startswith("{")
+        ]
         if done.returncode:
             reason = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
             trial.failed = f"{reason}: {' '.join(log.read_text(errors='replace').split())[-300:]}"

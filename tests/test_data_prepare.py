@@ -285,7 +285,7 @@ def test_sizes_that_do_not_match_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"0 bytes are not"):
         TokenFile.open(path)
     sidecar_path(path).write_text('{"dtype": "float32", "tokens": 1}')
-    with pytest.raises(UserError, match="uint16 or uint32"):
+    with pytest.raises(UserError, match="'uint16' or 'uint32'"):
         TokenFile.open(path)
 
 

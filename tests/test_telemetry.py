@@ -201,16 +201,16 @@ def test_what_json_has_no_word_for_is_null(bad):
     line = a_step(loss=bad, grad_norm=bad, phases=phases).to_json()
     found = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
     assert (found["loss"], found["grad_norm"], found["phases"]["forward"]) == (None, None, None)
-    assert StepRecord.from_json(line).loss is None
+    assert StepRecord.from_json(a_step(loss=bad, grad_norm=bad).to_json()).loss is None
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, -1])
 def test_a_torn_or_foreign_line_is_no_record(cut):
     with pytest.raises(ValueError):  # noqa: PT011 - also json's own
         StepRecord.from_json(a_step().to_json()[:cut])
-    with pytest.raises(ValueError, match="not a record with the keys"):
+    with pytest.raises(ValueError, match="tokens is missing"):
         StepRecord.from_json('{"step": 1}')
-    with pytest.raises(ValueError, match="not a record with the keys"):
+    with pytest.raises(ValueError, match="it should be"):
         EvalRecord.from_json("[1]")
 
 

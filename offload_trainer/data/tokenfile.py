@@ -21,15 +21,17 @@ import shutil
 import stat
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
+from pydantic import Field, with_config
 
 from offload_trainer.data.bare import BLOCK, bare_dtype, refuse_foreign, scan
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.readback import LENIENT, Count, Crc32s, Line, open_file, read_back
 from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
@@ -103,7 +105,8 @@ class TokenFile:
             raise UserError(
                 f"data.token_dtype={dtype}, but {sidecar} says {told}; leave the key out, or correct that file"
             )
-        size = path.stat().st_size
+        file = _opened(path)
+        size = os.fstat(file.fileno()).st_size
         width = 4 if told == "uint32" else 2
         if size == 0 or size % width:
             ids = f"{'uint16' if told == 'auto' else told} ids"
@@ -113,7 +116,6 @@ class TokenFile:
                 f"{path}: {sidecar.name} says {fields['tokens']} {told} ids, and the file holds "
                 f"{size // width} ({size} bytes); delete both and make them again"
             )
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as the run reads
         sums, largest = tuple(fields.get("crc32", ())), None
         if not sums:
             if told == "auto":
@@ -185,15 +187,30 @@ def _why(dtype: str, *, asked: str) -> str:
     return ", as nanoGPT writes them" if dtype == "uint16" else ": the upper half of every id is at most 15"
 
 
-def _read_sidecar(path: Path) -> dict:
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Sidecar:
+    dtype: Literal["uint16", "uint32"]
+    tokens: Annotated[Count, Field(gt=0)]
+    text_bytes: Count | None = None
+    tokenizer: Line | None = None
+    vocabulary: Annotated[Count, Field(gt=0)] | None = None
+    end_of_text: Count | None = None
+    crc32: Crc32s = field(default_factory=list)
+
+
+def _read_sidecar(path: Path) -> dict[str, Any]:
+    fix = "Correct it, or delete it and its .bin and make them again"
+    return asdict(read_back(path, _Sidecar, links=True, fix=fix))
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        fields = json.loads(path.read_text("utf-8"))
+        return open(open_file(path, links=True), "rb", buffering=0)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is not there") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); delete it and its .bin and make them again") from error
-    wrong = not isinstance(fields, dict) or fields.get("dtype") not in ("uint16", "uint32")
-    if wrong or not isinstance(fields.get("tokens"), int):
-        raise UserError(f"{path} needs at least a dtype (uint16 or uint32) and tokens (a count); correct or delete it")
-    return fields
+        raise UserError(f"{path} cannot be read: {error}; a token file is a file of ids") from error
 
 
 class TokenWriter:

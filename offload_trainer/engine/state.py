@@ -24,14 +24,14 @@ import torch
 from pydantic import Field, with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
+from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.readback import EXACT, Number, Steps, read_back
+from offload_trainer.tiers.account import States
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.tiers.moments import decode_8bit
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-_States = Annotated[str, Field(pattern=f"^({'|'.join(FIELDS)})$")]
 _Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
 
 
@@ -43,7 +43,7 @@ class EngineState:
     optimizer_steps: Steps  # that changed the weights; Adam's bias correction counts these
     loss_scale: _Scale | None = None  # of a run in fp16
     good_steps: Steps = 0  # since the loss scale last changed
-    states: _States = "fp32"  # how moments were stored
+    states: States = "fp32"  # how moments were stored
     weight_steps: dict[str, Steps] = field(default_factory=dict)  # of weights that had no gradient in every step
 
     def steps_of(self, name: str) -> int:

@@ -19,8 +19,10 @@ from safetensors import safe_open
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.sources import NamedTensor, Source
-from offload_trainer.model.conversions import Group, saved_groups
+from offload_trainer.model.conversions import Group, read_model_config, saved_groups
+from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.model.source import BUFFERS
+from offload_trainer.readback import read_back
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.tiers.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
@@ -62,7 +64,7 @@ def write_model(
     try:
         copy_tree(source.model, temporary)
         (temporary / BUFFERS).unlink(missing_ok=True)
-        _set_dtype(temporary / "config.json", DTYPES[dtype])
+        _set_dtype(temporary, DTYPES[dtype])
         write_text(temporary / "README.md", source.card(dtype))
         _write_shards(_converted(source.weights(), groups), temporary, entries=entries, shard_bytes=shard_bytes)
         sync_directory(temporary)
@@ -119,11 +121,11 @@ def check_destination(destination: Path, total: int, *, replace: bool = False) -
         raise UserError(f"{destination}: the export takes {format_bytes(total)} and {format_bytes(free)} are free")
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    config = json.loads(path.read_text())
+def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
+    config = read_model_config(directory)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    write_text(path, json.dumps(config, indent=2) + "\n")
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _write_shards(
@@ -187,7 +189,7 @@ def check_export(directory: Path, source: Source, *, groups: Sequence[Group], en
     wrong += [f"{name} is missing" for name in expected if name not in held]
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        told = json.loads(index.read_text())["weight_map"]
+        told = read_back(index, ShardIndex, fix="Export once more").weight_map
         wrong += [f"the index puts {name} in {told.get(name)}" for name in held if told.get(name) != held[name].name]
     sample = {id(group): group for group in [*groups[:: max(1, len(groups) // _SAMPLE)], groups[-1]]}
     compared = 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ import torch
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.directory import check_destination
 from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config, add_tokenizer
+from offload_trainer.model.conversions import read_model_config
 from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
@@ -129,7 +129,7 @@ def write_gguf(
 
 def _read_config(model: Path) -> Config:
     """config.json as transformers saves it, with every option in it; UserError if llama.cpp computes another model."""
-    config: Config = json.loads((model / "config.json").read_text())
+    config: Config = read_model_config(model)
     classes = config.get("architectures") or []
     known = ARCHITECTURES.get(config.get("model_type", ""))
     if known is None or any(name != known.model_class for name in classes):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.readback import read_back
 
 if TYPE_CHECKING:  # an extra, so it is imported where it is used
     import gguf
@@ -60,8 +61,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> No
     file, settings = model / "tokenizer.json", model / "tokenizer_config.json"
     if not file.exists():
         raise UserError(f"{model}: no tokenizer.json, so its tokenizer is none that llama.cpp is known to share")
-    content = json.loads(file.read_text())
-    named = json.loads(settings.read_text()) if settings.exists() else {}
+    fix = "Put the tokenizer's own file there"
+    content = read_back(file, dict[str, Any], links=True, fix=fix)
+    named = read_back(settings, dict[str, Any], links=True, fix=fix) if settings.exists() else {}
     splitting = _splitting(content)
     tokens = _tokens(content, rows=config["vocab_size"])
     special = _special_tokens(named, tokens, config=config)

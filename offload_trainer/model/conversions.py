@@ -11,7 +11,6 @@ first, so that names and shapes are known before a byte is read.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from transformers.core_model_loading import (
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.initial import meta_model
+from offload_trainer.readback import read_back
 
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], torch.Tensor]
@@ -93,10 +93,16 @@ def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
 
 def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     """`saving_groups` for the model that a directory's config.json describes."""
-    if "auto_map" in json.loads((directory / "config.json").read_text()):
+    if "auto_map" in read_model_config(directory):
         # Code of its own, which transformers has no rules for, and which is not run for an export.
         return [Group((name,), _as_it_is(name)) for name in names]
     return saving_groups(names, meta_model(AutoConfig.from_pretrained(directory)))
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """A model directory's config.json. Some hold Infinity (Mamba's time steps). UserError where it cannot be read."""
+    fix = "It is no model's configuration; save or download it again"
+    return read_back(directory / "config.json", dict[str, Any], links=True, finite=False, fix=fix)
 
 
 def _as_it_is(name: str) -> Callable[[Read], dict[str, torch.Tensor]]:

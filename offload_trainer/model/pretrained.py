@@ -7,7 +7,6 @@ not fit is named at once, before anything is read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,24 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import with_config
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.conversions import Group, loading_groups
 from offload_trainer.model.initial import NamedTensor, tied_names
+from offload_trainer.readback import LENIENT, FileName, read_back
 from offload_trainer.tiers.tensorfile import TensorFileReader
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class ShardIndex:
+    """What a model.safetensors.index.json says."""
+
+    weight_map: dict[str, FileName]
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors shards of a model directory; UserError where there are none or one is missing."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index}: not an index of shards ({type(error).__name__}: {error})") from error
-        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-            raise UserError(f"{index}: names {outside[0]}, which lies outside")
+        fix = "It is no index of shards; save the weights again, or download them again"
+        names = sorted(set(read_back(index, ShardIndex, links=True, fix=fix).weight_map.values()))
         missing = [name for name in names if not (directory / name).exists()]
         if missing:
             raise UserError(f"{directory}: {index.name} names shards that are not there: {', '.join(missing)}")

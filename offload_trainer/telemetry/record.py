@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from pydantic import with_config
 
+from offload_trainer.readback import EXACT, Count, Flag, Number, Steps, parsed
+
+
+@with_config(EXACT)
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step. Its fields are the keys of a line of metrics.jsonl: a contract with its readers."""
 
-    step: int  # steps done, this one included
-    tokens: int  # trained on so far in the run, by all ranks
-    loss: float | None  # mean over the step's tokens, in nats
-    grad_norm: float | None  # global, before clipping; None when the step overflowed
-    lr: float
-    loss_scale: float  # 1.0 when unused
-    seconds: float  # the whole optimizer step
-    tokens_per_second: float
-    mfu: float | None  # None where the device's peak is not known
-    phases: dict[str, float]  # seconds
-    nvme_read_bytes: int | None  # of this step, counted by the kernel; None where it does not count
-    nvme_written_bytes: int | None
-    host_rss_bytes: int  # peak so far
-    device_peak_bytes: int  # peak so far
-    skipped: bool  # no update was made
+    step: Steps  # steps done, this one included
+    tokens: Count  # trained on so far in the run, by all ranks
+    loss: Number | None  # mean over the step's tokens, in nats
+    grad_norm: Number | None  # global, before clipping; None when the step overflowed
+    lr: Number
+    loss_scale: Number  # 1.0 when unused
+    seconds: Number  # the whole optimizer step
+    tokens_per_second: Number
+    mfu: Number | None  # None where the device's peak is not known
+    phases: dict[str, Number]  # seconds
+    nvme_read_bytes: Count | None  # of this step, counted by the kernel; None where it does not count
+    nvme_written_bytes: Count | None
+    host_rss_bytes: Count  # peak so far
+    device_peak_bytes: Count  # peak so far
+    skipped: Flag  # no update was made
 
     def to_json(self) -> str:
         """One line without its end. JSON has no NaN and no infinity: they become null."""
@@ -35,17 +40,18 @@ class StepRecord:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """The record that `to_json` wrote. Raises ValueError on anything else, such as a torn line."""
-        return cls(**_checked(line, {field.name for field in fields(cls)}))
+        return parsed(line, cls)
 
 
+@with_config(EXACT)
 @dataclass(frozen=True)
 class EvalRecord:
     """One validation. Its fields are the keys of a line of evaluations.jsonl."""
 
-    step: int  # steps done before it
-    validation_loss: float | None  # mean over the validation tokens, in nats
-    perplexity: float | None
-    bits_per_byte: float | None  # None where the bytes behind the tokens are not known
+    step: Steps  # steps done before it
+    validation_loss: Number | None  # mean over the validation tokens, in nats
+    perplexity: Number | None
+    bits_per_byte: Number | None  # None where the bytes behind the tokens are not known
 
     def to_json(self) -> str:
         """One line without its end; NaN and infinity become null."""
@@ -54,7 +60,7 @@ class EvalRecord:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """The record that `to_json` wrote. Raises ValueError on anything else."""
-        return cls(**_checked(line, {field.name for field in fields(cls)}))
+        return parsed(line, cls)
 
 
 def perplexity(loss: float) -> float:
@@ -95,10 +101,3 @@ def _to_json(record: StepRecord | EvalRecord) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(finite(asdict(record)), allow_nan=False)
-
-
-def _checked(line: str, names: set[str]) -> dict[str, Any]:
-    found = json.loads(line)
-    if not isinstance(found, dict) or found.keys() != names:
-        raise ValueError(f"not a record with the keys {', '.join(sorted(names))}: {line[:80]!r}")
-    return found

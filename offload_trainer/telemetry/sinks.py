@@ -7,16 +7,18 @@ record ── Telemetry ─┬─ metrics.jsonl, evaluations.jsonl
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import with_config
 from tqdm import tqdm
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.readback import LENIENT, Steps, parsed
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 from offload_trainer.units import format_count, format_seconds
 
@@ -63,10 +65,18 @@ class JsonLines:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Stepped:
+    """A line of either file."""
+
+    step: Steps
+
+
 def _is_up_to(line: bytes, step: int) -> bool:
     try:
-        return bool(json.loads(line)["step"] <= step)
-    except (ValueError, KeyError, TypeError):  # torn: a whole object is one that has its closing brace
+        return parsed(line, _Stepped).step <= step
+    except ValueError:  # torn: a whole object is one that has its closing brace
         return False
 
 

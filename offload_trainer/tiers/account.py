@@ -9,23 +9,31 @@ A killed process loses nothing that it has written to `progress`: the kernel has
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
+from pydantic import Field, Strict, with_config
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.plan.layout import RAM, Page, Unit, page_bytes
+from offload_trainer.plan.layout import ALIGN, FIELDS, RAM, Page, Unit, page_bytes
+from offload_trainer.readback import EXACT, Count, Flag, Line, Steps, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.tiers.durable import write_text
-from offload_trainer.tiers.store import offsets
+from offload_trainer.tiers.store import offsets, size_of_home
 from offload_trainer.units import format_count
 
 DESCRIPTION = "store.json"
 _PROGRESS, _RECORD = "progress", 64  # name; bytes
 _MASTER = 4  # bytes; masters are a page's first field
+_FIX = "Export the run's newest checkpoint"
+
+States = Annotated[str, Field(pattern=f"^({'|'.join(FIELDS)})$")]
+_PageElements = Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
+_Home = Annotated[int, Strict(), Field(ge=RAM, lt=1000)]
 
 
 class StoreAccount:
@@ -89,9 +97,14 @@ class StoredMasters:
         view, done = out.view(-1).view(torch.uint8).numpy().data, 0
         for stretch in self.places[name]:
             size = _MASTER * stretch.elements
-            with open(stretch.file, "rb") as file:
-                file.seek(stretch.offset)
-                got = file.readinto(view[done : done + size])
+            try:
+                with open(open_file(stretch.file), "rb") as file:
+                    file.seek(stretch.offset)
+                    got = file.readinto(view[done : done + size])
+            except (OSError, ValueError) as error:
+                raise TrainerError(
+                    f"{stretch.file}: {size} bytes at {stretch.offset} cannot be read: {error}"
+                ) from error
             if got != size:
                 raise TrainerError(f"{stretch.file}: cut short: {got} of {size} bytes of {name} at {stretch.offset}")
             done += size
@@ -102,44 +115,117 @@ class StoredMasters:
             yield name, self.read(name)
 
 
+@with_config(EXACT)
+@dataclass(frozen=True)
+class _ToldWeight:
+    name: Line
+    shape: tuple[Count, ...]
+    unit: Count
+    start: Count
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class _ToldPage:
+    unit: Count
+    start: Count
+    elements: _PageElements
+    home: _Home
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class _Told:
+    """What a store.json says."""
+
+    drives: list[str]
+    states: States
+    pages: list[_ToldPage]
+    weights: list[_ToldWeight]
+    fixed: list[Line]
+    model: str
+    boot: str
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class _Progress:
+    step: Steps
+    updating: Flag
+
+
 def read_store(directory: Path) -> StoredMasters:
     """The masters in a private directory that a dead run left. UserError where they are not all in files."""
-    try:
-        told: dict[str, Any] = json.loads((directory / DESCRIPTION).read_text())
-        progress = json.loads((directory / _PROGRESS).read_bytes() or "null")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{directory}: no account of page files that can be read: {error}") from error
-    if progress is None:
-        raise UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
-    pages = [Page(**page) for page in told["pages"]]
-    lost = sum(page.elements for page in pages if page.home == RAM)
-    if lost or told["fixed"]:
-        total = format_count(sum(page.elements for page in pages))
-        what = f"{format_count(lost)} of {total} masters" if lost else f"{len(told['fixed'])} fixed weights"
+    told = read_back(directory / DESCRIPTION, _Told, fix=_FIX)
+    progress = _read_progress(directory)
+    lost = sum(page.elements for page in told.pages if page.home == RAM)
+    if lost or told.fixed:
+        total = format_count(sum(page.elements for page in told.pages))
+        what = f"{format_count(lost)} of {total} masters" if lost else f"{len(told.fixed)} fixed weights"
         raise UserError(f"{directory}: {what} were in memory and went with the run; export its newest checkpoint")
-    shapes = {weight["name"]: tuple(weight["shape"]) for weight in told["weights"]}
-    files = [Path(drive) / "state" for drive in told["drives"]]
-    sizes = [page_bytes(page.elements, states=told["states"]) for page in pages]
-    starts = offsets(sizes, [page.home for page in pages])
-    places = {
-        weight["name"]: [
-            _Stretch(files[page.home], start + _MASTER * (first - page.start), last - first)
-            for page, start in zip(pages, starts, strict=True)
-            if page.unit == weight["unit"]
-            and (first := max(weight["start"], page.start))
-            < (last := min(weight["start"] + _numel(weight), page.start + page.elements))
-        ]
-        for weight in told["weights"]
-    }
+    try:
+        _refuse_outside(directory, told)
+        places = _places(told, [Path(drive) / "state" for drive in told.drives])
+    except (ValueError, OSError) as error:
+        raise UserError(f"{directory}: {error}. {_FIX}") from error
     # After a power cut the record may be older than the pages, which pass the cache by.
-    updating = progress["updating"] or told["boot"] != _boot()
-    return StoredMasters(progress["step"], updating, shapes, Path(told["model"]), places)
+    updating = progress.updating or told.boot != _boot()
+    shapes = {weight.name: weight.shape for weight in told.weights}
+    return StoredMasters(progress.step, updating, shapes, Path(told.model), places)
+
+
+def _read_progress(directory: Path) -> _Progress:
+    try:
+        record = file_bytes(directory / _PROGRESS, most=_RECORD)
+        if record:
+            return parsed(record, _Progress)
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"{directory / _PROGRESS} cannot be read: {error}. {_FIX}") from error
+    raise UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
+
+
+def _refuse_outside(directory: Path, told: _Told) -> None:
+    """ValueError where files or the model would be taken from a directory that is not this run's."""
+    ours = file_bytes(directory / DESCRIPTION)
+    for drive in map(Path, told.drives):
+        account = drive / DESCRIPTION
+        if not account.is_file() or account.stat().st_size != len(ours) or file_bytes(account) != ours:
+            raise ValueError(f"{shown(str(drive))} is not one of its run's directories: it holds no such {DESCRIPTION}")
+    if directory.resolve() not in [Path(drive).resolve() for drive in told.drives]:
+        raise ValueError(f"{DESCRIPTION} is of the run in {shown(', '.join(told.drives))}")
+
+
+def _places(told: _Told, files: Sequence[Path]) -> dict[str, list[_Stretch]]:
+    """Where each weight's master lies. ValueError where pages do not hold all of it, or a file not all of a page."""
+    homes = [page.home for page in told.pages]
+    if max(homes, default=0) >= len(files):
+        raise ValueError(f"{DESCRIPTION} has a page on drive {max(homes)} of {len(files)}")
+    sizes = [page_bytes(page.elements, states=told.states) for page in told.pages]
+    for home, file in enumerate(files):
+        need = size_of_home(sizes, homes, home)
+        if need and (not file.is_file() or file.stat().st_size < need):
+            raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
+    of_unit: dict[int, list[tuple[_ToldPage, int]]] = {}
+    for page, start in zip(told.pages, offsets(sizes, homes), strict=True):
+        of_unit.setdefault(page.unit, []).append((page, start))
+    places = {}
+    for weight in told.weights:
+        places[weight.name] = [
+            _Stretch(files[page.home], start + _MASTER * (first - page.start), last - first)
+            for page, start in of_unit.get(weight.unit, ())
+            if (first := max(weight.start, page.start))
+            < (last := min(weight.start + weight.numel, page.start + page.elements))
+        ]
+        held = sum(stretch.elements for stretch in places[weight.name])
+        if held != weight.numel:
+            raise ValueError(f"{DESCRIPTION} has pages for {held} elements of {weight.name}, which has {weight.numel}")
+    return places
 
 
 def _boot() -> str:
     """What tells this start of the system from every other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _numel(weight: dict[str, Any]) -> int:
-    return torch.Size(weight["shape"]).numel()

@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 
 MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
 _DEEPEST = 64  # of what is written here, a plan within run.json is the deepest: 7
-_MOST_DIGITS = 20
+_MOST_DIGITS = 100  # transformers writes 31 for a tokenizer without a limit; counts have bounds of their own
 _SHOWN = 160  # characters of something from a file, in a message
 
 # Of a record's class: keys that it does not know are an error, or passed over.

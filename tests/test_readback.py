@@ -13,9 +13,13 @@ import pytest
 from test_checkpoint import save
 
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
+from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card
+from offload_trainer.machine import cache
+from offload_trainer.machine.profile import DriveFacts, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.manifest import Manifest
+from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.readback import file_bytes, parsed, read_back, shown
 
 WRONG = {
@@ -152,3 +156,117 @@ def test_a_card_is_refused_where_the_run_record_says_nothing_of_use(tmp_path: Pa
     _edit(checkpoint, lambda run: run.update(config={"model": {"name": 1}}), name="run.json")
     with pytest.raises(UserError, match=r"run\.json cannot be read: config.model.name should be"):
         checkpoint_card(checkpoint, dtype="fp16")
+
+
+# -- machines --------------------------------------------------------------------------------------------------------
+
+MACHINE = MachineProfile(
+    gpu=None,
+    gpu_bytes=0,
+    ram_bytes=10**9,
+    cores=2,
+    drives=(),
+    output=DriveFacts("out", 10**9, "ext4"),
+    rates=Rates(memory=Rate(1e9, "measured", "a triad")),
+)
+CACHES = {
+    "not JSON": ("{torn", "it is not JSON"),
+    "a list of machines": ('{"machines": []}', "machines should be"),
+    "an entry that is none": ('{"machines": {"KEY": 1}}', "should be"),
+    "a rate of another version": ('{"machines": {"KEY": {"rates": {"warp": {"value": 1}}}}}', "warp is not known to"),
+    "a speed of nothing": (
+        '{"machines": {"KEY": {"rates": {"memory": {"value": 0, "origin": "measured", "source": ""}}}}}',
+        "rates.memory.value should be greater than",
+    ),
+    "ratios of text": ('{"machines": {"KEY": {"rates": {}, "ratios": {"tiered.update": ["1"]}}}}', "valid number"),
+    "deep": ("[" * 100_000, "nested deeper"),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    text, wrong = CACHES[name]
+    cache.cache_file().write_text(text.replace("KEY", cache.fingerprint(MACHINE)))
+    found = cache.with_cached_rates(MACHINE)
+    assert found.rates == Rates()
+    (note,) = found.notes
+    assert wrong in note
+    assert note.isprintable()
+    cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # of a machine that was not timed: nothing is kept
+    cache.keep_rates(MACHINE)
+    cache.keep_ratios(MACHINE, {"tiered.update": 1.5})
+    again = cache.with_cached_rates(MACHINE)
+    assert again.notes == ()
+    assert again.rates.memory == MACHINE.rates.memory
+    assert again.rates.corrections == {"tiered.update": 1.5}
+
+
+def test_entries_of_other_machines_and_versions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    other = {"rates": {"warp": 9}, "more": [1]}
+    cache.cache_file().write_text(json.dumps({"machines": {"other": other}, "drives": {}}))
+    assert cache.with_cached_rates(MACHINE).notes == ()
+    cache.keep_rates(MACHINE)
+    assert json.loads(cache.cache_file().read_text())["machines"]["other"] == other
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"cores": 0}, "cores should be greater than or equal to 1"),
+        ({"ram_bytes": -1}, "ram_bytes should be"),
+        ({"gpu": "\u001b[2J"}, r"gpu should be text of one line that can be printed, and is '\\x1b"),
+        ({"warp": 1}, "warp is not known"),
+        ({"rates": {"memory": {"value": 1e-300, "origin": "measured", "source": ""}}}, "rates.memory.value should be"),
+        ({"drives": [{}]}, "drives.0.directory is missing"),
+    ],
+)
+def test_a_described_machine_is_of_its_kind(change: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(MACHINE.to_json()))
+    assert read_machine(str(path)) == MACHINE
+    path.write_text(json.dumps(MACHINE.to_json() | change))
+    with pytest.raises(UserError, match=wrong):
+        read_machine(str(path))
+    with pytest.raises(UserError, match="it is a directory"):
+        read_machine(str(tmp_path))
+
+
+# -- beside tokens and weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "wrong"),
+    [
+        ('{"dtype": "uint16", "tokens": 2, "crc32": 5}', "crc32 should be"),
+        ('{"dtype": "uint16", "tokens": 2, "crc32": ["a"]}', r"crc32\.0 should be"),
+        ('{"dtype": "uint16", "tokens": -2}', "tokens should be"),
+        ('{"dtype": "uint16", "tokens": 2, "tokenizer": "a\\u0000"}', "tokenizer should be"),
+        ('{"dtype": "uint16", "tokens": 2, "vocabulary": 0}', "vocabulary should be"),
+        ("[]", "it should be"),
+    ],
+)
+def test_a_sidecar_of_other_types_is_refused(sidecar: str, wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "t.bin").write_bytes(bytes(4))
+    (tmp_path / "t.bin.json").write_text(sidecar)
+    with pytest.raises(UserError, match=rf"t\.bin\.json cannot be read: {wrong}.*make them again"):
+        TokenFile.open(tmp_path / "t.bin")
+
+
+def test_a_directory_as_a_token_file(tmp_path: Path) -> None:
+    (tmp_path / "t.bin").mkdir()
+    with pytest.raises(UserError, match="it is a directory; a token file is"):
+        TokenFile.open(tmp_path / "t.bin")
+
+
+@pytest.mark.parametrize(
+    "index",
+    ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "{}", "[]", '{"weight_map": {"a": "../b"}}', "[" * 10**6, "\0"],
+)
+def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"index\.json cannot be read: .*It is no index of shards"):
+        checkpoint_files(tmp_path)

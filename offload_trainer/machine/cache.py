@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_trainer.machine.profile import DriveFacts, MachineProfile, drive_rates, rates_from_json
+from pydantic import with_config
+
+from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rates, Ratio
 from offload_trainer.places import cache_directory
+from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, parsed, shown
 
 _KEEP = 5  # runs whose ratios of measured to predicted seconds count
 
@@ -33,12 +36,36 @@ def _drive_key(drive: DriveFacts) -> str:
     return f"{drive.disk or drive.device} {drive.filesystem} {drive.throttle}".strip()
 
 
-def _read() -> dict[str, Any]:
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Kept:
+    """The file. Entries are looked at one by one, since others may be of another version."""
+
+    machines: dict[str, Any] = field(default_factory=dict)
+    drives: dict[str, Any] = field(default_factory=dict)
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _OfMachine:
+    rates: Rates
+    ratios: dict[Line, list[Ratio]] = field(default_factory=dict)
+
+
+def _read() -> _Kept:
+    """What is kept, which may be nothing. ValueError where it cannot be read."""
     try:
-        stored = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
+        return parsed(file_bytes(cache_file(), links=True), _Kept)
+    except FileNotFoundError:
+        return _Kept()
+
+
+def _to_change() -> dict[str, Any]:
+    """What is kept, to be written again; a file that cannot be read is replaced."""
+    try:
+        return asdict(_read())
+    except ValueError:
+        return asdict(_Kept())
 
 
 def _write(stored: dict[str, Any]) -> None:
@@ -50,38 +77,51 @@ def _write(stored: dict[str, Any]) -> None:
 
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:
-    """The machine with what is known of its speed; as it was where nothing is."""
-    stored = _read()
-    here = stored.get("machines", {}).get(fingerprint(machine), {})
-    corrections = {key: median(ratios) for key, ratios in here.get("ratios", {}).items() if ratios}
-    rates = rates_from_json(here.get("rates", {}) | {"corrections": corrections})
-    drives = []
-    for drive in machine.drives:
-        known = stored.get("drives", {}).get(_drive_key(drive))
-        drives.append(replace(drive, rates=drive_rates(known) if known else None))
-    return replace(machine, rates=rates, drives=tuple(drives))
+    """The machine with what is known of its speed, and a note where what was kept cannot be read."""
+    notes: list[str] = []
+
+    def known(entries: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
+        try:
+            return as_kind(entries[key], kind) if key in entries else None
+        except ValueError as error:
+            notes.append(
+                f"{cache_file()}, {shown(key)}: {error}; its speed is not known until it is timed again (bench)"
+            )
+            return None
+
+    try:
+        stored = _read()
+    except ValueError as error:
+        notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
+        stored = _Kept()
+    here = known(stored.machines, fingerprint(machine), _OfMachine) or _OfMachine(Rates())
+    corrections = {key: median(ratios) for key, ratios in here.ratios.items() if ratios}
+    drives = [replace(drive, rates=known(stored.drives, _drive_key(drive), DriveRates)) for drive in machine.drives]
+    rates = replace(here.rates, corrections=corrections)
+    return replace(machine, rates=rates, drives=tuple(drives), notes=(*machine.notes, *dict.fromkeys(notes)))
 
 
 def keep_rates(machine: MachineProfile) -> None:
     """Store what was timed. Ratios of earlier runs do not hold for new rates and are dropped."""
-    stored = _read()
+    stored = _to_change()
     values = asdict(machine.rates)
     values.pop("corrections")
-    stored.setdefault("machines", {})[fingerprint(machine)] = {"rates": values, "ratios": {}}
+    stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
     for drive in machine.drives:
         if drive.rates is not None:
-            stored.setdefault("drives", {})[_drive_key(drive)] = asdict(drive.rates)
+            stored["drives"][_drive_key(drive)] = asdict(drive.rates)
     _write(stored)
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
     """Store measured / predicted seconds of a run, by "engine.phase", for the next plan on this machine."""
-    stored = _read()
-    here = stored.get("machines", {}).get(fingerprint(machine))
-    if here is None:
+    stored = _to_change()
+    try:
+        kept = as_kind(stored["machines"].get(fingerprint(machine)), _OfMachine).ratios
+    except ValueError:  # not timed
         return
-    kept = here.setdefault("ratios", {})
     for key, ratio in ratios.items():
         # Relative to what this run was corrected by already.
         kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
+    stored["machines"][fingerprint(machine)]["ratios"] = kept
     _write(stored)

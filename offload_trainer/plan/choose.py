@@ -297,7 +297,7 @@ def _tiers(items: list[Item], machine: MachineProfile, *, world: int) -> dict[st
 def _notes(
     config: TrainConfig, placement: Placement, traffic: Sequence[Traffic], *, engine: str, machine: MachineProfile
 ) -> tuple[str, ...]:
-    notes = []
+    notes = list(machine.notes)
     for drive in machine.drives:
         written = sum(moved.written for moved in traffic if moved.place == drive.directory)
         if written and drive.endurance_bytes:

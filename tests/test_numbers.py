@@ -88,7 +88,7 @@ def counted_flops(source: ModelSource) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("name", "frozen"), CASES)
 def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
-    """Exactly, also of frozen weights, whose own gradients nobody computes, nor what lies before all that is trained."""
+    """Exactly; also of frozen weights, whose gradients nobody computes, nor what lies before all that is trained."""
     source = source_of(tmp_path, name, frozen)
     shape = source.shape
     forward, backward = counted_flops(source)

@@ -1,48 +1,177 @@
-"""Loss curves of the precisions in which moments are stored, side by side, as a table.
+"""Adam's moments in each precision that they can be stored in: the largest update, with the loss beside it, as tables.
 
-    compare_states.py OUT SEEDS WORDS...
+    compare_states.py OUT [STEPS]
 
-WORDS are what `offload-train` takes; OUT is the page to write. Each of SEEDS (1,2,...) sets the weights and the order
-of the rows of one run in each precision. Exits with 1 if a run fails.
+The validation loss hides an update of thousands of times the rate in a few rows of an embedding, so both stand in one
+table, with bitsandbytes' 8-bit AdamW on the CPU for comparison (on fp32 masters, in plain torch). OUT is the page to
+write.
 """
 
+from __future__ import annotations
+
 import json
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import bitsandbytes
+import torch
+
+from offload_trainer.data.rows import DataState
 from offload_trainer.plan.layout import bytes_of_state
+from offload_trainer.run import train_run
+from offload_trainer.schedule import learning_rate
+from offload_trainer.settings import load_config
+from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.tiers import moments
+from offload_trainer.tiers.kernels import Adam, TorchKernel
+from offload_trainer.tiers.moments import Noise
 
-STATES = ("fp32", "bf16", "8bit")
+FORMS = ("fp32", "bf16", "8bit", "bitsandbytes")
+LR = 1e-3  # of the constructed gradients; the largest update is in units of it
+
+# -- gradients made for it -------------------------------------------------------------------------------------------
 
 
-def run(words: list[str], output: Path) -> dict[int, float]:
-    """Validation loss by step."""
-    command = [sys.executable, "-m", "offload_trainer", *words, "--engine", "tiered", "--output", str(output)]
-    subprocess.run(command, check=True)
-    lines = [json.loads(line) for line in (output / "evaluations.jsonl").read_text().splitlines()]
-    return {line["step"]: line["validation_loss"] for line in lines}
+def constructed() -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, gradients [steps, elements]): blocks of 256, of which one element or all are far smaller than others."""
+    random = torch.Generator().manual_seed(0)
+    steps, blocks = 200, 40
+    normal = torch.randn(steps, 256 * blocks, generator=random)
+    one = torch.arange(256 * blocks) % 256 == 7
+    sizes = torch.logspace(-6, 0, blocks)
+    slope = torch.logspace(-6, 0, 256).repeat(blocks)
+    for name, chosen in (
+        ("3e-4 for three steps, else nothing", torch.zeros(steps, blocks)),
+        ("1e-6 to 1 every 50th step", torch.zeros(steps, blocks)),
+        ("1e-6 to 1 in every step", sizes.expand(steps, blocks)),
+    ):
+        gradients = normal.clone()
+        gradients[:, one] = chosen
+        if "three" in name:
+            gradients[3:6, one] = 3e-4
+        if "50th" in name:
+            gradients[::50, one] = sizes
+        yield f"one of 256 among N(0, 1): {name}", gradients
+    yield "N(0, 1) x 1e-6 to 1 along the block", normal * slope
+    seen = torch.rand(normal.shape, generator=random) < 0.03
+    yield "the same, each element in 3 % of the steps", normal * slope * seen
+    shrinking = 0.01 * normal * torch.logspace(2, -4, steps)[:, None]
+    shrinking[:, one] = sizes
+    yield "N(0, 1) that falls to a millionth, one of 256 constant", shrinking
+
+
+def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[float, float]) -> float:
+    """Largest change of an element in one step, in units of the rate, without weight decay."""
+    n = gradients.shape[1]
+    weight = torch.nn.Parameter(torch.zeros(n))
+    first, second = torch.zeros(n), torch.zeros(n)
+    kernel = TorchKernel(Adam(betas, 1e-8))
+    settings: dict[str, Any] = {"lr": LR, "betas": betas, "eps": 1e-8, "weight_decay": 0.0, "min_8bit_size": 1}
+    theirs = bitsandbytes.optim.AdamW8bit([weight], **settings)
+    largest = 0.0
+    for step, gradient in enumerate(gradients, 1):
+        before = weight.detach().clone()
+        if form == "bitsandbytes":
+            weight.grad = gradient.clone()
+            theirs.step()
+        else:
+            kernel.update(
+                weight.data, first, second, gradient.contiguous(), None, scale=1.0, lr=LR, decay=0.0, step=step
+            )
+            _store(form, first, second, step)
+        largest = max(largest, float((weight.detach() - before).abs().max()) / LR)
+    return largest
+
+
+def _store(form: str, first: torch.Tensor, second: torch.Tensor, step: int) -> None:
+    """Leave in the moments what is left of them once they have been stored."""
+    for values, signed in ((first, True), (second, False)):
+        if form == "bf16":
+            small = torch.empty(values.numel(), dtype=torch.bfloat16)
+            moments.encode_bf16(values, small, noise=Noise(0, step).slice(0, values.numel()))
+            moments.decode_bf16(small, values)
+        if form == "8bit":
+            codes, scales = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(-(-values.numel() // 256))
+            moments.encode_8bit(values, codes, scales, signed=signed)
+            moments.decode_8bit(codes, scales, values, signed=signed)
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def models(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """(name, words): models on the text that ships with the package, whose ids are seen often to once in a while."""
+    for hidden in (64, 256):
+        directory = folder / f"qwen3-{hidden}"
+        directory.mkdir()
+        shape = {
+            "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
+            "vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+        }  # fmt: skip
+        (directory / "config.json").write_text(json.dumps(shape))
+        yield f"Qwen3, untied, {hidden} wide", ["--model", str(directory), "--scratch", "--tokenizer", "builtin"]
+    yield "GPT-2, tied, 256 wide", ["model.overrides.n_layer=2"]
+
+
+def run(form: str, words: list[str], *, steps: int) -> dict[str, Any]:
+    """Largest update in units of its step's rate, largest weight of the embedding, validation losses."""
+    engine = ["--engine", "plain"] if form == "bitsandbytes" else ["--engine", "tiered", f"optim.states={form}"]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        wished = [*words, *engine, "--steps", str(steps), "--output", f"{folder}/run", "--save-every", "0"]
+        config = load_config([*wished, "--seq-len", "64", "--micro-batch", "4", "placement.threads=1"])
+        train_run(config, instead=lambda job: found.update(_measure(job, theirs=form == "bitsandbytes")))
+    return found
+
+
+def _measure(job: Any, *, theirs: bool) -> dict[str, Any]:
+    engine, optim, train = job.engine, job.config.optim, job.config.train
+    if theirs:
+        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in engine._adam.param_groups]
+        engine._adam = bitsandbytes.optim.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch)
+    before = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
+    largest, losses = 0.0, []
+    for step in range(train.steps):
+        rate = learning_rate(step, optim, steps=train.steps)
+        engine.train_step([next(batches)], lr=rate, clock=PhaseClock())
+        for name, tensor in engine.named_master_parameters():
+            largest = max(largest, float((tensor - before[name]).abs().max()) / rate)
+            before[name].copy_(tensor)
+        if (step + 1) % (train.steps // 3) == 0:
+            rows = list(job.validation_rows.validation_batches(micro_batch=8, limit=32))
+            losses.append(sum(engine.eval_loss(batch) for batch in rows) / len(rows))
+    embedding = next(name for name in before if "embed_tokens" in name or "wte" in name)
+    return {"largest": largest, "embedding": float(before[embedding].abs().max()), "losses": losses}
 
 
 def main() -> int:
-    out, seeds, *words = sys.argv[1:]
-    curves: dict[tuple[str, str], dict[int, float]] = {}
-    for seed in seeds.split(","):
-        for states in STATES:
-            with tempfile.TemporaryDirectory() as folder:
-                more = [f"optim.states={states}", f"train.seed={seed}", "--save-every", "0"]
-                curves[seed, states] = run([*words, *more], Path(folder, "run"))
-    lines = [
-        f"Validation loss of `offload-train {' '.join(words)}` with `optim.states=`, "
-        + ", ".join(f"{states} ({bytes_of_state(states):.2f} B a parameter)" for states in STATES),
-        "",
-        " | ".join(["step", *(f"{states}, seed {seed}" for seed, states in curves)]),
-        " | ".join(["---"] * (1 + len(curves))),
-    ]
-    for step in next(iter(curves.values())):
-        lines.append(" | ".join([str(step), *(f"{curve[step]:.4f}" for curve in curves.values())]))
-    Path(out).write_text("\n".join(lines) + "\n")
+    out, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 60
+    lines = ["Largest update in units of the rate, gradients made for it, 200 steps:", ""]
+    lines += [" | ".join(["gradients", "betas", *FORMS]), " | ".join(["---"] * (2 + len(FORMS)))]
+    for name, gradients in constructed():
+        for betas in ((0.9, 0.95), (0.9, 0.999)):
+            each = [f"{largest_of_gradients(form, gradients, betas=betas):.3g}" for form in FORMS]
+            lines.append(" | ".join([name, f"{betas[0]}, {betas[1]}", *each]))
+    lines += ["", f"Runs of {steps} steps of 256 tokens of the shipped text, default keys but for the rate:", ""]
+    columns = ["model", "--lr", "moments", "B a parameter", "largest update / rate", "largest embedding"]
+    third = steps // 3
+    columns += [f"validation loss, step {step}" for step in range(third, 3 * third + 1, third)]
+    lines += [" | ".join(columns), " | ".join(["---"] * len(columns))]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, words in models(Path(folder)):
+            for rate in ("3e-4", "1e-3"):
+                for form in FORMS:
+                    got = run(form, [*words, "--lr", rate], steps=steps)
+                    size = f"{bytes_of_state(form):.2f}" if form in ("fp32", "bf16", "8bit") else "6.03"
+                    each = [f"{got['largest']:.3g}", f"{got['embedding']:.3f}", *(f"{x:.4f}" for x in got["losses"])]
+                    lines.append(" | ".join([name, rate, form, size, *each]))
+                    print(lines[-1], flush=True)
+    out.write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -28,7 +28,7 @@ from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.readback import EXACT, Number, Steps, read_back
 from offload_trainer.tiers.account import States
 from offload_trainer.tiers.durable import write_text
-from offload_trainer.tiers.moments import decode_8bit
+from offload_trainer.tiers.moments import decode_8bit, zero_code
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -134,7 +134,8 @@ def read_engine_state(directory: Path) -> EngineState:
 class StoredKind:
     """Masters or one moment in a directory, read whole or in part. As a context manager it closes its files.
 
-    Raises UserError if names or shapes are not those of `shapes`.
+    Earlier versions rounded small second moments to zero in 8 bits: beside a first moment that is not, such a one is
+    read as the least that there is. Raises UserError if names or shapes are not those of `shapes`.
     """
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -148,12 +149,18 @@ class StoredKind:
             raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {told}")
         scales = directory / f"{kind}_scales.safetensors"
         self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
+        self._first: TensorFileReader | None = None  # beside a second moment in 8 bits
+        if kind == "exp_avg_sq" and self._scales is not None:
+            self._first = self._open.enter_context(TensorFileReader(directory / "exp_avg.safetensors"))
 
     def as_stored(self, name: str, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`count` elements from `start` on, a multiple of 256, and the scales of 8-bit ones."""
         values = self._file.read_part(name, start, count)
         if self._scales is None:
             return values, None
+        if self._first is not None:
+            moving = self._first.read_part(name, start, count) != zero_code(signed=True)
+            values = torch.where(moving, values.clamp(min=1), values)
         return values, self._scales.read_part(name, start // BLOCK_8BIT, -(-count // BLOCK_8BIT))
 
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:

@@ -152,9 +152,16 @@ def zero_code(*, signed: bool) -> int:
 
 @functools.cache
 def _bounds(signed: bool) -> torch.Tensor:
-    """The 255 middles between neighbouring codes: above one, the higher code is nearer."""
+    """The 255 middles between neighbouring codes: above one, the higher code is taken.
+
+    Without a sign the first is 0, so that only zero is zero. The second moment's root is divided by: rounded to zero
+    beside a first moment that is not, it makes an update of thousands of times the rate; rounded up, a small one.
+    """
     values = dynamic_map(signed)
-    return (values[1:] + values[:-1]) / 2
+    bounds = (values[1:] + values[:-1]) / 2
+    if not signed:
+        bounds[0] = 0.0
+    return bounds
 
 
 @functools.cache

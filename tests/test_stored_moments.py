@@ -1,0 +1,82 @@
+"""Runs with moments in each precision: the largest update in units of the rate, on a model with rare ids."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from bench_of_engines import VOCABULARY, engine, masters, model_directory
+from safetensors.torch import load_file, save_file
+
+from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.telemetry.meters import PhaseClock
+from offload_trainer.tiers import moments
+
+LR, STEPS = 1e-3, 24
+WORDS = ["--dtype", "fp32", "optim.weight_decay=0", "--lr", str(LR)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_directory(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
+
+
+def rare_ids() -> list[Batch]:
+    """Rows of ids whose frequencies fall as 1 / rank ^ 2: many are seen once or twice."""
+    random = torch.Generator().manual_seed(3)
+    weights = 1 / torch.arange(1.0, VOCABULARY + 1) ** 2
+    made = []
+    for _ in range(STEPS):
+        tokens = torch.multinomial(weights, 4 * 25, replacement=True, generator=random).view(4, 25)
+        made.append(Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], state=DataState(0)))
+    return made
+
+
+def largest_update(trained, data: list[Batch]) -> float:
+    """Largest change of a weight in a step, in units of the rate."""
+    largest, before = 0.0, masters(trained)
+    for batch in data:
+        trained.train_step([batch], lr=LR, clock=PhaseClock())
+        after = masters(trained)
+        largest = max(largest, *(float((after[name] - before[name]).abs().max()) / LR for name in after))
+        before = after
+    return largest
+
+
+@cache
+def largest_of_bitsandbytes(model: Path) -> float:
+    """Its CPU code on the same masters and gradients."""
+    from bitsandbytes.optim import AdamW8bit
+
+    with engine(model, "--engine", "plain", *WORDS) as reference:
+        parameters = list(reference._masters.values())
+        reference._adam = AdamW8bit(parameters, betas=(0.9, 0.95), weight_decay=0.0, min_8bit_size=1)
+        return largest_update(reference, rare_ids())
+
+
+@pytest.mark.parametrize("kernel", ["torch", "native"])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_rare_ids_make_no_large_update(states: str, kernel: str, model: Path) -> None:
+    with engine(model, *WORDS, f"optim.states={states}", f"optim.kernel={kernel}") as ours:
+        largest = largest_update(ours, rare_ids())
+    assert largest < (2 if states == "fp32" else 10)
+    assert largest < 3 * largest_of_bitsandbytes(model)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_second_moments_that_were_stored_as_zero_make_no_large_update(states: str, model: Path, tmp_path: Path) -> None:
+    """A checkpoint in 8 bits as earlier versions wrote them: what is nearest to zero is zero."""
+    with engine(model, *WORDS, "optim.states=8bit") as ours:
+        largest_update(ours, rare_ids()[:8])
+        ours.snapshot().write(tmp_path)
+    second, first = (load_file(tmp_path / f"{kind}.safetensors") for kind in ("exp_avg_sq", "exp_avg"))
+    for codes in second.values():
+        codes[codes <= 2] = 0
+    save_file(second, tmp_path / "exp_avg_sq.safetensors")
+    zero = moments.zero_code(signed=True)
+    assert sum(int(((codes == 0) & (first[name] != zero)).sum()) for name, codes in second.items()) > 10
+    with engine(model, *WORDS, f"optim.states={states}", load_weights=False) as ours:
+        ours.load(tmp_path)
+        assert largest_update(ours, rare_ids()[8:10]) < 10

@@ -91,7 +91,7 @@ def _store(form: str, first: torch.Tensor, second: torch.Tensor, step: int) -> N
     for values, signed in ((first, True), (second, False)):
         if form == "bf16":
             small = torch.empty(values.numel(), dtype=torch.bfloat16)
-            moments.encode_bf16(values, small, noise=Noise(0, step).slice(0, values.numel()))
+            moments.encode_bf16(values, small, noise=Noise(0, step).bits(str(signed), 0, 0))
             moments.decode_bf16(small, values)
         if form == "8bit":
             codes, scales = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(-(-values.numel() // 256))

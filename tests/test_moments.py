@@ -9,7 +9,7 @@ import torch
 
 from offload_trainer.tiers import moments
 from offload_trainer.tiers.kernels import Adam, Kernel, NativeKernel, TorchKernel
-from offload_trainer.tiers.moments import Moments, NativeMoments, Noise, TorchMoments
+from offload_trainer.tiers.moments import Moments, NativeMoments, Noise, TorchMoments, random_bits
 
 BOTH: list[Callable[[], Moments]] = [TorchMoments, lambda: moments.moments_for(NativeKernel(Adam((0.9, 0.95), 1e-8)))]
 
@@ -127,7 +127,7 @@ def updates(form: str, kind: type[Kernel]) -> tuple[float, torch.Tensor]:
                 values.copy_(encoded(codec, values.clone(), signed=signed)[2])
             if form == "bf16":
                 small = torch.empty(1024, dtype=torch.bfloat16)
-                codec.encode_bf16(values, small, noise=Noise(1, step).slice(0, 1024))
+                codec.encode_bf16(values, small, noise=Noise(1, step).bits(str(signed), 0, 0))
                 codec.decode_bf16(small, values)
     return largest, weight
 
@@ -164,18 +164,17 @@ def test_rounding_by_chance_is_right_on_average(kind: Callable[[], Moments]) -> 
     codec, out = kind(), torch.empty(n, dtype=torch.bfloat16)
     ups = torch.zeros(n)
     for number in range(steps):
-        codec.encode_bf16(x, out, noise=Noise(7, number).slice(3, n))
+        codec.encode_bf16(x, out, noise=Noise(7, number).bits("exp_avg", 0, 3))
         up = (out.float() - below) / step
         assert ((up == 0) | (up == 1)).all()
         ups += up
-    spread = (share * (1 - share) / steps).sqrt() + 1e-6
-    assert ((ups / steps - share).abs() / spread).max() < 5
+    assert ((ups - steps * share).abs() - 5 * (steps * share * (1 - share)).sqrt()).max() < 2
     assert abs((ups / steps - share).mean()) < 5 / (4 * steps * n) ** 0.5
 
 
 def test_bf16_keeps_what_is_not_finite_and_native_is_the_same() -> None:
     x = values(70_001, signed=True)
-    noise = Noise(1, 2).slice(260_000, x.numel())
+    noise = Noise(1, 2).bits("exp_avg", 3, 2**32 - 7000)
     one, other = torch.empty(2, x.numel(), dtype=torch.bfloat16)
     moments.encode_bf16(x, one, noise=noise)
     BOTH[1]().encode_bf16(x, other, noise=noise)
@@ -189,13 +188,37 @@ def test_bf16_keeps_what_is_not_finite_and_native_is_the_same() -> None:
 
 def test_noise_depends_on_the_element_alone() -> None:
     noise = Noise(3, 4)
-    start, n = 2**18 - 5, 1000
-    whole = noise.slice(start, n)
-    assert torch.equal(whole, torch.cat([noise.slice(start, 17), noise.slice(start + 17, n - 17)]))
-    assert torch.equal(whole, noise.slice(start + 2**18, n))
-    assert torch.equal(noise.slice(11, 2**20 + 1)[2**18 :], noise.slice(11, 2**20 + 1 - 2**18))
-    for other in (Noise(3, 5), Noise(4, 4)):
-        assert not torch.equal(whole, other.slice(start, n))
+    for start in (2**18 - 5, 2**32 - 300):
+        whole = random_bits(noise.bits("exp_avg", 2, start), 1000)
+        parts = [random_bits(noise.bits("exp_avg", 2, start + at), n) for at, n in ((0, 17), (17, 400), (417, 583))]
+        assert torch.equal(whole, torch.cat(parts))
+    assert 0 <= whole.min() < 1000 < 64_000 < whole.max() < 2**16
+
+
+def test_noise_is_shared_by_nobody() -> None:
+    """Fields, units, steps, seeds and far elements: correlations are those of chance, also where one is shifted."""
+    n = 2**16
+    one = random_bits(Noise(3, 4).bits("exp_avg", 0, 0), n)
+    others = {
+        "field": Noise(3, 4).bits("exp_avg_sq", 0, 0),
+        "unit": Noise(3, 4).bits("exp_avg", 1, 0),
+        "step": Noise(3, 5).bits("exp_avg", 0, 0),
+        "seed": Noise(4, 4).bits("exp_avg", 0, 0),
+        **{
+            f"2^{place} on": Noise(3, 4).bits("exp_avg", 0, 2**place) for place in (0, 1, 8, 12, 16, 18, 20, 31, 32, 33)
+        },
+    }
+    for name, bits in others.items():
+        other = random_bits(bits, n)
+        for place in range(16):  # the highest decides most
+            agree = ((one ^ other) >> place & 1 == 0).float().mean()
+            assert abs(float(agree) - 0.5) < 5 * 0.5 / n**0.5, (name, place)
+        both = torch.fft.rfft(torch.stack([one, other]).double() - (2**16 - 1) / 2)
+        shifted = torch.fft.irfft(both[0].conj() * both[1]) / (2**32 / 12) / n**0.5
+        if not name.endswith("on"):
+            assert shifted.abs().max() < 7, name
+    even = torch.bincount(one >> 8, minlength=256).double()
+    assert ((even - 256) ** 2 / 256).sum() < 256 + 6 * (2 * 256) ** 0.5
 
 
 def test_the_kernel_decides_who_computes() -> None:

@@ -194,13 +194,28 @@ void adam_update(const Step* step, float* master, float* exp_avg, float* exp_avg
 
 // moments.py defines what the following compute.
 
-void encode_bf16(const float* __restrict values, const uint16_t* __restrict noise, uint16_t* __restrict out, int64_t n,
+struct Bits {
+    uint64_t first;  // element of the unit
+    uint32_t keys[2];
+};
+
+void encode_bf16(const float* __restrict values, const Bits* bits_of, uint16_t* __restrict out, int64_t n,
                  int64_t* next) {
+    const uint32_t key = bits_of->keys[0];
     for (int64_t start, stop; claim(next, n, &start, &stop);)
-        for (int64_t i = start; i < stop; i++) {
-            const uint32_t word = bits(values[i]);
-            const uint32_t rounded = (word + noise[i]) >> 16;
-            out[i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
+        while (start < stop) {  // up to where the upper half of the element's number changes
+            const uint64_t element = bits_of->first + start;
+            const uint32_t low = uint32_t(element), second = bits_of->keys[1] + uint32_t(element >> 32) * 0x9e3779b9u;
+            const int64_t count = std::min(stop - start, (int64_t(1) << 32) - low);
+            for (int64_t i = 0; i < count; i++) {
+                uint32_t x = low + uint32_t(i) + key;
+                x = (x ^ x >> 16) * 0x7feb352du + second;
+                x = (x ^ x >> 15) * 0x846ca68bu;
+                const uint32_t word = bits(values[start + i]);
+                const uint32_t rounded = (word + ((x ^ x >> 16) & 0xffff)) >> 16;
+                out[start + i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
+            }
+            start += count;
         }
 }
 

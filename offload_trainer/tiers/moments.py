@@ -12,8 +12,11 @@ The functions here define what is computed; `NativeMoments` computes the same bi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
+import sys
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,30 +24,55 @@ import torch
 from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.tiers.kernels import Kernel, NativeKernel, NativeLibrary
 
-_NOISE = 2**18  # elements after which the noise repeats
-_VIEW = 2**20  # elements of which the noise can be a view: the table is kept that often, and once more
+_PIECE = 2**16  # elements whose random bits are mixed at a time, in the cache
 _INFINITY = 0x7F800000  # the bits of fp32's infinity; a NaN's magnitude is above it
 
 
+class Bits(ctypes.Structure):
+    """Where the random bits of a stretch begin: those of element `first` of a unit and after. adam.cpp has the same."""
+
+    _fields_ = (("first", ctypes.c_uint64), ("keys", ctypes.c_uint32 * 2))
+
+
+@dataclass(frozen=True)
 class Noise:
-    """The random bits of one step: element `i` of a unit uses entry i mod 2^18, however the unit is cut into pages."""
+    """The random bits of one step: a function of seed, step, field, unit and element, however the unit is cut."""
 
-    def __init__(self, seed: int, step: int) -> None:
-        drawn = hashlib.shake_256(f"rounding {seed} {step}".encode()).digest(2 * _NOISE)
-        self._table = torch.frombuffer(bytearray(drawn), dtype=torch.int16).repeat(_VIEW // _NOISE + 1)
+    seed: int
+    step: int
 
-    def slice(self, start: int, n: int) -> torch.Tensor:
-        """int16[n] for elements start to start + n: a view where n is at most 2^20, else a copy."""
-        start %= _NOISE
-        if n <= _VIEW:
-            return self._table[start : start + n]
-        return self._table[:_NOISE].repeat(-(-(start + n) // _NOISE))[start : start + n]
+    def bits(self, field: str, unit: int, first: int) -> Bits:
+        """For the elements of a unit's `field` from `first` on."""
+        drawn = hashlib.blake2b(f"rounding {self.seed} {self.step} {field} {unit}".encode(), digest_size=8).digest()
+        return Bits.from_buffer_copy(first.to_bytes(8, sys.byteorder) + drawn)
+
+
+def random_bits(bits: Bits, n: int) -> torch.Tensor:
+    """int32[n] below 2^16, one for each element: its number and the keys, mixed.
+
+    The mixing is a 32-bit integer hash of two multiplications (constants: C. Wellons, Prospecting for Hash Functions,
+    2018, lowbias32). The second key enters between them, or two fields would have the same bits, shifted.
+    """
+    upper, lower = divmod(bits.first, 2**32)
+    head = 2**32 - lower
+    if n > head:
+        after = Bits(bits.first + head, bits.keys)
+        return torch.cat([random_bits(bits, head), random_bits(after, n - head)])
+    x = torch.arange(n, dtype=torch.int32).add_(_wrapped(lower + bits.keys[0]))  # integers wrap around
+    x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(0x7FEB352D).add_(_wrapped(bits.keys[1] + upper * 0x9E3779B9))
+    x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_wrapped(0x846CA68B))
+    return x.bitwise_xor_(x >> 16).bitwise_and_(0xFFFF)
+
+
+def _wrapped(number: int) -> int:
+    """Its lowest 32 bits, as a number with a sign."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 class Moments(Protocol):
     """The four functions below."""
 
-    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor) -> None: ...
+    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None: ...
 
     def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None: ...
 
@@ -58,15 +86,17 @@ def moments_for(kernel: Kernel) -> Moments:
     return NativeMoments(kernel.library) if isinstance(kernel, NativeKernel) else TorchMoments()
 
 
-def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor) -> None:
+def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
     """Round `values` (fp32[n]) to `out` (bf16[n]), up in magnitude with the probability of what is cut off.
 
-    `noise` (int16[n], of any sign) is added below bf16's last place. Infinity and NaN stay.
+    The bits of `noise` are added below bf16's last place. Infinity and NaN stay.
     """
-    words = values.view(torch.int32)
-    rounded = (words + (noise.int() & 0xFFFF)) >> 16
-    nan = (words & 0x7FFFFFFF) > _INFINITY
-    out.view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
+    for start in range(0, values.numel(), _PIECE):
+        piece = slice(start, start + _PIECE)
+        words = values[piece].view(torch.int32)
+        rounded = (words + random_bits(Bits(noise.first + start, noise.keys), words.numel())) >> 16
+        nan = (words & 0x7FFFFFFF) > _INFINITY
+        out[piece].view(torch.int16).copy_(torch.where(nan, (words >> 16) | 0x40, rounded))
 
 
 def decode_bf16(values: torch.Tensor, out: torch.Tensor) -> None:
@@ -108,8 +138,8 @@ class NativeMoments:
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
-    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: torch.Tensor) -> None:
-        assert values.numel() == out.numel() == noise.numel()
+    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
+        assert values.numel() == out.numel()
         self._library.call("encode_bf16", values, noise, out, n=values.numel())
 
     def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None:

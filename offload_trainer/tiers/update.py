@@ -23,7 +23,7 @@ from offload_trainer.plan.layout import BLOCK_8BIT, RAM
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import Kernel
 from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.moments import Noise, moments_for
+from offload_trainer.tiers.moments import Bits, Noise, moments_for
 from offload_trainer.tiers.snapshot import PageSnapshot
 from offload_trainer.tiers.store import PageStore
 from offload_trainer.tiers.transfer import Ticket
@@ -233,7 +233,7 @@ class Updater:
                 whole = [replace(part, start=0, end=size)]
                 self._adam(whole, fields["master"][piece], first, second, grad[piece], new[piece], scale=scale, lr=lr)
                 for kind, values in zip(_MOMENTS, wide, strict=True):
-                    bits = noise.slice(page.start + piece.start, size) if noise else None
+                    bits = noise.bits(kind, page.unit, page.start + piece.start) if noise else None
                     self._narrow(fields, kind, piece, values, noise=bits)
 
     def _adam(
@@ -279,7 +279,7 @@ class Updater:
         chunk: slice,
         wide: torch.Tensor,
         *,
-        noise: torch.Tensor | None,
+        noise: Bits | None,
     ) -> None:
         if self._store.states == "bf16":
             assert noise is not None

@@ -36,6 +36,7 @@ from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.engine.ranks import on_rank_zero, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
 from offload_trainer.readback import LENIENT, Count, Steps, open_file, read_back, shown
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
@@ -343,8 +344,8 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     UserError if it is damaged, belongs to another seed, data or shape, or holds other weights.
     """
     manifest = read_manifest(checkpoint)
-    _compare(manifest.identity, dict(record.identity), checkpoint=checkpoint)
-    _compare(manifest.layout, dict(record.layout), checkpoint=checkpoint)
+    refuse_other_run(checkpoint, manifest.identity, record.identity)
+    refuse_other_run(checkpoint, manifest.layout, record.layout)
     before = read_back(checkpoint / "run.json", _RunConfiguration, fix=_fix(checkpoint)).config
     now = record.run["config"]
     return [
@@ -356,21 +357,15 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     ]
 
 
+def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """UserError where the manifest alone shows that a run of these cannot go on from it; no other file is read."""
+    manifest = read_back(checkpoint / MANIFEST, Manifest, fix=_fix(checkpoint))
+    refuse_other_run(checkpoint, manifest.identity, identity)
+    refuse_other_run(checkpoint, manifest.layout, layout)
+
+
 def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
     """Set the engine to a checkpoint that was checked. All ranks call it."""
     state = read_state(checkpoint)
     engine.load(checkpoint)
     return state
-
-
-def _compare(saved: dict[str, Any], now: dict[str, Any], *, checkpoint: Path) -> None:
-    """UserError naming what differs; what is None on one side is not known there."""
-    unknown = {key for known in (saved, now) for key, value in known.items() if value is None}
-    differs = [key for key in {**saved, **now} if saved.get(key) != now.get(key) and key not in unknown]
-    if differs:
-        told = "\n".join(
-            f"  {shown(key)}: it has {shown(saved.get(key))}, this run {now.get(key)}" for key in differs[:10]
-        )
-        raise UserError(
-            f"{checkpoint} belongs to another run:\n{told}\nUse its values, another --output, or --resume never"
-        )

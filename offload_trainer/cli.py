@@ -170,11 +170,12 @@ def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
     prepare_process(config)
     _quiet()
     from offload_trainer.planner import plan_run
-    from offload_trainer.run import refuse
+    from offload_trainer.run import check_start, refuse
 
-    config, plan, _, _ = plan_run(config)
+    config, plan, _, source = plan_run(config)
     _show(plan, as_json=as_json)
     refuse(config, plan)
+    check_start(config, plan, source, say=_say)
 
 
 def _show(plan: Plan, *, as_json: bool) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from offload_trainer.checkpoint import (
     Checkpoints,
     RunRecord,
+    check_identity,
     check_resume,
     complete_checkpoints,
     find_resume,
@@ -33,7 +34,7 @@ from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
-from offload_trainer.run_data import RunData, prepare_data
+from offload_trainer.run_data import RunData, check_data, prepare_data, unknown_identity
 from offload_trainer.run_directory import Log, environment, refuse_second, run_directory
 from offload_trainer.signals import waiting
 from offload_trainer.tiers.durable import bytes_below, write_text
@@ -69,6 +70,15 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
     refuse_shortfall(config, plan)
 
 
+def check_start(config: TrainConfig, plan: Plan, source: Any, *, say: Callable[[str], None]) -> None:
+    """UserError for what can be known to go wrong before text is tokenised: data that is not there, another's state."""
+    check_data(config, source, say=say)
+    resumes = find_resume(config.save.resume, output=Path(config.save.output))
+    if resumes:
+        known = _planned_identity(config, plan, source) | unknown_identity(config)
+        check_identity(resumes, known, _layout(source))
+
+
 def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = None) -> None:
     """Train as `config` says. Raises UserError before anything is written, TrainerError after.
 
@@ -92,6 +102,7 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
     config, plan, machine = share_from_zero((config, plan, machine))
     log.say(plan.describe())
     refuse(config, plan)
+    on_rank_zero(lambda: check_start(config, plan, source, say=lambda _: None))
     if not plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
     data = prepare_data(config, source, plan, say=log.say)
@@ -340,16 +351,8 @@ def _make_job(
 def _record(config: TrainConfig, plan: Plan, source: Any, data: RunData, output: Path) -> RunRecord:
     """What checkpoints say beside the state. With another identity or layout a run would not go on as it began."""
     return RunRecord(
-        identity={
-            "seed": config.train.seed,
-            "seq_len": plan.seq_len,
-            "shuffle": config.data.shuffle,
-            "parameters": source.shape.parameters,
-        }
-        | data.identity(),
-        layout={
-            weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights
-        },
+        identity=_planned_identity(config, plan, source) | data.identity(),
+        layout=_layout(source),
         run={
             "config": config.model_dump(mode="json"),
             "random": source.random,
@@ -358,6 +361,20 @@ def _record(config: TrainConfig, plan: Plan, source: Any, data: RunData, output:
         },
         model=output / "model",
     )
+
+
+def _planned_identity(config: TrainConfig, plan: Plan, source: Any) -> dict[str, Any]:
+    """The part of the identity that is known without the data."""
+    return {
+        "seed": config.train.seed,
+        "seq_len": plan.seq_len,
+        "shuffle": config.data.shuffle,
+        "parameters": source.shape.parameters,
+    }
+
+
+def _layout(source: Any) -> dict[str, Any]:
+    return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights}
 
 
 def _given_once(name: str) -> Any:

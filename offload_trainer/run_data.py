@@ -45,6 +45,23 @@ class RunData:
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
 
 
+def unknown_identity(config: TrainConfig) -> dict[str, Any]:
+    """The same before the data is looked at."""
+    names = ["tokens", "training rows", "text", "tokenizer"]
+    return dict.fromkeys([*names, "validation text"] if config.data.validation_path else names)
+
+
+def check_data(config: TrainConfig, source: Any, *, say: Callable[[str], None]) -> None:
+    """UserError for paths that are not there or no text or tokens, without reading more than their beginnings."""
+    from offload_trainer.data.sources import find_sources
+
+    find_sources(config.data.path, say=say)
+    if config.data.validation_path:
+        find_sources(config.data.validation_path, say=say)
+    if config.data.tokenizer == "auto":
+        _refuse_unknown_ids(config, source)
+
+
 def _sum(tokens: Any) -> int:
     return zlib.crc32(repr(tokens.sums).encode())
 

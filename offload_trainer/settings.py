@@ -100,7 +100,10 @@ class _Draft:
         if annotation is not str:
             try:
                 value = yaml.load(text, _Loader)
-            except yaml.YAMLError:
+            except yaml.YAMLError as error:
+                if text[:1] + text[-1:] in ("[]", "{}", '""', "''"):
+                    self.mistakes.append(f"{spelled}: not YAML: {' '.join(str(error).split())}")
+                    return
                 value = text
         if _overrides_key(section, name):
             name, _, inner = name.partition(".")

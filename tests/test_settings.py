@@ -56,6 +56,15 @@ def test_text_keys_take_text_as_it_stands() -> None:
     assert config.data.text_field == "1e3"
 
 
+def test_a_list_that_is_no_yaml_is_told_and_a_pattern_is_taken_as_it_stands() -> None:
+    (told,) = mistakes(r'model.freeze=[wte,"h\.0\."]')
+    assert told.startswith(r'model.freeze=[wte,"h\.0\."]: not YAML: ')
+    assert "unknown escape character" in told
+    assert load_config([r"model.freeze=[wte,'h\.0\.']"]).model.freeze == ("wte", r"h\.0\.")
+    for pattern in (r"h\.0\.", "[wb]te.*", "*x"):
+        assert load_config([f"model.freeze={pattern}"]).model.freeze == (pattern,)
+
+
 def test_overrides_of_the_model() -> None:
     config = load_config(["model.overrides.n_layer=2", "model.overrides.activation_function=relu"])
     assert config.model.overrides == {"n_layer": 2, "activation_function": "relu"}

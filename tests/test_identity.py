@@ -1,0 +1,106 @@
+"""A checkpoint of another run is refused in words, by `plan` too, and with advice that works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.cli import main
+from offload_trainer.errors import UserError
+from offload_trainer.identity import differences, refuse_other_run
+from offload_trainer.manifest import MANIFEST
+from tests.conftest import TINY
+
+SAVED = {"seed": 0, "seq_len": 32, "tokens": 100, "training rows": 3, "text": 77, "tokenizer": "abc"}
+
+
+def test_the_same_differs_in_nothing_and_what_is_not_known_neither() -> None:
+    assert differences(SAVED, SAVED) == []
+    unknown = dict.fromkeys(("tokens", "training rows", "text", "tokenizer", "validation text"))
+    assert differences(SAVED, {"seed": 0, "seq_len": 32} | unknown) == []
+    assert differences(SAVED | {"text": None}, SAVED) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"text": 78, "tokens": 120, "training rows": 4},
+            ["the text of --data is another, or has changed since: 100 tokens, now 120"],
+        ),
+        ({"text": 78}, ["the text of --data is another, or has changed since: as many tokens (100), but not the same"]),
+        ({"training rows": 4}, ["training rows: it has 3, this run 4"]),
+        ({"tokenizer": "xyz", "text": 5, "tokens": 90}, ["tokenizer: it has abc, this run xyz"]),
+        ({"seed": 1, "seq_len": 64}, ["seed: it has 0, this run 1", "seq_len: it has 32, this run 64"]),
+        ({"validation text": 5}, ["it was made without --validation-data, and this run has one"]),
+    ],
+)
+def test_what_differs_is_told_in_words(changes: dict[str, object], told: list[str]) -> None:
+    assert differences(SAVED, SAVED | changes) == told
+
+
+def test_another_validation_text_and_none() -> None:
+    with_one = SAVED | {"validation text": 5}
+    assert "has changed since" in differences(with_one, SAVED | {"validation text": 6})[0]
+    assert differences(with_one, SAVED) == ["it was made with --validation-data, and this run has none"]
+
+
+def test_the_advice_is_one_that_works() -> None:
+    with pytest.raises(UserError) as caught:
+        refuse_other_run(Path("runs/a/checkpoints/step-00000002"), SAVED, SAVED | {"text": 1})
+    assert "name another --output, or move runs/a/checkpoints away" in str(caught.value)
+    assert "--resume never" not in str(caught.value)
+    many = {f"w{i}": 0 for i in range(30)}
+    with pytest.raises(UserError, match="and 20 more"):
+        refuse_other_run(Path("c"), many, dict.fromkeys(many, 1))
+
+
+# -- what a plan finds before anything is read or written ------------------------------------------------------------
+
+
+def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(["plan", *TINY, *words])
+    return code, capsys.readouterr().err
+
+
+def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "run")
+    (tmp_path / "a.json").write_text("[]")
+    assert plan("--output", output, capsys=capsys)[0] == 0
+    for words, told in (
+        (["--data", "nosuch.txt"], "no such file or directory: nosuch.txt"),
+        (["--validation-data", "nosuch.txt"], "no such file or directory: nosuch.txt"),
+        (["--data", str(tmp_path / "a.json")], "jq -c"),
+    ):
+        code, errors = plan("--output", output, *words, capsys=capsys)
+        assert (code, told in errors) == (2, True), errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json"]
+    assert main(["--dry-run", *TINY, "--output", output, "--data", "nosuch.txt"]) == 2
+
+
+def test_a_plan_says_that_the_checkpoint_is_anothers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only its manifest is there: nothing else of it is looked at."""
+    output = tmp_path / "run"
+    checkpoint = output / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    code, errors = plan("--output", str(output), capsys=capsys)
+    assert code == 2
+    identity = {
+        "seed": 0,
+        "seq_len": 32,
+        "shuffle": True,
+        "tokens": 5,
+        "text": 6,
+        "tokenizer": "abc",
+        "parameters": None,
+    }
+    manifest = {"format": 2, "step": 2, "identity": identity, "layout": {}, "files": {}}
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    code, errors = plan("--output", str(output), "--seed", "1", capsys=capsys)
+    assert code == 2
+    assert "seed: it has 0, this run 1" in errors
+    code, errors = plan("--output", str(output), capsys=capsys)
+    assert code == 2  # of the weights, none is there
+    assert "transformer.wte.weight: it has none" in errors

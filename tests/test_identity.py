@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,15 @@ def test_the_advice_is_one_that_works() -> None:
 
 
 # -- what a plan finds before anything is read or written ------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """A command sets its own, which is not for the tests that follow."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -22,34 +22,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from soak_training import FATES, ON_DRIVES, Training
 from soak_world import KINDS, STEPS, Kind, Trial, World
-from trials import Command, Difference, End, finish, load_libraries, moment, rows, what_was_hit
-
-IN_RAM = ["--ram-fraction", "1"]
-ON_DRIVES = (
-    ["--optimizer", "nvme", "--ram-fraction", "0.5"],
-    ["--optimizer", "nvme"],
-    ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
-    ["--params", "cpu", "--ram-fraction", "0.25"],
-)
-# What may happen to a training command, how often, and the exit codes that it may have then.
-FATES: dict[str, tuple[int, set[int]]] = {
-    "goes on": (2, {0}),
-    "SIGKILL": (5, {0, -signal.SIGKILL}),
-    "SIGINT": (2, {0, 130}),
-    "SIGTERM": (2, {0, 143, -signal.SIGTERM}),
-    "SIGHUP": (1, {0, 129, -signal.SIGHUP}),
-    "SIGQUIT": (1, {0, 131, -signal.SIGQUIT}),
-    "SIGUSR1": (1, {0}),
-    "asked to save": (1, {0}),
-    "pipe closed": (1, {0}),
-    "terminal closed": (1, {0, 129, -signal.SIGHUP}),
-    "disk full": (5, {0, 1, 2}),
-}
+from trials import Command, Difference, finish, load_libraries, moment
 
 
 def main() -> int:
@@ -92,20 +70,6 @@ def main() -> int:
     return 0
 
 
-@dataclass
-class Flight:
-    """A training command under way, and what is to happen to it."""
-
-    trial: Trial
-    command: Command
-    fate: str
-    due: Callable[[], bool]  # when it does
-    drives: list[Path]
-    before: bytes  # metrics.jsonl, and the newest checkpoint, when it started
-    base: int
-    happened: bool = False
-
-
 class Soak:
     """Rounds of random commands in a world."""
 
@@ -116,13 +80,14 @@ class Soak:
         self.done: Counter[str] = Counter()
         self.sequence: list[str] = []  # of this round
         self.dice = random.Random()
+        self.training = Training(world, done=self.done, note=self.note)
         self.trials: list[Trial] = []
-        self.serial = self.made = 0
+        self.made = 0
 
     def round(self, number: int) -> None:
         """One or two runs, from nothing to their end."""
-        self.sequence, self.dice, self.serial = [], random.Random(f"{self.seed} {number}"), 0
-        self.made = 0
+        self.sequence, self.made = [], 0
+        self.dice = self.training.dice = random.Random(f"{self.seed} {number}")
         self.trials = [self.new_trial() for _ in range(self.dice.choice((1, 1, 2)))]
         names, weights = [*self.actions], [weight for weight, _ in self.actions.values()]
         for _ in range(self.dice.randrange(4, 11)):
@@ -131,9 +96,9 @@ class Soak:
             self.world.check(self.trials)
             self.begin_anew()
         for trial in self.trials:
-            self.train([(trial, "goes on")])
+            self.train((trial, "goes on"))
             if self.dice.random() < 0.3:
-                self.train([(trial, "goes on")])
+                self.train((trial, "goes on"))
             self.export(trial=trial, kill=False)
         for trial in self.trials:
             self.world.remove(trial)
@@ -158,101 +123,8 @@ class Soak:
     def note(self, line: str) -> None:
         self.sequence.append(f"  {line}")
 
-    def log(self) -> Path:
-        """A place for what the next command says; the last twenty are kept."""
-        self.serial += 1
-        return self.world.folder / f"log-{self.serial % 20}.txt"
-
-    # -- training ------------------------------------------------------------------------------------------------------
-
-    def train(self, wishes: list[tuple[Trial, str]]) -> None:
-        """Start these at the same time, and let happen to each what is wished."""
-        flights = [self.start(trial, fate) for trial, fate in wishes]
-        for flight in flights:
-            self.let_happen(flight)
-        while under_way := [flight for flight in flights if not flight.command.ended()]:
-            for flight in under_way:
-                self.let_happen(flight)
-            if time.monotonic() > self.patience:
-                raise Difference(f"does not end: {', '.join(str(flight.command) for flight in under_way)}")
-            time.sleep(0.0005)
-        if self.world.mounted:
-            (self.world.disk / "filler").unlink(missing_ok=True)
-        self.world.check(self.trials)
-        for flight in flights:
-            self.check_end(flight)
-        alone = len({trial.output for trial, _ in wishes}) == len(wishes)
-        if alone and all(flight.command.code == 0 for flight in flights):
-            leased = [drive for flight in flights for drive in flight.drives]
-            self.world.check_drives(leased, self.trials)
-
-    def start(self, trial: Trial, fate: str) -> Flight:
-        placement, drives = self.placement(trial)
-        words = [*self.world.words(trial.kind), *placement, "--output", str(trial.output)]
-        trial.every = self.dice.choice((trial.every, self.dice.randrange(1, 5)))
-        words += ["--save-every", str(trial.every), f"save.keep={trial.keep}"]
-        ends: dict[str, End] = {"pipe closed": "pipe", "terminal closed": "terminal"}
-        told, due = moment(self.dice, trial.output, steps=STEPS)
-        metrics = trial.output / "metrics.jsonl"
-        before, base = metrics.read_bytes() if metrics.exists() else b"", trial.newest
-        trial.present = set()
-        self.note(f"{' '.join(words)}   # {fate}{'' if fate == 'goes on' else ', ' + told}")
-        command = Command(words, log=self.log(), end=ends.get(fate, "file"))
-        self.patience = time.monotonic() + 180
-        return Flight(trial, command, fate, due, drives, before, base, happened=fate == "goes on")
-
-    def placement(self, trial: Trial) -> tuple[list[str], list[Path]]:
-        """Words for where the state lives this time, and the drives that they lease."""
-        dice = self.dice
-        drives = dice.sample(self.world.drives, dice.randrange(1, 3))
-        if trial.on_disk and dice.random() < 0.3:
-            drives = [self.world.disk / "drive"]
-        if trial.kind.plain and dice.random() < 0.15:
-            return ["--engine", "plain"], []
-        named = [word for drive in drives for word in ("--nvme", str(drive))]
-        inside = [
-            f"tiered.page_size={dice.choice((16384, 65536, 1 << 20))}",
-            f"tiered.io_threads={dice.choice((1, 4))}",
-        ]
-        inside += dice.choice(([], ["tiered.checksums=true"], ["optim.kernel=torch"], ["tiered.page_buffers=2"]))
-        if len(drives) == 2:
-            inside += dice.choice(([], ["tiered.drive_speeds=[1,3]"]))
-        if dice.random() < 0.2:
-            return [*named, *IN_RAM, *inside], []
-        return [*named, *dice.choice(ON_DRIVES), *inside], drives
-
-    def let_happen(self, flight: Flight) -> None:
-        """What is to happen, once it is due."""
-        if flight.happened or flight.command.ended() or not flight.due():
-            return
-        flight.happened = True
-        if flight.fate.endswith("closed"):
-            flight.command.hang_up()
-        elif flight.fate == "asked to save":
-            if flight.trial.output.exists():
-                (flight.trial.output / "save").touch()
-        elif flight.fate == "disk full":
-            fill(self.world.disk)
-        else:
-            flight.command.send(getattr(signal, flight.fate))
-
-    def check_end(self, flight: Flight) -> None:
-        trial, command, fate = flight.trial, flight.command, flight.fate
-        refused = fate == "second" and command.code == 2 and "another run" in command.text
-        if not refused and command.code not in FATES.get(fate, (0, {0}))[1]:
-            raise Difference(f"{fate}: exit {command.code}: {command}")
-        if "Traceback" in command.text:
-            raise Difference(f"{fate}: a traceback: {command}")
-        hit = what_was_hit(trial.output, command.text) if fate == "SIGKILL" and command.code else f"exit {command.code}"
-        self.done[f"train, {fate if flight.happened else 'goes on'}: {hit}"] += 1
-        (trial.output / "save").unlink(missing_ok=True)
-        trained = [row["step"] for row in rows(trial.output / "metrics.jsonl")]
-        if command.code == 0:
-            self.world.check_finished(trial, saved=flight.base < STEPS)
-        elif fate not in ("SIGKILL", "disk full") and (trial.output / "metrics.jsonl").exists() and trained:
-            changed = (trial.output / "metrics.jsonl").read_bytes() != flight.before
-            if changed and trained[-1] > flight.base and trial.newest != trained[-1]:
-                raise Difference(f"{fate}: trained to {trained[-1]}, and saved {trial.newest}: {command}")
+    def train(self, *wishes: tuple[Trial, str]) -> None:
+        self.training.train([*wishes], trials=self.trials)
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -262,59 +134,60 @@ class Soak:
 
     def train_one(self) -> None:
         trial = self.dice.choice(self.trials)
-        self.train([(trial, self.fate(trial))])
+        self.train((trial, self.fate(trial)))
 
     def train_all(self) -> None:
         """Both runs of this round, on the same drives."""
-        self.train([(trial, self.fate(trial)) for trial in self.trials])
+        self.train(*((trial, self.fate(trial)) for trial in self.trials))
 
     def train_twice(self) -> None:
         """A second start in the same directory, at some moment of the first."""
         trial = self.dice.choice(self.trials)
-        first = self.start(trial, "goes on")
+        first = self.training.start(trial, "goes on")
         first.command.wait_for(moment(self.dice, trial.output, steps=STEPS)[1])
-        second = self.start(trial, "second")
-        codes = second.command.wait(), first.command.wait()
-        self.world.check([trial])
-        self.check_end(first)
-        self.check_end(second)
-        self.done[f"second start: exit {codes[0]}"] += 1
+        second = self.training.start(trial, "second")
+        second.command.wait()
+        first.command.wait()
+        self.world.check(self.trials)
+        self.training.check_end(first)
+        self.training.check_end(second)
 
     def export(self, trial: Trial | None = None, *, kill: bool | None = None) -> None:
         """A run, or one of its checkpoints; killed at times, and repeated then."""
         trial = trial or self.dice.choice(self.trials)
-        found = sorted(trial.present or self.present(trial))
+        found = sorted(self.present(trial))
         if not found:
             return
-        step = self.dice.choice(found)
-        source = self.dice.choice([trial.output, trial.checkpoints / f"step-{step:08d}"])
-        step = max(found) if source == trial.output else step
+        step = self.dice.choice([max(found), *found])
+        source = trial.output if step == max(found) else self.step(trial, step)
         dtype = self.dice.choice(["fp32", "fp16", "bf16"])
         place = self.dice.choice([self.world.exports, self.world.drives[0] / "offload-trainer"]) / "run-xl-export"
         words = ["export", source, place, "--dtype", dtype]
         if (self.dice.random() < 0.5) if kill is None else kill:
-            delay = self.dice.uniform(0, 0.1)
-            self.note(f"{' '.join(map(str, words))}   # SIGKILL {delay:.4f} s into it")
-            command = Command(words, log=self.log())
-            begun: list[float] = []
-
-            def due() -> bool:
-                if not begun and (place.with_name(f".{place.name}.tmp").exists() or place.exists()):
-                    begun.append(time.monotonic())
-                return bool(begun) and time.monotonic() > begun[0] + delay
-
-            if command.wait_for(due):
-                command.send(signal.SIGKILL)
-            if command.wait() not in (0, -signal.SIGKILL):
-                raise Difference(f"exit {command.code}: {command}")
-            self.done[f"export: exit {command.code}"] += 1
+            self.kill_export(words, place)
             self.take_away(place, trial, step, dtype)
         self.note(" ".join(map(str, words)))
-        finish(words, log=self.log())
+        finish(words, log=self.training.log())
         self.done["export: exit 0"] += 1
-        if (hidden := place.with_name(f".{place.name}.tmp")).exists():
+        if hidden := [path for path in place.parent.glob(f".{place.name}*") if path not in self.world.sentinels.known]:
             raise Difference(f"left over: {hidden}")
         self.take_away(place, trial, step, dtype)
+
+    def kill_export(self, words: list[object], place: Path) -> None:
+        delay, begun = self.dice.uniform(0, 0.1), []
+        self.note(f"{' '.join(map(str, words))}   # SIGKILL {delay:.4f} s into it")
+        command = Command(words, log=self.training.log())
+
+        def due() -> bool:
+            if not begun and (any(place.parent.glob(f".{place.name}*")) or place.exists()):
+                begun.append(time.monotonic())
+            return bool(begun) and time.monotonic() > begun[0] + delay
+
+        if command.wait_for(due):
+            command.send(signal.SIGKILL)
+        if command.wait() not in (0, -signal.SIGKILL):
+            raise Difference(f"exit {command.code}: {command}")
+        self.done[f"export: exit {command.code}"] += 1
 
     def take_away(self, place: Path, trial: Trial, step: int, dtype: str) -> None:
         """An export that is there is whole."""
@@ -392,7 +265,7 @@ class Soak:
         """A command that is not training, killed at times."""
         delay = self.dice.uniform(0, 3) if self.dice.random() < 0.5 else float("inf")
         self.note(f"{' '.join(map(str, words))}   # {'goes on' if delay > 9 else f'SIGKILL {delay:.4f} s in'}")
-        command, begun = Command(words, log=self.log(), first=first), time.monotonic()
+        command, begun = Command(words, log=self.training.log(), first=first), time.monotonic()
         if command.wait_for(lambda: time.monotonic() > begun + delay):
             command.send(signal.SIGKILL)
         if command.wait() not in (0, -signal.SIGKILL) or "Traceback" in command.text:
@@ -421,17 +294,6 @@ class Soak:
             for name, count in sorted(counts.items()):
                 print(f"| {name} | {count} |")
         sys.stdout.flush()
-
-
-def fill(directory: Path) -> None:
-    """Not one byte is left on its filesystem."""
-    with open(directory / "filler", "wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                pass
 
 
 def small_bench() -> None:

@@ -22,8 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 PATIENCE = 180  # seconds for a command
 SAME = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")  # of a step, however it came about
 CHECKPOINT = re.compile("step-([0-9]+)")
@@ -37,7 +35,7 @@ class Difference(Exception):
 
 def load_libraries() -> None:
     """What each command would import, once; nothing here computes, so that no thread is lost in a fork."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     from offload_trainer import cli
 
     cli._quiet()

@@ -1,0 +1,162 @@
+"""Training commands of a soak: where their state lives, what happens to them at a random moment, how they must end."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from soak_world import STEPS, Trial, World
+from trials import PATIENCE, Command, Difference, End, moment, rows, what_was_hit
+
+IN_RAM = ["--ram-fraction", "1"]
+ON_DRIVES = (
+    ["--optimizer", "nvme", "--ram-fraction", "0.5"],
+    ["--optimizer", "nvme"],
+    ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
+    ["--params", "cpu", "--ram-fraction", "0.25"],
+)
+# What may happen to a training command, how often, and the exit codes that it may have then.
+FATES: dict[str, tuple[int, set[int]]] = {
+    "goes on": (2, {0}),
+    "SIGKILL": (5, {0, -signal.SIGKILL}),
+    "SIGINT": (2, {0, 130}),
+    "SIGTERM": (2, {0, 143, -signal.SIGTERM}),
+    "SIGHUP": (1, {0, 129, -signal.SIGHUP}),
+    "SIGQUIT": (1, {0, 131, -signal.SIGQUIT}),
+    "SIGUSR1": (1, {0}),
+    "asked to save": (1, {0}),
+    "pipe closed": (1, {0}),
+    "terminal closed": (1, {0, 129, -signal.SIGHUP}),
+    "disk full": (5, {0, 1, 2}),
+}
+
+
+@dataclass
+class Flight:
+    """A training command under way, and what is to happen to it."""
+
+    trial: Trial
+    command: Command
+    fate: str
+    due: Callable[[], bool]  # when it does
+    drives: list[Path]
+    before: bytes  # metrics.jsonl, and the newest checkpoint, when it started
+    base: int
+    happened: bool = False
+
+
+class Training:
+    """Starts training commands in a world, and holds how they end against how they should."""
+
+    def __init__(self, world: World, *, done: Counter[str], note: Callable[[str], None]) -> None:
+        self.world, self.done, self.note = world, done, note
+        self.dice = random.Random()  # of the round
+        self.serial = 0
+
+    def log(self) -> Path:
+        """A place for what the next command says; the last twenty are kept."""
+        self.serial += 1
+        return self.world.folder / f"log-{self.serial % 20}.txt"
+
+    def train(self, wishes: list[tuple[Trial, str]], *, trials: list[Trial]) -> None:
+        """Start these at the same time, and let happen to each what is wished; `trials`: all that there are."""
+        full = any(fate == "disk full" for _, fate in wishes)
+        flights = [self.start(trial, "disk full" if full and trial.on_disk else fate) for trial, fate in wishes]
+        deadline = time.monotonic() + PATIENCE
+        while under_way := [flight for flight in flights if not flight.command.ended()]:
+            for flight in under_way:
+                self.let_happen(flight)
+            if time.monotonic() > deadline:
+                raise Difference(f"does not end: {', '.join(str(flight.command) for flight in under_way)}")
+            time.sleep(0.0005)
+        if self.world.mounted:
+            (self.world.disk / "filler").unlink(missing_ok=True)
+        self.world.check(trials)
+        for flight in flights:
+            self.check_end(flight)
+        if all(flight.command.code == 0 for flight in flights):
+            self.world.check_drives([drive for flight in flights for drive in flight.drives], trials)
+
+    def start(self, trial: Trial, fate: str) -> Flight:
+        placement, drives = self.placement(trial)
+        words = [*self.world.words(trial.kind), *placement, "--output", str(trial.output)]
+        trial.every = self.dice.choice((trial.every, self.dice.randrange(1, 5)))
+        words += ["--save-every", str(trial.every), f"save.keep={trial.keep}"]
+        ends: dict[str, End] = {"pipe closed": "pipe", "terminal closed": "terminal"}
+        told, due = moment(self.dice, trial.output, steps=STEPS)
+        metrics = trial.output / "metrics.jsonl"
+        before, base = metrics.read_bytes() if metrics.exists() else b"", trial.newest
+        trial.present = set()
+        self.note(f"{' '.join(words)}   # {fate}{'' if fate == 'goes on' else ', ' + told}")
+        command = Command(words, log=self.log(), end=ends.get(fate, "file"))
+        return Flight(trial, command, fate, due, drives, before, base, happened=fate == "goes on")
+
+    def placement(self, trial: Trial) -> tuple[list[str], list[Path]]:
+        """Words for where the state lives this time, and the drives that they lease."""
+        dice = self.dice
+        drives = dice.sample(self.world.drives, dice.randrange(1, 3))
+        if trial.on_disk and dice.random() < 0.3:
+            drives = [self.world.disk / "drive"]
+        if trial.kind.plain and dice.random() < 0.15:
+            return ["--engine", "plain"], []
+        named = [word for drive in drives for word in ("--nvme", str(drive))]
+        inside = [
+            f"tiered.page_size={dice.choice((16384, 65536, 1 << 20))}",
+            f"tiered.io_threads={dice.choice((1, 4))}",
+        ]
+        inside += dice.choice(([], ["tiered.checksums=true"], ["optim.kernel=torch"], ["tiered.page_buffers=2"]))
+        if len(drives) == 2:
+            inside += dice.choice(([], ["tiered.drive_speeds=[1,3]"]))
+        if dice.random() < 0.2:
+            return [*named, *IN_RAM, *inside], []
+        return [*named, *dice.choice(ON_DRIVES), *inside], drives
+
+    def let_happen(self, flight: Flight) -> None:
+        """What is to happen, once it is due."""
+        if flight.happened or flight.command.ended() or not flight.due():
+            return
+        flight.happened = True
+        if flight.fate.endswith("closed"):
+            flight.command.hang_up()
+        elif flight.fate == "asked to save":
+            if flight.trial.output.exists():
+                (flight.trial.output / "save").touch()
+        elif flight.fate == "disk full":
+            fill(self.world.disk)
+        else:
+            flight.command.send(getattr(signal, flight.fate))
+
+    def check_end(self, flight: Flight) -> None:
+        """The exit code and what was said; saved to the last step, unless that could not be."""
+        trial, command, fate = flight.trial, flight.command, flight.fate
+        refused = fate == "second" and command.code == 2 and "another run" in command.text
+        if not refused and command.code not in FATES.get(fate, (0, {0}))[1]:
+            raise Difference(f"{fate}: exit {command.code}: {command}")
+        if "Traceback" in command.text:
+            raise Difference(f"{fate}: a traceback: {command}")
+        hit = what_was_hit(trial.output, command.text) if fate == "SIGKILL" and command.code else f"exit {command.code}"
+        self.done[f"train, {fate if flight.happened else 'goes on'}: {hit}"] += 1
+        (trial.output / "save").unlink(missing_ok=True)
+        if command.code == 0:
+            self.world.check_finished(trial, saved=flight.base < STEPS)
+        elif fate not in ("SIGKILL", "disk full", "second"):
+            metrics = trial.output / "metrics.jsonl"
+            last = max((row["step"] for row in rows(metrics)), default=0)
+            if last > flight.base and metrics.read_bytes() != flight.before and trial.newest != last:
+                raise Difference(f"{fate}: trained to step {last}, and saved {trial.newest}: {command}")
+
+
+def fill(directory: Path) -> None:
+    """Not one byte is left on its filesystem."""
+    with open(directory / "filler", "wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                pass

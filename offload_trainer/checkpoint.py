@@ -16,14 +16,13 @@ Nothing in one needs the engine, the GPU, the model's class or the rest of the r
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +38,10 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
 from offload_trainer.readback import LENIENT, Count, Steps, open_file, read_back, shown
+from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
+from offload_trainer.tiers.locks import NoLocks, take
+from offload_trainer.tiers.removal import name_in_workplace, replacing
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -87,6 +89,7 @@ class Checkpoints:
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _place_of(root.parent)
+        self._told: set[str] = set()  # notes on what is not pruned
         self._under_way: tuple[Ticket, Snapshot, int] | None = None
         self._worker: Workers | None = None
 
@@ -177,32 +180,28 @@ class Checkpoints:
         """The whole of it: every rank calls, `first` writes."""
         start = time.perf_counter()
         final = self._root / f"step-{state.step:08d}"
-        temporary = self._root / f".{final.name}.tmp"
         try:
-            if first:
-                temporary.mkdir()
-            files = snapshot.write(temporary)
-            if not first:
-                return
-            size = self._finish(temporary, files, state)
-            put_in_place(temporary, final)
-        except BaseException as error:
-            if first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise TrainerError(
-                    f"{final} could not be written: {error.strerror or error}; older checkpoints are untouched. Free "
-                    "space there, and the same command goes on from the newest of them"
-                ) from error
-            raise
+            with replacing(final, what=WORK, say=self._say) if first else nullcontext(name_in_workplace(final)) as new:
+                if first:
+                    new.mkdir()
+                files = snapshot.write(new)
+                if not first:
+                    return
+                size = self._finish(new, files, state)
+                put_in_place(new, final)
+        except OSError as error:
+            raise TrainerError(
+                f"{final} could not be written: {error.strerror or error}; older checkpoints are untouched. Free "
+                "space there, and the same command goes on from the newest of them"
+            ) from error
         seconds = time.perf_counter() - start
         behind = ", while training went on" if snapshot.behind else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{behind}")
-        try:
-            _prune(self._root, keep=self._keep)
-        except OSError as error:  # the new one is safe
-            self._say(f"note: older checkpoints could not be removed: {error}")
+        for note in prune(self._root, keep=self._keep):
+            if note not in self._told:
+                self._told.add(note)
+                self._say(f"note: {note}")
 
     def _finish(self, directory: Path, files: dict[str, Any], state: TrainState) -> int:
         """What is not the engine's, then the manifest; returns the bytes of all files."""
@@ -227,16 +226,6 @@ class Checkpoints:
         return sum(about["bytes"] for about in files.values())
 
 
-def remove_leftovers(root: Path) -> None:
-    """Remove what a killed save or prune has left. Only for the run that holds the directory."""
-    for leftover in root.glob(".step-*"):
-        replaced = root / leftover.name.removeprefix(".").removesuffix(".replaced")
-        if leftover.suffix == ".replaced" and not replaced.exists():
-            os.rename(leftover, replaced)  # killed between two renames: it is whole, and no other is
-        else:
-            shutil.rmtree(leftover)
-
-
 def _place_of(directory: Path) -> tuple[int, int] | None:
     """What tells this directory from another of the same name."""
     try:
@@ -244,19 +233,6 @@ def _place_of(directory: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _prune(root: Path, *, keep: int) -> None:
-    """Remove the oldest beyond `keep`, but none that is being read. A kill in between leaves no half of one."""
-    for old in complete_checkpoints(root)[:-keep]:
-        with open(old / MANIFEST) as manifest:
-            try:
-                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            hidden = old.with_name(f".{old.name}.pruned")
-            os.rename(old, hidden)
-            shutil.rmtree(hidden)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -273,17 +249,17 @@ def reading(checkpoint: Path) -> Iterator[None]:
     except ValueError as error:
         raise UserError(f"{checkpoint / MANIFEST} cannot be read: {error}. {_fix(checkpoint)}") from error
     try:
-        fcntl.flock(manifest, fcntl.LOCK_SH)
+        try:
+            take(manifest, shared=True)
+        except NoLocks:
+            pass  # then nothing is pruned
+        except BlockingIOError:
+            raise gone from None
         if not (checkpoint / MANIFEST).exists():
             raise gone
         yield
     finally:
         os.close(manifest)
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints with a manifest, the oldest first."""
-    return sorted(path.parent for path in root.glob(f"step-*/{MANIFEST}"))
 
 
 def find_resume(wish: str, *, output: Path) -> Path | None:
@@ -292,7 +268,7 @@ def find_resume(wish: str, *, output: Path) -> Path | None:
         return None
     if wish == "auto":
         found = complete_checkpoints(output / "checkpoints")
-        if not found and (left := sorted((output / "checkpoints").glob("step-*"))):
+        if not found and (left := sorted(steps_in(output / "checkpoints"), key=step_of)):
             raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start anew, move it away")
         return found[-1] if found else None
     return find_checkpoint(Path(wish))
@@ -328,7 +304,7 @@ def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:
 
 def _fix(checkpoint: Path) -> str:
     """What to do where a checkpoint is damaged."""
-    earlier = [path for path in complete_checkpoints(checkpoint.parent) if path.name < checkpoint.name]
+    earlier = [path for path in complete_checkpoints(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
     offer = f"goes on from the one before it, {earlier[-1]}" if earlier else "starts anew"
     return f"Move {checkpoint.name} away, and the same command {offer}"
 

@@ -37,11 +37,15 @@ def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, An
 
 
 def _with_what_goes(machine: MachineProfile) -> MachineProfile:
-    """The machine with the bytes as free that this run's older checkpoints and the page files of dead runs take."""
+    """The machine with the bytes as free that this run's older checkpoints and the page files of dead runs take.
+
+    Only what this user's run will be able to remove.
+    """
+    from offload_trainer.retention import bytes_that_go
     from offload_trainer.tiers.durable import bytes_below
     from offload_trainer.tiers.lease import dead_runs
 
-    goes = {machine.output.directory: bytes_below(Path(machine.output.directory) / "checkpoints")}
+    goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
     for drive in machine.drives:
         dead = sum(map(bytes_below, dead_runs(Path(drive.directory))))
         goes[drive.directory] = goes.get(drive.directory, 0) + dead

@@ -22,7 +22,6 @@ from offload_trainer.checkpoint import (
     RunRecord,
     check_identity,
     check_resume,
-    complete_checkpoints,
     find_resume,
     read_state,
 )
@@ -34,6 +33,7 @@ from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan, saves_state
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
+from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run_data import RunData, check_data, prepare_data, unknown_identity
 from offload_trainer.run_directory import Log, environment, refuse_second, run_directory
 from offload_trainer.signals import waiting
@@ -57,7 +57,7 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
             "weights are exported at the end), or use --engine tiered"
         )
     here = complete_checkpoints(Path(config.save.output) / "checkpoints")
-    newer = [path.name for path in here if resumes and path.name > resumes.name]
+    newer = [path.name for path in here if resumes and step_of(path) > step_of(resumes)]
     if newer:
         raise UserError(
             f"--resume {config.save.resume}: {config.save.output} holds newer checkpoints ({', '.join(newer)}), which "
@@ -166,10 +166,7 @@ def _build_job(
         from offload_trainer.engine.ranks import share_from_zero
 
         drives = [Path(drive).expanduser() for drive in config.placement.nvme]
-        leases = [stack.enter_context(DriveLease(drive)) for drive in drives] if log.loud else []
-        for lease in leases:
-            if lease.removed:
-                log.say(f"{lease.path.parent}: removed what {len(lease.removed)} run(s) left that died")
+        leases = [stack.enter_context(DriveLease(drive, say=log.say)) for drive in drives] if log.loud else []
         swaps = share_from_zero([lease.path for lease in leases])
     start = time.perf_counter()
     engine = _build_engine(config, plan, source, swaps=swaps, load_weights=resume is None, output=output, log=log)

@@ -22,11 +22,11 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, TextIO
 
-from offload_trainer.checkpoint import remove_leftovers
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError, explain
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.plan import Plan
+from offload_trainer.retention import remove_leftovers
 from offload_trainer.settings import dump_config
 from offload_trainer.streams import write_now
 from offload_trainer.tiers.durable import write_text

@@ -13,11 +13,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,6 +25,7 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.readback import parsed
 from offload_trainer.settings import load_config
+from offload_trainer.tiers.removal import scratch
 
 _WARM = 2
 _GAIN = 0.98
@@ -124,8 +123,8 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
     """One real run of a few steps, in a process of its own."""
     trial = Trial(added)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
-        log = Path(folder, "log")
+    with scratch("tune-") as folder:
+        log = folder / "log"
         command = [sys.executable, "-m", "offload_trainer.tune", str(steps), *words, *_ALWAYS, *added.split()]
         command += ["--output", f"{folder}/run"]
         with log.open("w") as errors:

@@ -23,7 +23,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,6 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.tiers.removal import scratch
 from offload_trainer.tune import STOCK_GROUPS
 
 ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
@@ -122,8 +122,8 @@ class Case:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Its process, built and standing still; ended, and its files removed, on the way out."""
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            self._log = Path(folder, "log")
+        with scratch("bench-") as folder:
+            self._log = folder / "log"
             command = [sys.executable, __file__, "--child", *ALWAYS, *self.words, "--output", f"{folder}/run"]
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log, text=True)
@@ -131,7 +131,7 @@ class Case:
                 start = time.perf_counter()
                 self.facts = self._answer() | {"build_seconds": time.perf_counter() - start}
                 print(f"{self.name}: built in {self.facts['build_seconds']:.0f} s", file=sys.stderr)
-                self.told = {path.stem: json.loads(path.read_text()) for path in Path(folder, "run").glob("*.json")}
+                self.told = {path.stem: json.loads(path.read_text()) for path in (folder / "run").glob("*.json")}
                 yield
             finally:
                 self._process.send_signal(signal.SIGCONT)

@@ -12,7 +12,6 @@ import copy
 import json
 import os
 import sys
-import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import xllamacpp
 
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
 from offload_trainer.export.gguf import DTYPES, write_gguf
+from offload_trainer.tiers.removal import scratch
 
 VOCABULARY = 2050
 # Ones after which no model here is likeliest to end the text: llama.cpp tells no probabilities then.
@@ -60,9 +60,9 @@ def main() -> None:
     print(f"xllamacpp {xllamacpp.__version__}, transformers {t.__version__}, torch {torch.__version__}\n")
     print("| model | type | largest difference of log-probability | spread of them | same likeliest token |")
     print("| --- | --- | --- | --- | --- |", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch("llamacpp-") as folder:
         for name, config in MODELS.items():
-            directory = Path(folder) / name.replace(" ", "-")
+            directory = folder / name.replace(" ", "-")
             model = save(config, directory)
             with torch.no_grad():
                 right = [model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in PROMPTS]

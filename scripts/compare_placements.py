@@ -12,9 +12,10 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
+
+from offload_trainer.tiers.removal import scratch
 
 PLACEMENTS = {
     "plain torch": ["--engine", "plain"],
@@ -84,8 +85,8 @@ def main() -> int:
     for dtype in dtypes:
         plain: list[dict] = []
         for name, homes in PLACEMENTS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                rows, planned, error = run([*words, *homes, "--nvme", drive, "--dtype", dtype], Path(folder) / "out")
+            with scratch("placements-") as folder:
+                rows, planned, error = run([*words, *homes, "--nvme", drive, "--dtype", dtype], folder / "out")
             plain = plain or rows
             if not rows or not plain:
                 lines.append(f"| {dtype} | {name} | failed: {error} |" + " |" * 9)

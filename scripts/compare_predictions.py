@@ -14,12 +14,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from offload_trainer.tiers.removal import scratch
 from offload_trainer.tune import run_trial
 
 _SHORT = ["--seq-len", "128", "--micro-batch", "1", "--dtype", "bf16"]
@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="predictions-") as folder:
-        os.environ.setdefault("OFFLOAD_TRAINER_CACHE", folder)
+    with scratch("predictions-") as folder:
+        os.environ.setdefault("OFFLOAD_TRAINER_CACHE", str(folder))
         bench = [sys.executable, "-m", "offload_trainer", "bench", "--nvme", options.nvme]
         timed = subprocess.run(bench, stdout=subprocess.PIPE, text=True, check=True).stdout
         rows = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers import moments
 from offload_trainer.tiers.kernels import Adam, TorchKernel
 from offload_trainer.tiers.moments import Noise
+from offload_trainer.tiers.removal import scratch
 
 FORMS = ("fp32", "bf16", "8bit", "bitsandbytes")
 LR = 1e-3  # of the constructed gradients; the largest update is in units of it
@@ -121,7 +121,7 @@ def run(form: str, words: list[str], *, steps: int) -> dict[str, Any]:
     """Largest update in units of its step's rate, largest weight of the embedding, validation losses."""
     engine = ["--engine", "plain"] if form == "bitsandbytes" else ["--engine", "tiered", f"optim.states={form}"]
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch("states-") as folder:
         wished = [*words, *engine, "--steps", str(steps), "--output", f"{folder}/run", "--save-every", "0"]
         config = load_config([*wished, "--seq-len", "64", "--micro-batch", "4", "placement.threads=1"])
         train_run(config, instead=lambda job: found.update(_measure(job, theirs=form == "bitsandbytes")))
@@ -162,8 +162,8 @@ def main() -> int:
     third = steps // 3
     columns += [f"validation loss, step {step}" for step in range(third, 3 * third + 1, third)]
     lines += [" | ".join(columns), " | ".join(["---"] * len(columns))]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, words in models(Path(folder)):
+    with scratch("states-") as folder:
+        for name, words in models(folder):
             for rate in ("3e-4", "1e-3"):
                 for form in FORMS:
                     got = run(form, [*words, "--lr", rate], steps=steps)

@@ -1,14 +1,15 @@
 """The whole job once: train, checkpoint, export fp16 and fp32, load both with transformers, compare, sample.
 
-Writes into demo-run/ (removed first). Exits with 1 and says what is wrong if a step does not hold.
+Writes into demo-run/ (an earlier demo's is removed first). Exits with 1 and says what is wrong if a step does not hold.
 """
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from offload_trainer.tiers.removal import anew
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-run"
@@ -22,8 +23,8 @@ def offload_train(*words: str) -> None:
 
 
 def main() -> int:
-    shutil.rmtree(OUT, ignore_errors=True)
-    (OUT / "drive").mkdir(parents=True)
+    anew(OUT, what="the demo in")
+    (OUT / "drive").mkdir()
     run = OUT / "run"
     half_on_the_drive = ("--nvme", str(OUT / "drive"), "--ram-fraction", "0.5")
     offload_train("configs/demo.yaml", *half_on_the_drive, "--output", str(run))

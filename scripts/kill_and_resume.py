@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +33,8 @@ from trials import (
     what_was_hit,
 )
 
+from offload_trainer.tiers.removal import Workplace, scratch
+
 STEPS, EVERY, KEEP = 12, 2, 2
 PLACEMENTS = (
     ["--ram-fraction", "1"],
@@ -49,11 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    wishes = parser.parse_args()
+    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
     load_libraries()
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KILL_DIRECTORY")) as folder:
+    with scratch("kills-", directory=named and Path(named)) as folder:
         try:
-            Trial(Path(folder), random.Random(wishes.seed)).carry_out(wishes.kills)
+            Trial(folder, random.Random(wishes.seed)).carry_out(wishes.kills)
         except Difference as found:
             raise SystemExit(str(found)) from None
 
@@ -67,7 +67,7 @@ class Trial:
         self.drive.mkdir()
         self.log = folder / "log.txt"
         self.found: Counter[str] = Counter()  # what a kill hit
-        self.finished = self.made = 0
+        self.finished = self.made = self.exports = 0
         self.reference = folder / "uninterrupted"
 
     def carry_out(self, kills: int) -> None:
@@ -78,7 +78,8 @@ class Trial:
         while sum(self.found.values()) < kills:
             if output is None:
                 self.made += 1
-                output = self.folder / f"run-{self.made}"
+                place = Workplace(self.folder / f"trial-{self.made}", what="the run in")
+                output = place.path / "run"
             if self.dice.random() < 0.65:
                 self.kill_training(output)
                 continue
@@ -86,7 +87,7 @@ class Trial:
             for _ in range(self.dice.randrange(3)):
                 self.kill_export(output)
             self.compare(output)
-            shutil.rmtree(output)
+            place.close()
             output = None
         if output is not None:
             self.finish(self.words(output, self.dice.choice(PLACEMENTS)))
@@ -123,12 +124,12 @@ class Trial:
             verify_checkpoint(checkpoint)
 
     def kill_export(self, output: Path) -> None:
-        destination = output / "hf"
+        destination = output / f"hf-{self.exports}"
         words = ["export", output, destination, "--dtype", "fp32"]
         delay, due = self.dice.uniform(0, 0.05), []
 
         def when() -> bool:
-            if not due and (output / ".hf.tmp").exists():
+            if not due and destination.with_name(f".{destination.name}.tmp").exists():
                 due.append(time.monotonic() + delay)
             return bool(due) and time.monotonic() >= due[0]
 
@@ -136,7 +137,7 @@ class Trial:
             self.found["in an export"] += 1
         if destination.exists():
             compare_export(destination, self.reference / "hf")
-            shutil.rmtree(destination)
+            self.exports += 1  # the next one goes elsewhere
 
     def compare(self, output: Path) -> None:
         """The run's numbers, state and export are the uninterrupted one's."""
@@ -148,9 +149,9 @@ class Trial:
         left = [path.name for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
         if left:
             raise Difference(f"{output}: left over: {left}")
-        shutil.rmtree(output / "hf", ignore_errors=True)
-        self.finish(["export", output, output / "hf", "--dtype", "fp32"])
-        compare_export(output / "hf", self.reference / "hf")
+        destination = output / f"hf-{self.exports}"
+        self.finish(["export", output, destination, "--dtype", "fp32"])
+        compare_export(destination, self.reference / "hf")
         self.finished += 1
         print(f"run {self.made}: the same; {sum(self.found.values())} kills so far", flush=True)
 

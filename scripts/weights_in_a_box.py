@@ -13,12 +13,13 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from offload_trainer.tiers.removal import anew
 
 HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 1536, 4096, 24, 8, 32000
 TOKENS = list(range(100, 148))
@@ -41,14 +42,13 @@ def main() -> None:
 
 
 def compare(wishes: argparse.Namespace) -> None:
-    model, run = wishes.directory / "model", wishes.directory / f"run-{wishes.dtype}"
-    exported = wishes.directory / f"exported-{wishes.dtype}"
+    model, trial = wishes.directory / "model", wishes.directory / f"trial-{wishes.dtype}"
+    run, exported = trial / "run", trial / "exported"
     box = shlex.split(wishes.box)
     if not model.exists():
         count = write_model(model, parameters=wishes.parameters)
         print(f"wrote {count} parameters to {model}", flush=True)
-    for old in (run, exported):
-        shutil.rmtree(old, ignore_errors=True)
+    anew(trial, what="a trial in")
     ourselves = [sys.executable, __file__, str(wishes.directory), "--dtype", wishes.dtype, "--child"]
     timed("import, logits, checkpoint", [*box, *ourselves, "live"])
     words = ["export", str(run), str(exported), "--dtype", wishes.dtype, "--max-shard-size", "1GB", "--check"]
@@ -126,7 +126,7 @@ def live(directory: Path, dtype: str) -> None:
         "tiered.page_size=1048576",
         "optim.states=8bit",
     ]
-    words += ["--seq-len", "64", "--micro-batch", "1", "--output", directory / f"run-{dtype}", "save.keep=1"]
+    words += ["--seq-len", "64", "--micro-batch", "1", "--output", directory / f"trial-{dtype}/run", "save.keep=1"]
     config = load_config([str(word) for word in words])
     prepare_process(config)
     cli._quiet()
@@ -157,7 +157,7 @@ def loaded(directory: Path, dtype: str) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     use_fp32_products(DTYPES[dtype])
     model, info = AutoModelForCausalLM.from_pretrained(
-        directory / f"exported-{dtype}", dtype="auto", output_loading_info=True
+        directory / f"trial-{dtype}/exported", dtype="auto", output_loading_info=True
     )
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload_trainer import checkpoint
-from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
+from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, find_resume, read_manifest
 from offload_trainer.errors import TrainerError
 from offload_trainer.manifest import crc32_of
+from offload_trainer.retention import bytes_that_go, complete_checkpoints, remove_leftovers
 from offload_trainer.tiers import durable
-from offload_trainer.tiers.durable import exchange
+from offload_trainer.tiers.durable import bytes_below, exchange
 
 
 class Small:
@@ -33,13 +35,13 @@ class Small:
         pass
 
 
-def save(output: Path, step: int) -> Path:
+def save(output: Path, step: int, *, keep: int = 2, say: Callable[[str], None] = print) -> Path:
     """A checkpoint of the run in `output`."""
     (output / "model").mkdir(exist_ok=True, parents=True)
     (output / "model" / "config.json").write_text("{}")
     record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")
     root = output / "checkpoints"
-    with Checkpoints(root, record=record, keep=2, need_bytes=10, say=print) as checkpoints:
+    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say) as checkpoints:
         checkpoints.save(Small(), TrainState(step=step, tokens=0, data_position=0))  # type: ignore[arg-type]
     return root / f"step-{step:08d}"
 
@@ -84,3 +86,44 @@ def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:
     swapped = exchange(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / ("b" if swapped else "a") / "inside").exists()
     assert not exchange(tmp_path / "a", tmp_path / "nowhere")
+
+
+def test_only_what_a_save_has_named_is_pruned_or_resumed_from(tmp_path: Path) -> None:
+    """What the user renamed, moved aside as advised, linked or added to stays; the plan does not count it as free."""
+    said: list[str] = []
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=9, say=said.append)
+    root = tmp_path / "checkpoints"
+    (root / "step-00000001").rename(root / "step-00000001-best")
+    (root / "step-00000004").rename(root / "step-00000004.damaged")
+    (root / "step-00000002/notes.txt").write_text("the one for the paper")
+    (tmp_path / "elsewhere").mkdir()
+    (root / "step-00000003").rename(tmp_path / "elsewhere/step-00000003")
+    (root / "step-00000003").symlink_to(tmp_path / "elsewhere/step-00000003")
+    (root / ".step-x").symlink_to(tmp_path / "elsewhere")
+    assert find_resume("auto", output=tmp_path) == root / "step-00000003"
+    assert bytes_that_go(root) == 0
+    for step in (5, 6):
+        save(tmp_path, step, keep=1, say=said.append)
+    assert sorted(path.name for path in root.iterdir()) == [
+        *(".step-x", "step-00000001-best", "step-00000002", "step-00000003", "step-00000004.damaged", "step-00000006"),
+    ]
+    read_manifest(tmp_path / "elsewhere/step-00000003")
+    told = "\n".join(said)
+    assert "step-00000002 is not pruned: notes.txt in it is not the checkpoint's" in told
+    assert "step-00000003 is not pruned: it is a link" in told
+    assert bytes_that_go(root) == bytes_below(root / "step-00000006") > 0
+
+
+def test_what_a_killed_prune_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = tmp_path / "checkpoints"
+    save(tmp_path, 2).rename(root / ".step-00000002.pruned")
+    (root / ".step-00000002.pruned/master.safetensors").unlink()
+    (root / ".step-00000007.pruned").mkdir()
+    (root / ".step-00000007.pruned/work").write_text("precious")
+    remove_leftovers(root)
+    assert sorted(path.name for path in root.iterdir()) == [".step-00000007.pruned", "step-00000001"]
+    (root / ".step-00000008.tmp").symlink_to(tmp_path)
+    with pytest.raises(TrainerError, match=r"\.step-00000008\.tmp is in the way of step-00000008 and stays: it is a"):
+        remove_leftovers(root)

@@ -15,6 +15,7 @@ from conftest import KILL, TINY, ask, call, call_and_kill
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_model import _COMMON, ARCHITECTURES, reference
+from test_removal import died
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 import offload_trainer.plan.layout as layout
@@ -275,16 +276,18 @@ def test_a_checkpoint_is_exported_without_its_run(trained: Path, tmp_path: Path)
 
 
 def test_a_checkpoint_that_is_being_read_is_not_pruned(trained: Path, tmp_path: Path) -> None:
-    from offload_trainer.checkpoint import _prune, complete_checkpoints, reading
+    from offload_trainer.checkpoint import reading
+    from offload_trainer.retention import complete_checkpoints, prune
 
     root = trained / "checkpoints"
     for step in (4, 5):
         (root / f"step-{step:08d}").mkdir()
-        (root / f"step-{step:08d}/MANIFEST.json").write_text("{}")
+        manifest = {"format": 2, "step": step, "identity": {}, "layout": {}, "files": {}}
+        (root / f"step-{step:08d}/MANIFEST.json").write_text(json.dumps(manifest))
     with reading(root / "step-00000003"):
-        _prune(root, keep=1)
+        prune(root, keep=1)
         assert [path.name for path in complete_checkpoints(root)] == ["step-00000003", "step-00000005"]
-    _prune(root, keep=1)
+    prune(root, keep=1)
     assert [path.name for path in complete_checkpoints(root)] == ["step-00000005"]
 
 
@@ -316,9 +319,7 @@ def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
     """A new lease removes what a dead run left, but not from under a reader; and a reader of another user sees life."""
     with DriveLease(tmp_path) as alive:
         assert is_alive(alive.path)
-        dead = alive.path.with_name("run-dead")
-        dead.mkdir()
-        (dead / ".lock").touch()
+        dead = died(DriveLease(tmp_path)._place)
         with kept(dead), DriveLease(tmp_path) as another:
             assert not is_alive(dead)
             assert another.removed == []

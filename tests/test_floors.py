@@ -13,6 +13,7 @@ FLOORS = {
     "schedule": 1, "plan": 1,
     "tiers": 2,
     "machine.probe": 3, "machine.bench": 3, "machine.cache": 3, "model": 3, "data": 3, "engine": 3, "telemetry": 3,
+    "retention": 3,
     "checkpoint": 4, "manifest": 1, "export": 4,
     "trainer": 5,
     "cli": 6, "run": 6, "run_data": 6, "run_directory": 6, "planner": 6, "doctor": 6, "tune": 6, "launch": 6,

@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.rows import RowReader, split_rows
+from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.token_bytes import TokenBytes
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import load_tokenizer

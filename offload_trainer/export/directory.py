@@ -24,10 +24,12 @@ from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.model.source import BUFFERS
 from offload_trainer.readback import read_back
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
+from offload_trainer.tiers.removal import replacing
 from offload_trainer.tiers.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+EXPORT = "the export to"  # what its workplace is for
 _SAMPLE = 32  # tensors that --check compares
 
 
@@ -59,25 +61,20 @@ def write_model(
     entries = _entries(source, groups, dtype=dtype)
     total = sum(entry.bytes for entry in entries)
     check_destination(destination, total + bytes_below(source.model), replace=replace)
-    temporary = destination.with_name(f".{destination.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        copy_tree(source.model, temporary)
-        (temporary / BUFFERS).unlink(missing_ok=True)
-        _set_dtype(temporary, DTYPES[dtype])
-        write_text(temporary / "README.md", source.card(dtype))
-        _write_shards(_converted(source.weights(), groups), temporary, entries=entries, shard_bytes=shard_bytes)
-        sync_directory(temporary)
-        compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
-        put_in_place(temporary, destination)
+        with replacing(destination, what=EXPORT) as temporary:
+            copy_tree(source.model, temporary)
+            (temporary / BUFFERS).unlink(missing_ok=True)
+            _set_dtype(temporary, DTYPES[dtype])
+            write_text(temporary / "README.md", source.card(dtype))
+            _write_shards(_converted(source.weights(), groups), temporary, entries=entries, shard_bytes=shard_bytes)
+            sync_directory(temporary)
+            compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
+            put_in_place(temporary, destination)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise TrainerError(
             f"{destination}: {error.strerror or error}; nothing is left there. The export takes {format_bytes(total)}"
         ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return Written(total, compared)
 
 

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.directory import check_destination
+from offload_trainer.export.directory import EXPORT, check_destination
 from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config, add_tokenizer
 from offload_trainer.model.conversions import read_model_config
-from offload_trainer.tiers.durable import sync_directory
+from offload_trainer.tiers.durable import put_in_place
+from offload_trainer.tiers.removal import replacing
 from offload_trainer.units import format_bytes
 
 if TYPE_CHECKING:  # an extra, so it is imported where it is used
@@ -109,19 +110,19 @@ def write_gguf(
     total = sum(tensor.bytes for tensor in tensors)
     writer = _described(tensors, config=config, model=model, name=destination.stem, dtype=dtype)
     check_destination(destination, total)
-    temporary = destination.with_name(f".{destination.name}.tmp")
+    written = 0
     try:
-        _write(writer, weights, temporary, shapes=shapes, tensors=tensors, config=config)
-        os.rename(temporary, destination)
-        sync_directory(destination.parent)
+        with replacing(destination, what=EXPORT) as temporary:
+            try:
+                _write(writer, weights, temporary, shapes=shapes, tensors=tensors, config=config)
+            finally:
+                written = temporary.stat().st_size if temporary.exists() else 0
+            put_in_place(temporary, destination)
     except OSError as error:
-        written = temporary.stat().st_size if temporary.exists() else 0
         raise TrainerError(
             f"{destination}: {error.strerror or error} after {format_bytes(written)} of {format_bytes(total)}; "
             "free space on that disk and run again"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # What llama.cpp can compute

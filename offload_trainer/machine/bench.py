@@ -68,7 +68,7 @@ def bench_machine(
     drives = []
     for drive in machine.drives:
         say(f"bench: {drive.directory}")
-        drives.append(replace(drive, rates=_drive(drive, transfers, budget)))
+        drives.append(replace(drive, rates=_drive(drive, transfers, budget, say)))
     rates = replace(copies, matmul=matmul, memory=memory, update=update)
     return replace(machine, rates=rates, drives=tuple(drives))
 
@@ -162,8 +162,13 @@ def _copies() -> Rates:
 # -- drives ------------------------------------------------------------------------------------------------------------
 
 
-def _drive(drive: DriveFacts, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
-    with DriveLease(Path(drive.directory)) as lease:
+def _drive(
+    drive: DriveFacts,
+    transfers: Mapping[str, Callable[[], Transfers]],
+    budget: Budget,
+    say: Callable[[str], None],
+) -> DriveRates:
+    with DriveLease(Path(drive.directory), say=say) as lease:
         size = min(budget.drive_bytes, drive.free_bytes // 2) // _PIECE * _PIECE
         file = DriveFile(lease.path / "bench", max(size, 2 * _BUFFERS * _PIECE))
         try:

@@ -18,6 +18,7 @@ from pydantic import with_config
 from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rates, Ratio
 from offload_trainer.places import cache_directory
 from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, parsed, shown
+from offload_trainer.tiers.durable import write_text
 
 _KEEP = 5  # runs whose ratios of measured to predicted seconds count
 
@@ -71,9 +72,7 @@ def _to_change() -> dict[str, Any]:
 def _write(stored: dict[str, Any]) -> None:
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(stored, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(stored, indent=1))
 
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:

@@ -7,7 +7,6 @@ the plan's tiers and seconds, and the measured ones ───┴─ write_report
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from offload_trainer.telemetry.meters import PHASES
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
+from offload_trainer.tiers.durable import write_text
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 Point = tuple[float, float]
@@ -90,9 +90,7 @@ def write_report(
         evaluations=_evaluations(evaluations),
         notes=_notes(notes),
     )
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, page)
 
 
 def _read(path: Path, parse: Callable[[str], _Record]) -> list[_Record]:

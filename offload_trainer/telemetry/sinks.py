@@ -20,6 +20,7 @@ from tqdm import tqdm
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.readback import LENIENT, Steps, parsed
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
+from offload_trainer.tiers.durable import write_bytes
 from offload_trainer.units import format_count, format_seconds
 
 Say = Callable[[str], None]
@@ -48,12 +49,7 @@ class JsonLines:
     def truncate_after(self, step: int) -> None:
         """Keep the lines of steps up to `step`; torn lines go too. Atomic: the file is the old or the new."""
         kept = [line + b"\n" for line in self.path.read_bytes().splitlines() if _is_up_to(line, step)]
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())  # the bytes before the name, or a power cut could leave an empty file
-        os.replace(temporary, self.path)
+        write_bytes(self.path, b"".join(kept))
         os.close(self._fd)  # it is still the old file
         self._fd = self._opened()
 

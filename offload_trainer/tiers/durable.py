@@ -9,13 +9,21 @@ from pathlib import Path
 
 from offload_trainer.errors import UserError
 
+REPLACED = "replaced"  # in a workplace: what stood under the final name, where two names cannot be exchanged
+
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` at once: readers see the old text or the new, also after a power cut."""
+    """`write_bytes` of UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` at once: readers see the old bytes or the new, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        temporary.unlink(missing_ok=True)  # a process of this number was killed here, or somebody has put a link there
+        with open(temporary, "xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -44,23 +52,17 @@ def copy_tree(source: Path, destination: Path) -> None:
     sync_directory(destination)
 
 
-def put_in_place(temporary: Path, final: Path) -> None:
-    """Give it its name, also over another directory of that name.
+def put_in_place(new: Path, final: Path) -> None:
+    """Give `new`, which is in a workplace (`removal.replacing`), its final name, also over another directory.
 
     At no moment is there none where the filesystem can exchange two names; elsewhere the old one is, for an instant,
-    under a hidden name that ends in `.replaced`.
+    only in the workplace, and goes back from there after a kill. What was replaced is left in the workplace.
     """
     if not final.exists():
-        os.rename(temporary, final)
-    elif exchange(temporary, final):
-        sync_directory(final.parent)
-        shutil.rmtree(temporary)
-    else:
-        replaced = final.with_name(f".{final.name}.replaced")
-        os.rename(final, replaced)
-        os.rename(temporary, final)
-        sync_directory(final.parent)
-        shutil.rmtree(replaced)
+        os.rename(new, final)
+    elif not exchange(new, final):
+        os.rename(final, new.with_name(REPLACED))
+        os.rename(new, final)
     sync_directory(final.parent)
 
 

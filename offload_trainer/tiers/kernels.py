@@ -14,7 +14,6 @@ import hashlib
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.tiers.removal import scratch
 
 # Elements that `torch` and `deepspeed` convert, update and copy out at a time: their 28 bytes each stay in the last
 # cache, and each of the three calls on them outlasts its own start. Of 2^13 to 2^21 the fastest (EPYC, 32 MB L3).
@@ -376,12 +376,12 @@ def _build() -> Path:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         # Under a name of its own until it is whole: another process may build or load at the same time.
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder) / library.name
+        with scratch("build-", directory=library.parent) as folder:
+            built = folder / library.name
             done = subprocess.run([compiler, *_FLAGS, "-o", built, _SOURCE], capture_output=True, text=True)
             if done.returncode:
                 raise TrainerError(f"{compiler} cannot build {_SOURCE}: {done.stderr.strip()[:2000]}")
-            built.replace(library)
+            os.replace(built, library)
     except FileNotFoundError as error:
         raise TrainerError(f"{_SOURCE.name} needs a C++ compiler, and there is no {compiler}: install g++") from error
     except OSError as error:

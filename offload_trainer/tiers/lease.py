@@ -1,47 +1,51 @@
 """A run's private directory on a drive: locked while the run lives, removed when it ends or has died.
 
-DIR/offload-trainer/
-    .lock                 held for an instant, while leases are made or cleared
-    <lease>/.lock         held as long as its run lives; the kernel lets go of it even after kill -9
-    <lease>/...           the run's own
+DIR/offload-trainer/              this user's; DIR/offload-trainer-NUMBER where another user has that name
+    run-0123abcd/.lock            its mark, locked as long as its run lives; the kernel lets go of it even after kill -9
+    run-0123abcd/...              the run's own
+
+Only what a lease has made is removed: by its name, its mark and its owner (`removal`). Everything else there, whatever
+it is called, is somebody's.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
+import re
 import secrets
-import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.tiers.locks import NoLocks, open_lock, take
+from offload_trainer.tiers.removal import MARK, NotOurs, Workplace, is_ours, is_removable, made_as, reason, remove_dead
+
+_NAME = re.compile(r"run-[0-9a-f]{8}")
+_WHAT = "page files of"
 
 
 class DriveLease:
     """Private directory for one run under `drive`. Two runs on one drive never touch each other."""
 
-    def __init__(self, drive: Path) -> None:
-        root = drive / "offload-trainer"
+    def __init__(self, drive: Path, *, say: Callable[[str], None] = lambda line: None) -> None:
+        """What dead runs of this user have left there is removed, and said. TrainerError where nothing can be made."""
         try:
-            root.mkdir(exist_ok=True)
-            with _locked(root / ".lock"):
-                self.removed = [folder for folder in dead_runs(drive) if _remove(folder)]
-                self.path = root / f"run-{secrets.token_hex(4)}"
-                self.path.mkdir()
-                self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)  # whoever looks at it holds it for an instant
+            root = _make_root(drive)
+            self.removed = [folder for folder in dead_runs(drive) if _remove(folder, say)]
+            self._place = Workplace(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
+        self.path = self._place.path
+        if self.removed:
+            say(f"{root}: removed what {len(self.removed)} run(s) left that died")
+        if not self._place.locked:
+            say(f"note: locks do not work on {drive}: what a killed run leaves there is not removed by the next one")
 
     def close(self) -> None:
         """Remove the directory and let go of it. Calling it again does nothing."""
-        if self._lock < 0:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = -1
+        self._place.close()
 
     def __enter__(self) -> DriveLease:
         return self
@@ -50,56 +54,91 @@ class DriveLease:
         self.close()
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def root_of(drive: Path) -> Path:
+    """Where this user's private directories under `drive` are, or will be.
+
+    UserError where both names are taken by what is no directory of this user.
+    """
+    found = ""
+    for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
+        root = drive / name
+        try:
+            about = root.lstat()
+        except FileNotFoundError:
+            return root
+        ours, folder = is_ours(about.st_uid, drive), stat.S_ISDIR(about.st_mode)
+        if ours and folder:
+            return root
+        found = f"{root} is {'a link or a file' if not folder else 'a directory'} of {'yours' if ours else 'others'}"
+        if ours:
+            break
+    raise UserError(f"{found}, and page files cannot go there: move it away, or name another directory with --nvme")
+
+
+def _make_root(drive: Path) -> Path:
+    for _ in range(3):  # another user may take the first name just now
+        root = root_of(drive)
+        try:
+            root.mkdir()
+        except FileExistsError:
+            if root != root_of(drive):
+                continue
+        break
+    return root_of(drive)
 
 
 def dead_runs(drive: Path) -> list[Path]:
-    """Private directories under `drive` whose run is gone: the next lease there removes them."""
-    return [folder for folder in sorted((drive / "offload-trainer").glob("run-*")) if not is_alive(folder)]
+    """This user's private directories under `drive` whose run is gone: the next lease there removes them."""
+    root = root_of(drive)
+    names = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    return [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
+
+
+def _is_dead(folder: Path) -> bool:
+    if not is_removable(folder, made_as(_WHAT, folder.name)):
+        return False
+    try:
+        with kept(folder):
+            return True
+    except (OSError, NoLocks):
+        return False
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the run that a private directory belongs to lives: it holds the lock."""
+    """Whether the run that page files belong to lives: it holds the lock. UserError where that cannot be known."""
     try:
-        with _held(folder, fcntl.LOCK_SH):
+        with kept(folder):
             return False
-    except FileNotFoundError:
-        return False  # its run died between the directory and the lock
-    except OSError:
-        return True  # or another user's, of which nothing can be said
+    except BlockingIOError:
+        return True
+    except (OSError, NoLocks) as error:
+        raise UserError(
+            f"{folder}: whether its run is alive cannot be known ({reason(error)}); export its newest checkpoint"
+        ) from error
 
 
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """Inside, no other run removes this directory of a dead one. OSError where its run lives."""
-    with _held(folder, fcntl.LOCK_SH):
-        yield
-
-
-def _remove(folder: Path) -> bool:
-    """Remove a dead run's directory, unless it is being read. Call with the root's lock held."""
+    """Inside, no run removes these page files. BlockingIOError where their run lives, NoLocks, OSError."""
     try:
-        with _held(folder, fcntl.LOCK_EX):
-            shutil.rmtree(folder, ignore_errors=True)
+        lock = open_lock(folder / MARK)
     except FileNotFoundError:
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def _held(folder: Path, kind: int) -> Iterator[None]:
-    descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+        yield  # without a mark nothing removes them
+        return
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        take(lock, shared=True)
         yield
     finally:
-        os.close(descriptor)
+        os.close(lock)
+
+
+def _remove(folder: Path, say: Callable[[str], None]) -> bool:
+    """Remove a dead run's directory, unless it is being read; whether it is gone."""
+    try:
+        remove_dead(folder, what=_WHAT)
+    except (FileNotFoundError, BlockingIOError):
+        return False  # another start has removed it, or it is being exported
+    except (OSError, NotOurs, NoLocks) as error:
+        say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
+        return False
+    return True

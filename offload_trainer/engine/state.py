@@ -23,15 +23,17 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, with_config
 
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.readback import EXACT, Number, Steps, read_back
 from offload_trainer.tiers.account import States
 from offload_trainer.tiers.durable import write_text
+from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.moments import decode_8bit, zero_code
 from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+_FIX = "Move that checkpoint away, and the same command goes on from the one before it"
 _Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
 
 
@@ -96,11 +98,22 @@ def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) ->
         writer = TensorFileWriter(path, list(file.entries)) if writes else None
         for entry in file.entries:
             tensor = file.read(entry.name)
+            refuse_to_save(entry.name, tensor, field=file.name)
             if writer is not None:
                 writer.write(entry.name, tensor)
         if writer is not None:
             written[path.name] = asdict(writer.close())
     return written
+
+
+def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
+    """TrainerError where one weight's masters, moments or scales cannot be trained on with."""
+    if wrong := unusable(values.detach(), field=field):
+        raise TrainerError(
+            f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
+            "checkpoint was made of it and the older ones are untouched: the same command goes on from the newest, "
+            "perhaps with a lower optim.lr"
+        )
 
 
 def write_engine_state(directory: Path, state: EngineState) -> None:
@@ -128,7 +141,7 @@ class StateNow:
 
 def read_engine_state(directory: Path) -> EngineState:
     """UserError where engine.json cannot be read."""
-    return read_back(directory / "engine.json", EngineState, fix="Move that checkpoint away")
+    return read_back(directory / "engine.json", EngineState, fix=_FIX)
 
 
 class StoredKind:
@@ -155,13 +168,19 @@ class StoredKind:
 
     def as_stored(self, name: str, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`count` elements from `start` on, a multiple of 256, and the scales of 8-bit ones."""
-        values = self._file.read_part(name, start, count)
+        values = self._read(self._file, name, start, count)
         if self._scales is None:
             return values, None
         if self._first is not None:
             moving = self._first.read_part(name, start, count) != zero_code(signed=True)
             values = torch.where(moving, values.clamp(min=1), values)
-        return values, self._scales.read_part(name, start // BLOCK_8BIT, -(-count // BLOCK_8BIT))
+        return values, self._read(self._scales, name, start // BLOCK_8BIT, -(-count // BLOCK_8BIT))
+
+    def _read(self, file: TensorFileReader, name: str, start: int, count: int) -> torch.Tensor:
+        values = file.read_part(name, start, count)
+        if wrong := unusable(values, field=file.path.stem):
+            raise UserError(f"{file.path}: {name}: {wrong}: no run can go on from it. {_FIX}")
+        return values
 
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
         """The same as fp32, however they were stored."""
@@ -174,7 +193,8 @@ class StoredKind:
 
     def whole(self, name: str) -> torch.Tensor:
         """One weight's as it was stored; not for 8-bit ones."""
-        return self._file.read(name)
+        entry = self._file.entries[name]
+        return self._read(self._file, name, 0, entry.numel).view(entry.shape)
 
     def __enter__(self) -> StoredKind:
         return self

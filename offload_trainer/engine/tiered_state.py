@@ -25,6 +25,7 @@ from offload_trainer.engine.state import (
     fixed_file,
     read_engine_state,
     read_tensors,
+    refuse_to_save,
     write_engine_state,
     write_files,
 )
@@ -164,7 +165,9 @@ class TieredSnapshot:
     def _append(self, writer: TensorFileWriter, field: str, number: int, values: torch.Tensor) -> None:
         per = FIELDS[self.held.store.states][field][1]
         for name, stretch in self.held.pieces(number):
-            writer.append(name, values[stretch.start // per : -(-stretch.stop // per)])
+            stored = values[stretch.start // per : -(-stretch.stop // per)]
+            refuse_to_save(name, stored, field=field)
+            writer.append(name, stored)
 
     def close(self) -> None:
         self.pages.close()

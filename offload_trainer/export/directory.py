@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.sources import NamedTensor, Source
+from offload_trainer.export.sources import NamedTensor, Source, finite_weights
 from offload_trainer.model.conversions import Group, read_model_config, saved_groups
 from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.model.source import BUFFERS
@@ -67,7 +67,8 @@ def write_model(
             (temporary / BUFFERS).unlink(missing_ok=True)
             _set_dtype(temporary, DTYPES[dtype])
             write_text(temporary / "README.md", source.card(dtype))
-            _write_shards(_converted(source.weights(), groups), temporary, entries=entries, shard_bytes=shard_bytes)
+            weights = _converted(finite_weights(source), groups)
+            _write_shards(weights, temporary, entries=entries, shard_bytes=shard_bytes)
             sync_directory(temporary)
             compared = check_export(temporary, source, groups=groups, entries=entries) if check else 0
             put_in_place(temporary, destination)
@@ -103,6 +104,7 @@ def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Itera
             name, tensor = next(stream)
             held[name] = tensor
         yield from group.convert(held.pop).items()
+    assert next(stream, None) is None, "more weights came than groups take"
 
 
 def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
@@ -142,6 +144,7 @@ def _write_shards(
             writer.write(name, cast)
             places[name] = file
         writer.close()
+    assert next(weights, None) is None, "more weights came than entries"
     if overflowing:
         raise UserError(
             f"{len(overflowing)} weights hold values beyond fp16's 65504: {', '.join(overflowing)}; "

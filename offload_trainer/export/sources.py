@@ -16,10 +16,12 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, model_card
 from offload_trainer.model.source import BUFFERS
 from offload_trainer.tiers.account import DESCRIPTION, read_store
+from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.lease import is_alive, kept
 from offload_trainer.tiers.tensorfile import TensorFileReader
 
 NamedTensor = tuple[str, torch.Tensor]
+_NAMED = 10  # weights in a message
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,21 @@ class Source:
             shapes=shapes,
             weights=lambda: chain(self.weights(), held.items()),
             read=lambda name: held[name] if name in held else self.read(name),
+        )
+
+
+def finite_weights(source: Source) -> Iterator[NamedTensor]:
+    """The weights and buffers of `source`; at their end UserError, if a weight held a NaN or an infinity."""
+    wrong = []
+    for name, tensor in source.weights():
+        if name not in source.buffers and (what := unusable(tensor, field="master")):
+            wrong.append(f"{name} ({what})")
+        yield name, tensor
+    if wrong:
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise UserError(
+            f"{source.told}: {len(wrong)} weights cannot be used: {', '.join(wrong[:_NAMED])}{more}. Nothing was "
+            "exported; export a checkpoint from before the training diverged"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.gguf import write_gguf
-from offload_trainer.export.sources import opened
+from offload_trainer.export.sources import finite_weights, opened
 
 GGUF_DTYPES = {"fp16": "f16", "fp32": "f32", "q8_0": "q8_0"}
 
@@ -40,5 +40,5 @@ def export(
 
 def _export_gguf(source: Path, destination: Path, *, dtype: str, mixed: bool) -> Exported:
     with opened(source, mixed=mixed) as found:
-        write_gguf(found.weights(), destination, shapes=found.shapes, model=found.model, dtype=GGUF_DTYPES[dtype])
+        write_gguf(finite_weights(found), destination, shapes=found.shapes, model=found.model, dtype=GGUF_DTYPES[dtype])
         return Exported(found.told, destination.stat().st_size, 0)

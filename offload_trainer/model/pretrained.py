@@ -21,6 +21,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.conversions import Group, loading_groups
 from offload_trainer.model.initial import NamedTensor, tied_names
 from offload_trainer.readback import LENIENT, FileName, read_back
+from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.tensorfile import TensorFileReader
 
 
@@ -65,7 +66,10 @@ def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[Name
 
     `model` may be without memory (meta). Raises UserError naming every missing, unexpected and misshapen key.
     """
-    return _read(directory, model, {name for name, _ in model.named_parameters()})
+    for name, tensor in _read(directory, model, {name for name, _ in model.named_parameters()}):
+        if wrong := unusable(tensor, field="master"):
+            raise UserError(f"{directory}: {name}: {wrong}: no training can begin from that; mend the weights")
+        yield name, tensor
 
 
 def pretrained_buffers(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:

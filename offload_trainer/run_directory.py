@@ -102,6 +102,7 @@ def run_directory(
     end_of_text: int | None,
 ) -> Iterator[None]:
     """The run directory with what is known at the start; locked, so that no second run writes into it."""
+    from offload_trainer.data.tokenizer import save_tokenizer
     from offload_trainer.model.source import DTYPES, save_model_config
 
     output.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ def run_directory(
                     write_text(output / "environment.json", json.dumps(environment(), indent=1))
                     dtype = DTYPES[config.model.dtype]
                     save_model_config(source, output / "model", dtype=dtype, end_of_text=end_of_text)
-                    tokenizer.save_pretrained(output / "model")
+                    save_tokenizer(tokenizer, output / "model")
                     yield
             finally:
                 log.file = None

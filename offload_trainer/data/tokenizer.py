@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_trainer.errors import UserError
 
+_OTHERS_READ = (
+    *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
@@ -60,6 +65,19 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         content = [type(tokenizer).__name__, tokenizer.get_vocab()]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write what loads this tokenizer again, and, for other programs, what else the directory it came from has of it.
+
+    tokenizer.json is transformers' own: beside some config.json it loads another tokenizer than the directory's file
+    says, and that one is what the model is trained with.
+    """
+    tokenizer.save_pretrained(directory)
+    for name in _OTHERS_READ if tokenizer.name_or_path else ():
+        given = Path(tokenizer.name_or_path) / name
+        if given.is_file() and not (directory / name).exists():
+            shutil.copyfile(given, directory / name)
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

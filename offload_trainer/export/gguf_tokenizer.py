@@ -73,6 +73,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> No
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([gguf.TokenType[kind] for _, kind in tokens])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
+    special |= _other_ends(model, special["eos"], config=config)
     for role, number in special.items():
         getattr(writer, f"add_{role}_token_id")(number)
     writer.add_add_bos_token(starts)
@@ -81,6 +82,26 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> No
     chat = template.read_text() if template.exists() else named.get("chat_template")
     if chat:
         writer.add_chat_template(chat)
+
+
+def _other_ends(model: Path, end: int, *, config: Config) -> dict[str, int]:
+    """The tokens that end a generation beside the end of text, by roles for which llama.cpp ends it too.
+
+    What transformers stops at is in generation_config.json, or else in config.json. Any number there; llama.cpp's file
+    has a place for three.
+    """
+    path = model / "generation_config.json"
+    told = read_back(path, dict[str, Any], links=True, fix="Correct it") if path.exists() else config
+    given = told.get("eos_token_id")
+    numbers = given if isinstance(given, list) else [given]
+    others = [number for number in dict.fromkeys(numbers) if isinstance(number, int) and number != end]
+    roles = ("eom", "eot")
+    if len(others) > len(roles) or any(not 0 <= number < config["vocab_size"] for number in others):
+        raise UserError(
+            f"{path}: eos_token_id is {numbers}, and a GGUF file names at most three of the model's tokens that end a "
+            f"text; {ELSEWHERE}"
+        )
+    return dict(zip(roles, others, strict=False))
 
 
 def _splitting(content: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
+from offload_trainer.model.beside import check_beside, copy_beside
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.matmuls import attention_widths, products_of
@@ -146,6 +147,7 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
         ) from error
     if not random:
         assert directory is not None
+        check_beside(directory)
         match_weights(directory, model)
     return ModelSource(
         config=config,
@@ -266,7 +268,8 @@ def block_names(model: PreTrainedModel) -> list[str]:
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
     """Write config.json and generation_config.json that `from_pretrained` reads beside exported weights.
 
-    Buffers that belong to the weights go along in a file of their own, from which exports take them.
+    Of a pretrained model the latter is the directory's own, if it has one. Buffers that belong to the weights go along
+    in a file of their own, from which exports take them.
     """
     config = copy.deepcopy(source.config)
     config.architectures = [type(source._meta()).__name__]
@@ -275,6 +278,8 @@ def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         config.bos_token_id = config.eos_token_id = end_of_text
     config.save_pretrained(directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
+    if not source.random and source.directory is not None:
+        copy_beside(source.directory, directory)
     kept = persistent_buffers(source._meta())
     if kept:
         held = source.buffers()

@@ -1,0 +1,161 @@
+"""A chat model goes through a run and out again with all that its directory says of texts and their ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+
+from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer
+from offload_trainer.errors import UserError
+from offload_trainer.export.directory import write_model
+from offload_trainer.export.gguf import write_gguf
+from offload_trainer.export.sources import Source
+from offload_trainer.model.source import resolve_model
+from offload_trainer.run_directory import Log, run_directory
+
+END, TURN, THIRD = 0, 2048, 2049
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+GENERATION = {
+    "eos_token_id": [TURN, END],
+    "pad_token_id": END,
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "repetition_penalty": 1.05,
+    "transformers_version": "4.40.0",
+}
+CONFIG: dict[str, Any] = {
+    **{"vocab_size": 2050, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As chat models lie on the hub: older files, and the ends of a turn only where generation is configured."""
+    directory = tmp_path_factory.mktemp("chat")
+    backend = Tokenizer.from_file(str(BUILTIN_TOKENIZER / "tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=3))
+    (directory / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**CONFIG, eos_token_id=END, bos_token_id=None))
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps(GENERATION, indent=4))
+    (directory / "processor_config.json").write_text("{}")
+    return directory
+
+
+def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
+    """The directory `model` that a run of `given` leaves, from which its exports are made."""
+    source = resolve_model(ModelSection(name=str(given), scratch=scratch), seed=0)
+    tokenizer = load_tokenizer(str(given))
+    plan: Any = SimpleNamespace(to_json=dict)
+    with run_directory(
+        output, TrainConfig(), plan, plan, source, Log(loud=False), tokenizer=tokenizer, end_of_text=TURN
+    ):
+        pass
+    return output / "model"
+
+
+def test_what_a_run_keeps_is_the_directorys_own_byte_for_byte(given: Path, tmp_path: Path) -> None:
+    kept = through_a_run(given, tmp_path / "run")
+    for name in ("generation_config.json", "chat_template.jinja", "special_tokens_map.json", "processor_config.json"):
+        assert (kept / name).read_bytes() == (given / name).read_bytes(), name
+
+
+def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_path: Path) -> None:
+    kept = through_a_run(given, tmp_path / "run")
+    weights = AutoModelForCausalLM.from_pretrained(given).state_dict()
+    weights.pop("lm_head.weight")  # tied
+    whole = Source(
+        shapes={name: tuple(tensor.shape) for name, tensor in weights.items()},
+        weights=lambda: iter(weights.items()),
+        read=weights.__getitem__,
+        model=kept,
+        told="",
+        card=lambda _: "",
+    )
+    write_model(whole, tmp_path / "out", dtype="fp32")
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (given, tmp_path / "out"))
+    assert before.generation_config.eos_token_id == [TURN, END]
+    assert after.generation_config == before.generation_config
+    assert after.config.eos_token_id == before.config.eos_token_id == END
+    assert all(torch.equal(after.state_dict()[name], tensor) for name, tensor in before.state_dict().items())
+    one, other = (AutoTokenizer.from_pretrained(path) for path in (given, tmp_path / "out"))
+    messages = [{"role": "user", "content": "Out, damned spot! é 123\n\n  x"}]
+    told = one.apply_chat_template(messages, tokenize=False)
+    assert told.endswith("<|im_end|>\n")
+    assert other.apply_chat_template(messages, tokenize=False) == told
+    assert other(told)["input_ids"] == one(told)["input_ids"]
+    assert (other.eos_token, other.pad_token) == (one.eos_token, one.pad_token)
+
+
+def test_a_tokenizer_that_transformers_makes_otherwise_is_kept_as_it_was_trained_with(tmp_path: Path) -> None:
+    """Beside a Qwen2's config.json a tokenizer is given Qwen2's own splitting: what is saved gives the same ids."""
+    given = tmp_path / "given"
+    given.mkdir()
+    for path in BUILTIN_TOKENIZER.iterdir():
+        (given / path.name).write_bytes(path.read_bytes())
+    (given / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    AutoModelForCausalLM.from_config(Qwen2Config(**CONFIG)).save_pretrained(given)
+    tokenizer = load_tokenizer(str(given))
+    kept = through_a_run(given, tmp_path / "run")
+    from_file = Tokenizer.from_file(str(kept / "tokenizer.json"))
+    for text in ("1234 567", "It's\n\n  odd", "a.b"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert from_file.encode(text, add_special_tokens=False).ids == ids
+        assert load_tokenizer(str(kept))(text, add_special_tokens=False)["input_ids"] == ids
+
+
+def test_random_weights_end_where_their_tokenizer_does(given: Path, tmp_path: Path) -> None:
+    """Of a shape alone, nothing of how its weights were used is kept."""
+    kept = through_a_run(given, tmp_path / "run", scratch=True)
+    generation = json.loads((kept / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == TURN
+    assert "temperature" not in generation
+
+
+def test_a_damaged_generation_config_is_refused_before_the_run(given: Path, tmp_path: Path) -> None:
+    for path in given.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").write_text("[1")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read: it is not JSON"):
+        resolve_model(ModelSection(name=str(tmp_path)), seed=0)
+
+
+def gguf_ends(given: Path, tmp_path: Path, ends: Any) -> dict[str, Any]:
+    gguf = pytest.importorskip("gguf")
+    kept = through_a_run(given, tmp_path / "run")
+    # As its file has it, and not as transformers makes it beside a Qwen2's config.json.
+    (kept / "tokenizer.json").write_bytes((given / "tokenizer.json").read_bytes())
+    (kept / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    weights = AutoModelForCausalLM.from_pretrained(given).state_dict()
+    weights.pop("lm_head.weight")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    (tmp_path / "out.gguf").unlink(missing_ok=True)
+    write_gguf(weights.items(), tmp_path / "out.gguf", shapes=shapes, model=kept, dtype="f32")
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    found = {role: fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eom", "eot")}
+    return {role: field.contents() for role, field in found.items() if field is not None}
+
+
+def test_a_gguf_file_ends_texts_where_transformers_does(given: Path, tmp_path: Path) -> None:
+    assert gguf_ends(given, tmp_path, TURN) == {"eos": TURN}
+    assert gguf_ends(given, tmp_path, [TURN, END]) == {"eos": TURN, "eom": END}
+    assert gguf_ends(given, tmp_path, [END, THIRD, TURN]) == {"eos": TURN, "eom": END, "eot": THIRD}
+    with pytest.raises(UserError, match=r"eos_token_id is \[0, 1, 2, 2048\].*at most three"):
+        gguf_ends(given, tmp_path, [0, 1, 2, TURN])

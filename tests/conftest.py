@@ -1,4 +1,4 @@
-"""Runs of the real command in processes of their own, since DeepSpeed keeps state for the life of a process."""
+"""Runs of the real command, each in a process of its own or in a fork that is as good: tests/forks.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+from forks import COMMAND, Fork, Forks
 
 # An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
 TINY = [
@@ -54,42 +56,67 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
 
+_OWN = ("deepspeed", "tiered.io=async_io", "optim.kernel=deepspeed", "--gpus", "placement.gpus")
+
+
+@cache
+def forks() -> Forks:
+    return Forks()
+
+
+def start(*argv: object, stdout: Path, stderr: Path, own: bool = False, **extra: str) -> Fork | subprocess.Popen[bytes]:
+    """A Python script with its words (`COMMAND`: ours), what it prints in files; in a fork unless it should be `own`.
+
+    DeepSpeed's kernels read the number of threads when they are loaded, and torchrun starts processes of its own.
+    """
+    words = list(map(str, argv))
+    if own or any(word.startswith(_OWN) for word in words):
+        with open(stdout, "ab") as out, open(stderr, "ab") as err:
+            return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment(**extra))
+    return forks().start(words, stdout=stdout, stderr=stderr, env=environment(**extra))
+
+
+def run_script(*argv: object, own: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
+    """The same, waited for, with `extra` in the environment; stdout and stderr apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        code = start(*argv, stdout=out, stderr=err, own=own, **extra).wait(500)
+        return subprocess.CompletedProcess(list(argv), code, *(path.read_text(errors="replace") for path in (out, err)))
+
+
 def call(*words: object, output: Path, check: bool = True) -> Run:
     """`offload-train WORDS --output OUTPUT`, waited for."""
-    done = subprocess.run(
-        command(*words, "--output", output), capture_output=True, text=True, env=environment(), timeout=500
-    )
+    done = run_script(COMMAND, *words, "--output", output)
     run = Run(done.returncode, done.stdout + done.stderr, output)
     assert not check or run.code == 0, run.text[-4000:]
     return run
 
 
-def ask(*words: object, **extra: str) -> subprocess.CompletedProcess[str]:
+def ask(*words: object, own: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
     """`offload-train WORDS`, with `extra` in the environment; stdout and stderr apart."""
-    return subprocess.run(
-        command(*words), capture_output=True, text=True, env=environment(**extra), timeout=500, check=False
-    )
+    return run_script(COMMAND, *words, own=own, **extra)
 
 
-def call_and_kill(*words: object, output: Path, when: Callable[[list[str]], bool], number: int) -> Run:
-    """The same, sent signal `number` as soon as `when(lines of metrics.jsonl)` holds."""
+def call_and_kill(
+    *words: object, output: Path, when: Callable[[list[str]], bool], number: int, hold: int | None = None
+) -> Run:
+    """The same, sent signal `number` as soon as `when(lines of metrics.jsonl)` holds.
+
+    After step `hold` the run waits until that was done, however busy the machine is.
+    """
     metrics = output / "metrics.jsonl"
-    with subprocess.Popen(
-        command(*words, "--output", output),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    ) as process:
+    with tempfile.TemporaryDirectory() as folder:
+        told, go = Path(folder) / "told", Path(folder) / "go"
+        argv = [COMMAND] if hold is None else [Path(__file__).with_name("held.py"), hold, go]
+        process = start(*argv, *words, "--output", output, stdout=told, stderr=told)
         deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
             if metrics.exists() and when(metrics.read_text().splitlines()):
                 process.send_signal(number)
                 break
             time.sleep(0.005)
-        text, _ = process.communicate(timeout=300)
-    assert process.returncode is not None
-    return Run(process.returncode, text, output)
+        go.touch()
+        return Run(process.wait(300), told.read_text(errors="replace"), output)
 
 
 def fill(directory: Path) -> None:

@@ -1,7 +1,7 @@
 """faulty.py FAULT ARGUMENT WORDS...: the command, with one thing that goes wrong.
 
 full-save DIRECTORY     the filesystem of DIRECTORY fills up once the second save has begun
-full-step DIRECTORY     it fills up before the line of step 8
+full-step DIRECTORY     it fills up before the line of step 8, once the checkpoint before it is there
 low-save DIRECTORY      it has one MB left when the second save looks what is free
 full-export DIRECTORY   the same once an export has begun
 read-error N, write-error N     the Nth transfer of page files fails with EIO
@@ -43,6 +43,8 @@ def full_step(directory: str) -> None:
 
     def then_full(self: Any, line: str) -> None:
         if json.loads(line)["step"] == 8:
+            while not list(Path(directory).glob("*/checkpoints/step-*")):
+                time.sleep(0.005)
             fill(Path(directory))
         write(self, line)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import KILL, TINY, Run, call, call_and_kill, command, environment
+from conftest import KILL, TINY, Run, call, call_and_kill, command, environment, run_script
 from test_box import box  # noqa: F401 - a fixture
 from test_runs import assert_same_run
 
@@ -27,7 +27,7 @@ from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 
 LENGTH = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3", "--save-every", 4, "save.keep=2"]
 HOMES = ["--optimizer", "nvme", "--ram-fraction", "0.5"]
-FAULTY = [sys.executable, str(Path(__file__).with_name("faulty.py"))]
+FAULTY = Path(__file__).with_name("faulty.py")
 
 
 @pytest.fixture(scope="session")
@@ -47,13 +47,7 @@ def words(drive: Path, tmp_path: Path) -> list:
 
 def faulty(fault: str, argument: object, *words: object, output: Path | None = None) -> Run:
     named = [] if output is None else ["--output", output]
-    done = subprocess.run(
-        [*FAULTY, fault, str(argument), *map(str, [*words, *named])],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
-    )
+    done = run_script(FAULTY, fault, argument, *words, *named)
     return Run(done.returncode, done.stdout + done.stderr, output or Path())
 
 
@@ -187,7 +181,7 @@ def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) 
         state = next((tmp_path / "drive/offload-trainer").glob("run-*/state"))
         os.truncate(state, state.stat().st_size // 3)
 
-    run = call_and_kill(*words, output=tmp_path / "out", when=after(6, cut), number=NO_SIGNAL)
+    run = call_and_kill(*words, output=tmp_path / "out", when=after(6, cut), number=NO_SIGNAL, hold=8)
     assert_told(run, "state: cut short", "goes on from the newest checkpoint")
     assert_goes_on(words, tmp_path / "out", alone)
 
@@ -199,7 +193,7 @@ def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> Non
         subprocess.run(["umount", "-l", disk], check=True)
 
     output = disk / "out"
-    run = call_and_kill(*words, output=output, when=once_saved(output, 8, vanish), number=NO_SIGNAL)
+    run = call_and_kill(*words, output=output, when=once_saved(output, 8, vanish), number=NO_SIGNAL, hold=11)
     assert_told(run, "is not the directory that this run began in", "Mount it")
     assert list(disk.iterdir()) == []
     assert mount(disk.with_name("disk.image"), disk)
@@ -213,7 +207,7 @@ def test_the_drive_s_mount_vanishes(disk: Path, alone: Run, tmp_path: Path) -> N
         subprocess.run(["umount", "-l", disk], check=True)
 
     words = ["--nvme", disk, *TINY, *LENGTH, *HOMES]
-    run = call_and_kill(*words, output=tmp_path / "out", when=after(9, vanish), number=NO_SIGNAL)
+    run = call_and_kill(*words, output=tmp_path / "out", when=after(9, vanish), number=NO_SIGNAL, hold=11)
     assert run.code == 0, run.text
     assert_same_run(run, alone)
 
@@ -223,7 +217,7 @@ def test_the_drive_s_mount_vanishes(disk: Path, alone: Run, tmp_path: Path) -> N
 
 def test_sigkill_is_told_of_by_the_next_run(words: list, alone: Run, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    killed = call_and_kill(*words, output=output, when=after(6, lambda: None), number=KILL)
+    killed = call_and_kill(*words, output=output, when=once_saved(output, 4, lambda: None), number=KILL, hold=19)
     assert killed.code == -9
     again = assert_goes_on(words, output, alone)
     assert "the last run here ended without a word" in again.text
@@ -314,11 +308,11 @@ def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone:
             path.write_bytes(data) if damage == "a flipped bit" else os.truncate(path, len(data) // 50)
 
     if damage == "a flipped bit":
-        call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=KILL)
+        call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=KILL, hold=19)
         run = call(*words, output=output, check=False)
         assert_told(run, "is not what was written (CRC-32", "delete the file and its sidecar")
     else:
-        run = call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=NO_SIGNAL)
+        run = call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=NO_SIGNAL, hold=7)
         assert_told(run, "cut short", "make it again")
     for path in [*cache.glob("*.bin"), *cache.glob("*.json")]:
         path.unlink()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Run, call, environment
+from conftest import TINY, Run, call, run_script
 from safetensors.torch import load_file
 
 CASES = {
@@ -26,8 +24,7 @@ STILL = ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=0"
 
 
 def planted(step: int, *words: object, output: Path) -> Run:
-    command = [sys.executable, Path(__file__).parent / "planted.py", step, *words, "--output", output]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment())
+    done = run_script(Path(__file__).with_name("planted.py"), step, *words, "--output", output)
     return Run(done.returncode, done.stdout + done.stderr, output)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import INTERRUPT, KILL, TERMINATE, TINY, Run, ask, call, call_and_kill, command, environment
+from conftest import INTERRUPT, KILL, TERMINATE, TINY, Run, ask, call, call_and_kill, environment
 from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -123,7 +123,9 @@ def assert_same_run(run: Run, expected: Run) -> None:
 @pytest.mark.parametrize("name", RESUMABLE)
 def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    killed = call_and_kill(*words(name, drive), output=output, when=lambda lines: len(lines) >= 15, number=KILL)
+    killed = call_and_kill(
+        *words(name, drive), output=output, when=lambda lines: len(lines) >= 15, number=KILL, hold=19
+    )
     assert killed.code == -9
     assert 15 <= len(killed.steps) < 20
     run = call(*words(name, drive), output=output)
@@ -138,7 +140,7 @@ def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_pat
 def test_signals_save_everything(name: str, number: int, code: int, finished, drive: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     args = words(name, drive)
-    stopped = call_and_kill(*args, output=output, when=lambda lines: len(lines) >= 8, number=number)
+    stopped = call_and_kill(*args, output=output, when=lambda lines: len(lines) >= 8, number=number, hold=19)
     assert stopped.code == code, stopped.text
     assert "everything saved" in stopped.text
     last = stopped.steps[-1]["step"]
@@ -173,7 +175,7 @@ def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) 
             (output / "save").touch()
         return True
 
-    run = call_and_kill(*words, output=output, when=when, number=signal.SIGUSR1 if by == "signal" else 0)
+    run = call_and_kill(*words, output=output, when=when, number=signal.SIGUSR1 if by == "signal" else 0, hold=18)
     assert run.code == 0, run.text
     assert run.losses == finished("tiered").losses
     assert not (output / "save").exists()
@@ -380,9 +382,7 @@ def test_export_loads_in_transformers(name: str, finished, tmp_path: Path) -> No
 
 
 def export(source: Path, destination: Path, dtype: str) -> str:
-    done = subprocess.run(
-        command("export", source, destination, "--dtype", dtype), capture_output=True, text=True, env=environment()
-    )
+    done = ask("export", source, destination, "--dtype", dtype)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,0 +1,182 @@
+"""Commands in forks of a process that has imported the libraries once, since importing takes most of a small one.
+
+    forks = Forks()
+    process = forks.start([script, words...], stdout=path, stderr=path, env=..., cwd=...)   # as subprocess.Popen
+
+The parent computes nothing and has one thread, so that a fork is as good as a new process: the environment, the
+directory, the umask and the files are set before anything runs, the script runs as `__main__`, and the interpreter
+ends as it would anywhere, with real exit codes and signals. What differs: libraries have read their environment
+already (OpenMP's threads are 1 but for torch's own, HF_HUB_OFFLINE is 1), the start takes no time, and hashes have the
+same salt in all forks of one parent. Where that matters, and for DeepSpeed, conftest starts a process of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+COMMAND = str(Path(__file__).resolve().parent.parent / "offload_trainer" / "__main__.py")
+
+
+class Forks:
+    """The parent, seen from a test."""
+
+    def __init__(self) -> None:
+        offline = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._parent = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=offline
+        )
+        self._codes: dict[int, int] = {}
+        atexit.register(self.close)
+
+    def start(
+        self, argv: list[str], *, stdout: Path, stderr: Path, env: dict[str, str], cwd: Path | None = None
+    ) -> Fork:
+        assert self._parent.stdin
+        umask = os.umask(0)
+        os.umask(umask)
+        files = [str(stdout), str(stderr)]
+        wish = {"argv": argv, "files": files, "env": env, "cwd": str(cwd or Path.cwd()), "umask": umask}
+        self._parent.stdin.write(json.dumps(wish).encode() + b"\n")
+        self._parent.stdin.flush()
+        while (said := self._hear(None)) and "started" not in said:
+            pass
+        return Fork(said["started"], self)
+
+    def code(self, pid: int, timeout: float | None) -> int | None:
+        """Its exit code, as Popen gives it, once it has ended; None where it has not."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while pid not in self._codes:
+            left = None if until is None else until - time.monotonic()
+            if not self._hear(left) and left is not None and left <= 0:
+                return None
+        return self._codes[pid]
+
+    def _hear(self, timeout: float | None) -> dict[str, Any]:
+        """The parent's next line; {} where none comes in time."""
+        assert self._parent.stdout
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._parent.stdout, selectors.EVENT_READ)
+            if not waiting.select(timeout):
+                return {}
+        line = bytearray()
+        while not line.endswith(b"\n"):  # byte by byte: a buffer would hide lines from the selector
+            byte = os.read(self._parent.stdout.fileno(), 1)
+            assert byte, "the parent of the forks has ended"
+            line += byte
+        said = json.loads(line)
+        if "ended" in said:
+            self._codes[said["ended"]] = said["code"]
+        return said
+
+    def close(self) -> None:
+        assert self._parent.stdin
+        self._parent.stdin.close()
+        self._parent.wait(60)
+
+
+class Fork:
+    """One command: what tests need of subprocess.Popen."""
+
+    def __init__(self, pid: int, forks: Forks) -> None:
+        self.pid, self._forks = pid, forks
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forks.code(self.pid, 0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.returncode = self._forks.code(self.pid, timeout)
+        if self.returncode is None:
+            self.send_signal(signal.SIGKILL)
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+# -- in the parent ---------------------------------------------------------------------------------------------------
+
+
+def serve() -> list[str] | None:
+    """Fork for each line on stdin, tell of each end; returns in each fork with what it is to run, else at the end."""
+    told = os.dup(1)
+    os.dup2(2, 1)
+    _load_libraries()
+    children: dict[int, int] = {}  # pidfd -> pid
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in waiting.select():
+                if key.fd in children:
+                    pid = children.pop(key.fd)
+                    waiting.unregister(key.fd)
+                    os.close(key.fd)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    os.write(told, json.dumps({"ended": pid, "code": code}).encode() + b"\n")
+                    continue
+                line = sys.stdin.buffer.readline()
+                if not line:
+                    return None
+                assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
+                pid = os.fork()
+                if not pid:
+                    for descriptor in (told, *children):
+                        os.close(descriptor)
+                    return _become(json.loads(line))
+                descriptor = os.pidfd_open(pid)
+                children[descriptor] = pid
+                waiting.register(descriptor, selectors.EVENT_READ)
+                os.write(told, json.dumps({"started": pid}).encode() + b"\n")
+
+
+def _load_libraries() -> None:
+    from offload_trainer import cli
+
+    cli._quiet()
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    import offload_trainer.engine.plain
+    import offload_trainer.engine.tiered
+    import offload_trainer.export.weights
+    import offload_trainer.run
+    import offload_trainer.trainer  # noqa: F401
+
+
+def _become(wish: dict[str, Any]) -> list[str]:
+    """Take on what the command was given; returns its words."""
+    import numpy
+
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.umask(wish["umask"])
+    for number, path in enumerate(wish["files"], 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    os.environ.clear()
+    os.environ.update(wish["env"])
+    os.chdir(wish["cwd"])
+    tempfile.tempdir = None
+    random.seed()
+    numpy.random.seed()
+    words: list[str] = wish["argv"]
+    return words
+
+
+if __name__ == "__main__":
+    sys.argv = serve() or sys.exit()
+    sys.path[0] = str(Path.cwd() if sys.argv[0] == COMMAND else Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

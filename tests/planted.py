@@ -9,9 +9,9 @@ plain_forward = CausalLoss.forward
 forwards = 0
 
 
-def forward(self, inputs, targets):
+def forward(self, *given):
     global forwards
-    loss = plain_forward(self, inputs, targets)
+    loss = plain_forward(self, *given)
     if self.training:
         forwards += 1
         if forwards == int(sys.argv[1]):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, command, environment
+from conftest import TINY, ask, call_and_kill, command, environment
 from test_checkpoint import save
 from test_model import ARCHITECTURES, reference
 
@@ -88,19 +88,17 @@ def test_files_are_made_with_the_user_s_umask(umask: int, drive: Path, tmp_path:
     seen: dict[Path, int] = {}
     before = os.umask(umask)
     try:
-        words = ["--nvme", here, *TINY, "--steps", 60, "--optimizer", "nvme", "--save-every", 30, "--output"]
-        words += [tmp_path / "out", f"data.cache={tmp_path / 'cache'}"]
-        with subprocess.Popen(command(*words), stderr=subprocess.DEVNULL, env=environment()) as process:
-            while process.poll() is None:
-                for folder, folders, names in os.walk(here / "offload-trainer"):
-                    for path in (Path(folder) / name for name in (*folders, *names)):
-                        try:
-                            seen[path] = path.lstat().st_mode
-                        except FileNotFoundError:
-                            pass
-        assert process.returncode == 0
-        export = command("export", tmp_path / "out", tmp_path / "hf")
-        assert subprocess.run(export, capture_output=True, env=environment()).returncode == 0
+        words = ["--nvme", here, *TINY, "--steps", 4, "--optimizer", "nvme", "--save-every", 2]
+        words += [f"data.cache={tmp_path / 'cache'}"]
+
+        def look(lines: list[str]) -> bool:
+            if len(lines) == 3:
+                seen.update((path, path.lstat().st_mode) for path in (here / "offload-trainer").rglob("*"))
+            return len(lines) == 3
+
+        run = call_and_kill(*words, output=tmp_path / "out", when=look, number=0, hold=3)
+        assert run.code == 0, run.text
+        assert ask("export", tmp_path / "out", tmp_path / "hf").returncode == 0
     finally:
         os.umask(before)
     assert {"state", "store.json", "progress", "weights"} <= {path.name for path in seen}

@@ -131,10 +131,10 @@ def _plan(words: list[str]) -> None:
         _print_plan(load_config(words), as_json=as_json)
         return
     from offload_trainer.machine.profile import read_machine
-    from offload_trainer.planner import plan_elsewhere, refuse_shortfall, words_for
+    from offload_trainer.planner import described, plan_elsewhere, refuse_shortfall
 
-    machine = read_machine(name)
-    config = load_config(words_for(machine, words))
+    machine, words = described(read_machine(name), words)
+    config = load_config(words)
     _quiet()
     plan = plan_elsewhere(config, machine)
     _show(plan, as_json=as_json)

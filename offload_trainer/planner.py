@@ -69,14 +69,25 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
 
 
-def words_for(machine: MachineProfile, words: list[str]) -> list[str]:
-    """The words with the described machine's drives as --nvme, or UserError for one that it has not."""
+def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:
+    """A described machine and the words, with the same drives: all that it has, or those that --nvme names.
+
+    Where a machine's drives lie is made up unless it was probed: there --nvme says where they lie, one after the other.
+    UserError for more drives than it has, or, of a probed machine, for another.
+    """
     known = [drive.directory for drive in machine.drives]
     given = [value for word, value in pairwise(words) if word == "--nvme"]
     given += [word.partition("=")[2] for word in words if word.startswith("--nvme=")]
-    if unknown := [name for name in given if name not in known]:
+    if not given:
+        return machine, [*words, *(word for name in known for word in ("--nvme", name))]
+    unknown = [name for name in dict.fromkeys(given) if name not in known]
+    free = [name for name in known if name not in given]
+    if unknown and (machine.origin == "measured" or len(unknown) > len(free)):
         raise UserError(f"--nvme {unknown[0]}: the machine has {', '.join(known) or 'no drive'}")
-    return words if given else [*words, *(word for name in known for word in ("--nvme", name))]
+    places = dict(zip(free, unknown, strict=False))
+    drives = tuple(replace(drive, directory=places.get(drive.directory, drive.directory)) for drive in machine.drives)
+    notes = [f"--nvme {place} is taken for {name} of the machine" for name, place in places.items()]
+    return replace(machine, drives=drives, notes=(*machine.notes, *notes)), words
 
 
 def refuse_shortfall(config: TrainConfig, plan: Plan) -> None:

@@ -25,7 +25,7 @@ Kind = TypeVar("Kind")
 MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
 _DEEPEST = 64  # of what is written here, a plan within run.json is the deepest: 7
 _MOST_DIGITS = 100  # transformers writes 31 for a tokenizer without a limit; counts have bounds of their own
-_SHOWN = 160  # characters of something from a file, in a message
+_SHOWN = 300  # characters of something from a file, in a message
 
 # Of a record's class: keys that it does not know are an error, or passed over.
 EXACT = ConfigDict(extra="forbid")
@@ -147,6 +147,12 @@ def as_kind(value: Any, kind: type[Kind]) -> Kind:
 def shown(value: Any) -> str:
     """Something from a file as it may stand in a message: one line, not long, and nothing that steers a terminal."""
     return _cut(value if isinstance(value, str) and value.isprintable() else repr(value))
+
+
+def one_line(error: Exception) -> str:
+    """What a library complains of, as it may stand in a message."""
+    words = " ".join(str(error).split())[:400]
+    return shown(words) if words else type(error).__name__
 
 
 def _cut(text: str) -> str:

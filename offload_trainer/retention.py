@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.manifest import MANIFEST, Manifest
 from offload_trainer.readback import file_bytes, parsed
 from offload_trainer.tiers.durable import bytes_below
@@ -28,7 +28,20 @@ _HIDDEN = re.compile(rf"\.(?P<name>{_NAME.pattern})\.(?P<end>tmp|pruned)")
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Checkpoints with a manifest, the oldest first; what has another name than a save gives is somebody's own."""
-    return sorted((path for path in steps_in(root) if (path / MANIFEST).exists()), key=step_of)
+    return sorted((path for path in steps_in(root) if _has_manifest(path)), key=step_of)
+
+
+def _has_manifest(checkpoint: Path) -> bool:
+    """UserError where that cannot be seen: an older one would be gone on from, and this one be overwritten."""
+    try:
+        os.lstat(checkpoint / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UserError(
+            f"{checkpoint} cannot be looked into: {error.strerror}. Let it be read, or move it away"
+        ) from error
+    return True
 
 
 def step_of(checkpoint: Path) -> int:
@@ -48,7 +61,11 @@ def prune(root: Path, *, keep: int) -> list[str]:
     A kill in between leaves no half of one.
     """
     notes = []
-    for old in complete_checkpoints(root)[:-keep]:
+    try:
+        found = complete_checkpoints(root)
+    except UserError as error:
+        return [str(error)]
+    for old in found[:-keep]:
         if strangers := _strangers(old):
             notes.append(f"{old} is not pruned: {strangers[0]} in it is not the checkpoint's")
         elif why := _removed(old, step=step_of(old), hidden=old.with_name(f".{old.name}.pruned")):

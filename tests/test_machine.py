@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ask
 
 from offload_trainer.cli import main
 from offload_trainer.engine.updates import ADAM, kernel_update, make_buffers
@@ -26,6 +25,7 @@ from offload_trainer.machine.profile import (
     profile_from_json,
     read_machine,
 )
+from offload_trainer.planner import described
 from offload_trainer.tiers.kernels import choose_kernel
 from offload_trainer.tiers.transfer import ThreadedTransfers
 
@@ -144,7 +144,31 @@ def test_planning_for_another_machine_imports_no_torch() -> None:
     assert "params" in done.stdout
 
 
-def test_another_machines_drives_are_its_own() -> None:
-    done = ask("plan", "--machine", "v100-32gb", "--nvme", "/elsewhere")
-    assert done.returncode == 2
-    assert "the machine has /mnt/nvme" in done.stderr
+def test_drives_of_a_machine_that_is_named_lie_where_nvme_says() -> None:
+    """Its numbers with the user's directory; of a machine that was probed only the drives that it has."""
+    named = read_machine("v100-32gb")
+    machine, words = described(named, ["--nvme", "/my/path"])
+    assert words == ["--nvme", "/my/path"]
+    assert machine.drives == (replace(named.drives[0], directory="/my/path"),)
+    assert machine.notes == ("--nvme /my/path is taken for /mnt/nvme of the machine",)
+    assert described(named, ["--nvme=/mnt/nvme"]) == (named, ["--nvme=/mnt/nvme"])
+    assert described(named, []) == (named, ["--nvme", "/mnt/nvme"])
+    two = replace(named, drives=(*named.drives, replace(named.drives[0], directory="/mnt/b")))
+    assert [drive.directory for drive in described(two, ["--nvme", "/x", "--nvme", "/mnt/nvme"])[0].drives] == [
+        "/mnt/nvme",
+        "/x",
+    ]
+    for other, words in ((named, ["--nvme", "/a", "--nvme", "/b"]), (replace(named, origin="measured"), ["--nvme=/a"])):
+        with pytest.raises(UserError, match="--nvme /a: the machine has /mnt/nvme"):
+            described(other, words)
+
+
+def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", "v100-32gb"]
+    assert main(words) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert main([*words, "--nvme", "/my/path"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tiers"]["/my/path"] == own["tiers"]["/mnt/nvme"]
+    assert plan["seconds"] == own["seconds"]
+    assert "--nvme /my/path is taken for /mnt/nvme of the machine" in plan["notes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import zlib
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from test_checkpoint import save
 
+import offload_trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
@@ -270,3 +272,25 @@ def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"index\.json cannot be read: .*It is no index of shards"):
         checkpoint_files(tmp_path)
+
+
+# Where the package parses JSON otherwise, and why.
+ELSEWHERE = {
+    "data/documents.py": "users' own text, a line at a time",
+    "data/sources.py": "whether a user's text looks like JSON",
+    "data/token_bytes.py": "what a tokenizer in memory says of itself",
+    "data/tokenizer.py": "what a tokenizer in memory says of itself",
+    "tiers/tensorfile.py": "a header that the safetensors library has checked",
+    "readback.py": "",
+}
+
+
+def test_all_json_of_ours_goes_through_the_one_reader() -> None:
+    package = Path(offload_trainer.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json"
+            if (named and "dump" not in node.attr) or (isinstance(node, ast.ImportFrom) and node.module == "json"):
+                found.add(path.relative_to(package).as_posix())
+    assert found == ELSEWHERE.keys()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.readback import file_bytes, parsed
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.units import format_bytes
 
@@ -85,7 +86,6 @@ def _sum(path: Path) -> str:
 def _remembered(memory: Path) -> dict[str, Any]:
     """What was written there, or nothing where it cannot be read: it only saves time."""
     try:
-        found = json.loads(memory.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parsed(file_bytes(memory, links=True), dict[str, Any])
+    except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

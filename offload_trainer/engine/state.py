@@ -162,9 +162,30 @@ class StoredKind:
             raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {told}")
         scales = directory / f"{kind}_scales.safetensors"
         self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
+        if kind != "fixed":
+            self._refuse_other_types(shapes)
         self._first: TensorFileReader | None = None  # beside a second moment in 8 bits
         if kind == "exp_avg_sq" and self._scales is not None:
             self._first = self._open.enter_context(TensorFileReader(directory / "exp_avg.safetensors"))
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """How the values are stored."""
+        return {entry.dtype for entry in self._file.entries.values()}
+
+    def _refuse_other_types(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError where masters are not fp32, moments neither of 32 nor of 16 bits nor codes with their scales."""
+        known = [torch.float32] if self._file.path.stem == "master" else [torch.float32, torch.bfloat16]
+        scaled = {name: (-(-math.prod(shape) // BLOCK_8BIT),) for name, shape in shapes.items()}
+        if self._scales is None:
+            right = self.dtypes <= {known[0]} or self.dtypes <= {known[-1]}
+        else:
+            held = {name: entry.shape for name, entry in self._scales.entries.items()}
+            wide = {entry.dtype for entry in self._scales.entries.values()}
+            right = self.dtypes <= {torch.uint8} and wide <= {torch.float32} and held == scaled and len(known) > 1
+        if not right:
+            told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
+            raise UserError(f"{self._file.path}: holds {told}, which is no state of these weights. {_FIX}")
 
     def as_stored(self, name: str, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`count` elements from `start` on, a multiple of 256, and the scales of 8-bit ones."""

@@ -29,6 +29,7 @@ from offload_trainer.engine.state import (
     write_engine_state,
     write_files,
 )
+from offload_trainer.errors import UserError
 from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, Place, Unit
 from offload_trainer.tiers.moments import encode_8bit, zero_code
 from offload_trainer.tiers.snapshot import PageSnapshot
@@ -92,6 +93,9 @@ class TieredState:
         shapes = self.shapes(trainable=True)
         with ExitStack() as stack:
             stored = {kind: stack.enter_context(StoredKind(directory, kind, shapes=shapes)) for kind in KINDS}
+            for kind in KINDS[1:]:
+                if not stored[kind].dtypes <= {field_dtype(kind, states=state.states)}:
+                    raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
             for number, fields in self.store.replaced():
                 self._fill_page(number, fields, stored, converted=state.states != self.store.states)
         fixed = self.shapes(trainable=False)

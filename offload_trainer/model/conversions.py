@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.initial import meta_model
-from offload_trainer.readback import read_back
+from offload_trainer.readback import one_line, read_back
 
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], torch.Tensor]
@@ -96,7 +96,11 @@ def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
     if "auto_map" in read_model_config(directory):
         # Code of its own, which transformers has no rules for, and which is not run for an export.
         return [Group((name,), _as_it_is(name)) for name in names]
-    return saving_groups(names, meta_model(AutoConfig.from_pretrained(directory)))
+    try:
+        model = meta_model(AutoConfig.from_pretrained(directory))
+    except Exception as error:  # of transformers' classes, which check little
+        raise UserError(f"{directory / 'config.json'}: transformers makes no model of it: {one_line(error)}") from error
+    return saving_groups(names, model)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

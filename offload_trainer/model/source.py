@@ -39,6 +39,7 @@ from offload_trainer.model.pretrained import (
 )
 from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.readback import one_line
 
 BUFFERS = "buffers.safetensors"  # beside a run's config.json
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -141,10 +142,8 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
     try:
         config._attn_implementation = section.attention
         model = meta_model(config, trust_remote_code=section.trust_remote_code)
-    except ValueError as error:
-        raise UserError(
-            f"--model {section.name}: {' '.join(str(error).split())[:300]} (model.attention=eager?)"
-        ) from error
+    except Exception as error:  # of transformers' constructors, which check little
+        raise UserError(f"--model {section.name}: {one_line(error)} (model.attention=eager?)") from error
     if not random:
         assert directory is not None
         check_beside(directory)
@@ -184,8 +183,7 @@ def _download(name: str, *, weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--model {name}: could not be downloaded{offline}: {reason}") from error
+        raise UserError(f"--model {name}: could not be downloaded{offline}: {one_line(error)}") from error
 
 
 def _config(section: ModelSection, directory: Path | None) -> Any:
@@ -194,13 +192,13 @@ def _config(section: ModelSection, directory: Path | None) -> Any:
         return AutoConfig.for_model(preset.pop("model_type"), **preset)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # of transformers' classes, each with checks of its own or none
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{directory}: this model is Python code of its own, beside its config.json. Read it, and let it run "
                 "with model.trust_remote_code=true"
             ) from error
-        raise UserError(f"{directory}: {' '.join(str(error).split())[:400]}") from error
+        raise UserError(f"{directory}: {one_line(error)}") from error
 
 
 def _override(config: Any, overrides: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
 from offload_trainer.readback import LENIENT, Count, Steps, open_file, read_back, shown
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
+from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text
 from offload_trainer.tiers.locks import NoLocks, take
 from offload_trainer.tiers.removal import name_in_workplace, replacing
 from offload_trainer.tiers.transfer import Ticket, Workers, ending
@@ -82,14 +82,22 @@ class Checkpoints:
     """Saves a run's state under `root`, one save at a time. As a context manager it ends the one under way."""
 
     def __init__(
-        self, root: Path, *, record: RunRecord, keep: int, need_bytes: int, say: Callable[[str], None]
+        self,
+        root: Path,
+        *,
+        record: RunRecord,
+        keep: int,
+        need_bytes: int,
+        say: Callable[[str], None],
+        beside: Sequence[Path] = (),
     ) -> None:
-        """`need_bytes`: what the tensors of one take."""
+        """`need_bytes`: what the tensors of one take; `beside`: files that grow, on the disk before it has its name."""
         self.saved: int | None = None  # the newest step that is safe
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _place_of(root.parent)
-        self._told: set[str] = set()  # notes on what is not pruned
+        self._beside = beside
+        self._told: set[str] = set()  # notes
         self._under_way: tuple[Ticket, Snapshot, int] | None = None
         self._worker: Workers | None = None
 
@@ -120,6 +128,12 @@ class Checkpoints:
             ending(ticket, work)()
             self.settle()
             wait_for_all()
+
+    def note(self, line: str) -> None:
+        """Say it, unless it has been said."""
+        if line not in self._told:
+            self._told.add(line)
+            self._say(f"note: {line}")
 
     def look(self) -> None:
         """Take note of a save that has ended; raises what it met."""
@@ -188,6 +202,8 @@ class Checkpoints:
                 if not first:
                     return
                 size = self._finish(new, files, state)
+                for path in self._beside:
+                    sync_file(path)
                 put_in_place(new, final)
         except OSError as error:
             raise TrainerError(
@@ -198,10 +214,8 @@ class Checkpoints:
         behind = ", while training went on" if snapshot.behind else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
         self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{behind}")
-        for note in prune(self._root, keep=self._keep):
-            if note not in self._told:
-                self._told.add(note)
-                self._say(f"note: {note}")
+        for line in prune(self._root, keep=self._keep):
+            self.note(line)
 
     def _finish(self, directory: Path, files: dict[str, Any], state: TrainState) -> int:
         """What is not the engine's, then the manifest; returns the bytes of all files."""
@@ -263,7 +277,11 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def find_resume(wish: str, *, output: Path) -> Path | None:
-    """The checkpoint that `--resume` means, or None to start anew. UserError if it names none."""
+    """The checkpoint that `--resume` means, or None to start anew. UserError if it names none.
+
+    UserError as well where a link on the way to the run's checkpoints leads nowhere: there may be some.
+    """
+    _refuse_dangling(output / "checkpoints")
     if wish == "never":
         return None
     if wish == "auto":
@@ -272,6 +290,15 @@ def find_resume(wish: str, *, output: Path) -> Path | None:
             raise UserError(f"{left[-1]} has no {MANIFEST}, so it is damaged; to start anew, move it away")
         return found[-1] if found else None
     return find_checkpoint(Path(wish))
+
+
+def _refuse_dangling(path: Path) -> None:
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise UserError(
+                f"{place} is a link to {shown(os.readlink(place))}, which is not there: a drive that is not mounted? "
+                "Mount it; to start anew, remove the link or name another --output"
+            )
 
 
 def find_checkpoint(path: Path) -> Path:

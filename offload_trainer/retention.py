@@ -14,12 +14,12 @@ import os
 import re
 from pathlib import Path
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import UserError
 from offload_trainer.manifest import MANIFEST, Manifest
-from offload_trainer.readback import file_bytes, parsed
+from offload_trainer.readback import file_bytes, parsed, shown
 from offload_trainer.tiers.durable import bytes_below
-from offload_trainer.tiers.locks import open_lock, take
-from offload_trainer.tiers.removal import Mark, clear, is_removable, made_as, reason, remove
+from offload_trainer.tiers.locks import NoLocks, open_lock, take
+from offload_trainer.tiers.removal import Mark, NotOurs, clear, is_removable, made_as, reason, remove
 
 WORK = "the checkpoint being written,"
 _NAME = re.compile(r"step-(?P<step>[0-9]+)")
@@ -67,8 +67,13 @@ def prune(root: Path, *, keep: int) -> list[str]:
         return [str(error)]
     for old in found[:-keep]:
         if strangers := _strangers(old):
-            notes.append(f"{old} is not pruned: {strangers[0]} in it is not the checkpoint's")
-        elif why := _removed(old, step=step_of(old), hidden=old.with_name(f".{old.name}.pruned")):
+            notes.append(f"{old} is not pruned: {shown(strangers[0])} in it is not the checkpoint's")
+            continue
+        try:
+            why = _removed(old, step=step_of(old), hidden=old.with_name(f".{old.name}.pruned"))
+        except NoLocks as error:
+            return [*notes, f"older checkpoints are not pruned: {error}"]
+        if why:
             notes.append(f"{old} is not pruned: {why}")
     return notes
 
@@ -84,7 +89,7 @@ def _strangers(checkpoint: Path) -> list[str]:
 
 
 def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
-    """Remove a checkpoint of this step, under its `hidden` name, unless it is being read; "" or why it stays."""
+    """Remove a checkpoint of this step, under its `hidden` name, unless it is read; why it stays, or "". NoLocks."""
     try:
         held = lock = open_lock(directory / MANIFEST)
     except OSError as error:
@@ -99,7 +104,7 @@ def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
         remove(hidden or directory, _manifest_of(step), lock=lock)
     except BlockingIOError:
         return ""
-    except (OSError, TrainerError) as error:
+    except (OSError, NotOurs) as error:
         return reason(error)
     finally:
         if held >= 0:
@@ -140,5 +145,8 @@ def remove_leftovers(root: Path) -> None:
         if found := _HIDDEN.fullmatch(path.name):
             if found["end"] == "tmp":
                 clear(root / found["name"], what=WORK)
-            else:
+                continue
+            try:
                 _removed(path, step=int(found["step"]))
+            except NoLocks:
+                pass  # it is in nobody's way

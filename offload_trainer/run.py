@@ -35,7 +35,7 @@ from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run_data import RunData, check_data, prepare_data, unknown_identity
-from offload_trainer.run_directory import Log, environment, refuse_second, run_directory
+from offload_trainer.run_directory import Log, environment, held, refuse_second, run_directory
 from offload_trainer.signals import waiting
 from offload_trainer.tiers.durable import bytes_below, write_text
 from offload_trainer.units import format_bytes, format_seconds
@@ -110,8 +110,9 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
     resume = find_resume(config.save.resume, output=output)
     record = _record(config, plan, source, data, output)
     if resume:
-        on_rank_zero(lambda: _check(resume, record, log))
+        on_rank_zero(partial(_check, resume, record, log))
     with ExitStack() as stack:
+        resume, lock = _hold(stack, config, plan, record, log, resume=resume)
         if rank == 0:
             stack.enter_context(
                 run_directory(
@@ -121,6 +122,7 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
                     machine,
                     source,
                     log,
+                    lock=lock,
                     tokenizer=data.tokenizer,
                     end_of_text=data.end_of_text,
                 )
@@ -136,6 +138,31 @@ def _check(resume: Path, record: RunRecord, log: Log) -> None:
     log.say(f"checking {resume}")
     for line in check_resume(resume, record):
         log.say(f"note: {line}")
+
+
+def _hold(
+    stack: ExitStack, config: TrainConfig, plan: Plan, record: RunRecord, log: Log, *, resume: Path | None
+) -> tuple[Path | None, int]:
+    """From here on the run directory is this run's; what to go on from, chosen again, and the descriptor of the lock.
+
+    Another run may have ended there since it was chosen, and have left newer checkpoints.
+    """
+    from offload_trainer.engine.ranks import on_rank_zero, share_from_zero
+
+    output, chosen, lock = Path(config.save.output), resume, -1
+
+    def on_zero() -> None:
+        nonlocal chosen, lock
+        lock = stack.enter_context(held(output, log))
+        chosen = find_resume(config.save.resume, output=output)
+        if chosen != resume:
+            log.say(f"another run has ended in {output} meanwhile: looking again")
+            refuse(config, plan)
+            if chosen:
+                _check(chosen, record, log)
+
+    on_rank_zero(on_zero)
+    return share_from_zero(chosen), lock
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:
@@ -180,6 +207,7 @@ def _build_job(
         keep=config.save.keep,
         need_bytes=checkpoint_bytes(config, source.shape),
         say=log.say,
+        beside=(output / "metrics.jsonl", output / "evaluations.jsonl"),
     )
     job = _make_job(
         config, plan, machine, source, data, engine, output, log, checkpoints, done=_steps_done(resume), swaps=swaps

@@ -7,7 +7,6 @@ log.txt                                                       every line for peo
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError, explain
@@ -29,7 +28,9 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.retention import remove_leftovers
 from offload_trainer.settings import dump_config
 from offload_trainer.streams import write_now
-from offload_trainer.tiers.durable import write_text
+from offload_trainer.tiers.durable import make_directories, write_text
+from offload_trainer.tiers.locks import NoLocks, open_lock, take
+from offload_trainer.tiers.removal import reason
 
 
 @dataclass
@@ -78,15 +79,53 @@ def _ends_told(log: Log) -> Iterator[None]:
 
 def refuse_second(output: Path) -> None:
     """UserError where a run is writing in `output`: asked before its checkpoints are looked at."""
-    try:
-        lock = open(output / ".lock")  # noqa: SIM115 - closed below
-    except OSError:
+    lock = _open_lock(output, create=False)
+    if lock is None:
         return
-    with lock:
+    try:
+        _take(lock, output, shared=True)
+    except NoLocks:
+        pass  # `held` says so
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def held(output: Path, log: Log) -> Iterator[int]:
+    """The run directory, made if it is missing, for this run alone; gives the descriptor of its lock.
+
+    UserError where another run has it. Where there are no locks that is said, and nobody keeps a second run out.
+    """
+    make_directories(output)
+    lock = _open_lock(output, create=True)
+    assert lock is not None
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{output}: another run is writing there; name another --output") from None
+            _take(lock, output)
+        except NoLocks as error:
+            log.say(
+                f"note: {output}: {error}. Nothing keeps a second run out of this directory: start none. Older "
+                "checkpoints are not pruned, and what a killed save leaves is not removed"
+            )
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _open_lock(output: Path, *, create: bool) -> int | None:
+    try:
+        return open_lock(output / ".lock", create=create)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{output / '.lock'} cannot be a run's lock: {reason(error)}; move it away") from error
+
+
+def _take(lock: int, output: Path, *, shared: bool = False) -> None:
+    try:
+        take(lock, shared=shared)
+    except BlockingIOError:
+        raise UserError(f"{output}: another run is writing there; name another --output") from None
 
 
 @contextmanager
@@ -98,48 +137,41 @@ def run_directory(
     source: Any,
     log: Log,
     *,
+    lock: int,
     tokenizer: Any,
     end_of_text: int | None,
 ) -> Iterator[None]:
-    """The run directory with what is known at the start; locked, so that no second run writes into it."""
+    """The run directory that is `held` with what is known at the start."""
     from offload_trainer.data.tokenizer import save_tokenizer
     from offload_trainer.model.source import DTYPES, save_model_config
 
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".lock", "a+") as lock:
+    with open(output / "log.txt", "ab", buffering=0) as log.file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{output}: another run is writing there; name another --output") from None
-        with open(output / "log.txt", "ab", buffering=0) as log.file:
-            try:
-                with _ends_told(log), _noted_as_alive(lock, log):
-                    remove_leftovers(output / "checkpoints")
-                    write_text(output / "config.yaml", dump_config(config))
-                    write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
-                    write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
-                    write_text(output / "environment.json", json.dumps(environment(), indent=1))
-                    dtype = DTYPES[config.model.dtype]
-                    save_model_config(source, output / "model", dtype=dtype, end_of_text=end_of_text)
-                    save_tokenizer(tokenizer, output / "model")
-                    yield
-            finally:
-                log.file = None
+            with _ends_told(log), _noted_as_alive(lock, log):
+                remove_leftovers(output / "checkpoints")
+                write_text(output / "config.yaml", dump_config(config))
+                write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
+                write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
+                write_text(output / "environment.json", json.dumps(environment(), indent=1))
+                dtype = DTYPES[config.model.dtype]
+                save_model_config(source, output / "model", dtype=dtype, end_of_text=end_of_text)
+                save_tokenizer(tokenizer, output / "model")
+                yield
+        finally:
+            log.file = None
 
 
 @contextmanager
-def _noted_as_alive(lock: TextIO, log: Log) -> Iterator[None]:
+def _noted_as_alive(lock: int, log: Log) -> Iterator[None]:
     """The lock file holds something while a run lives; what a run finds there was left by one that could not say so."""
-    lock.seek(0)
-    if lock.read():
+    if os.fstat(lock).st_size:
         log.say("note: the last run here ended without a word: killed, out of memory, or the power went")
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+        os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     try:
         yield
     finally:
-        lock.truncate(0)
+        os.ftruncate(lock, 0)
 
 
 def environment() -> dict[str, Any]:

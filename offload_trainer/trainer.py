@@ -5,6 +5,7 @@ It knows no engine and no model. What it is given decides everything; what it ho
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -99,11 +100,20 @@ def _agree(job: Job, asked: Asked) -> tuple[int, bool]:
     wished = False
     if asked.save:
         asked.save, wished = False, True
-    if job.telemetry and job.save_wish.exists():
-        job.save_wish.unlink()
-        wished = True
+    if job.telemetry and os.path.lexists(job.save_wish):
+        wished |= _taken_wish(job)
     answers = gather((asked.stop, wished))
     return max(stop for stop, _ in answers), any(wish for _, wish in answers)
+
+
+def _taken_wish(job: Job) -> bool:
+    """Whether the file that asks for a checkpoint could be taken away; else it would ask for ever."""
+    try:
+        job.save_wish.unlink()
+    except OSError as error:  # a directory, or a file in a directory that others own
+        job.checkpoints.note(f"{job.save_wish} asks for no checkpoint, for it cannot be removed: {error.strerror}")
+        return False
+    return True
 
 
 def _due(step: int, every: int) -> bool:

@@ -25,7 +25,7 @@ WHAT = "page files of"
 
 # -- the code --------------------------------------------------------------------------------------------------------
 
-RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirectory", "mkdtemp"}
+RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirectory"}
 SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
 THE_ONE = "offload_trainer/tiers/removal.py"
 SINGLE_FILES = {
@@ -34,7 +34,7 @@ SINGLE_FILES = {
     ("offload_trainer/engine/kernels.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
     ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",
-    ("offload_trainer/run_directory.py", "truncate"): "the lock file that this run holds",
+    ("offload_trainer/run_directory.py", "ftruncate"): "the lock file that this run holds",
     ("offload_trainer/tiers/durable.py", "unlink"): "our temporary, by a name with our process's number",
     ("offload_trainer/tiers/durable.py", "replace"): "the one atomic replacement of a file",
     ("offload_trainer/tiers/durable.py", "rename"): "what is finished takes its name",
@@ -42,7 +42,7 @@ SINGLE_FILES = {
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
 # The soak's world, which it makes with mkdtemp; below tmp_path; a cgroup that the test has made.
-ELSEWHERE = {"soak.py", "soak_world.py", "test_soak.py", "test_gguf.py", "test_runs.py", "test_box.py"}
+ELSEWHERE = {"conftest.py", "soak.py", "soak_world.py", "test_soak.py", "test_gguf.py", "test_runs.py", "test_box.py"}
 
 
 def removals(path: Path) -> set[str]:

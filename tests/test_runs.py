@@ -532,3 +532,37 @@ def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
         assert room["need"] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
     assert "plan: tiered engine" in call("--dry-run", *TINY, output=tmp_path / "out").text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
+    """What to go on from is chosen again once the directory is this run's: while the second start checks the checkpoint
+    that it found, the first run ends, with a newer one. Beside it a directory for a wish, and a link in the way."""
+    output, aside = tmp_path / "out", tmp_path / "step-00000004"
+    (output / "save").mkdir(parents=True)
+    (output / "checkpoints").mkdir()
+    (output / "checkpoints/.step-x").symlink_to(tmp_path)
+    args = ["--engine", "plain", *TINY, "--steps", 4, "--save-every", 2, "save.keep=9", "train.eval_every=0"]
+    first = call(*args, output=output)
+    assert first.text.count("save asks for no checkpoint, for it cannot be removed: Is a directory") == 1
+    newest = output / "checkpoints/step-00000004"
+    before = newest.stat().st_ino
+    newest.rename(aside)
+    code = (
+        "import os, sys\n"
+        "from offload_trainer import cli, run\n"
+        "aside, newest, check = sys.argv.pop(1), sys.argv.pop(1), run._check\n"
+        "def ends_meanwhile(*given):\n"
+        "    check(*given)\n"
+        "    if os.path.exists(aside): os.rename(aside, newest)\n"
+        "run._check = ends_meanwhile\n"
+        "raise SystemExit(cli.main(sys.argv[1:]))"
+    )
+    words = [aside, newest, *args, "--output", output]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert "looking again" in done.stderr
+    assert f"resumed from {newest}, step 4" in done.stderr
+    assert newest.stat().st_ino == before
+    assert Run(0, "", output).losses == first.losses

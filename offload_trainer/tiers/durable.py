@@ -33,6 +33,30 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def make_directories(path: Path) -> None:
+    """`path` and what is missing above it, each of them on the disk when this returns. OSError as mkdir's."""
+    missing = []
+    for place in (path, *path.parents):
+        if place.is_dir():
+            break
+        missing.append(place)
+    for place in reversed(missing):
+        place.mkdir(exist_ok=True)
+        sync_directory(place.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Make what was written to it last; nothing where there is no such file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def copy_tree(source: Path, destination: Path) -> None:
     """Copy the files below `source` into the new directory `destination`, which is on the disk when this returns.
 

@@ -70,7 +70,7 @@ class DataSection(_Section):
     validation_path: tuple[str, ...] = Field(
         (), description="the same for validation; nothing is then kept back from data.path"
     )
-    text_field: str = Field("text", description="field of a jsonl line that holds the text")
+    text_field: str = Field("text", description="field of a jsonl line (at most 64 MiB) that holds the text")
     tokenizer: str = Field(
         "auto",
         description="builtin, a directory or a hub id; auto: the model directory's own, builtin for presets",

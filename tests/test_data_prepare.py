@@ -93,6 +93,21 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
     assert len(leftovers(tmp_path / "cache")) == 3  # and the sums of the text
 
 
+def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
+    tmp_path: Path, tokenizer: CountingTokenizer
+) -> None:
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
+    tokens = prepared(tmp_path / "a.txt", tokenizer=tokenizer, cache=tmp_path)
+    assert tokens.read(0, len(tokens)).tolist() == [*tokenizer.ids("one"), 0, *tokenizer.ids("two"), 0]
+    endless = load_tokenizer("builtin")
+    endless.eos_token = None
+    said: list[str] = []
+    wish = DataSection(path=(str(tmp_path / "a.txt"),))
+    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, cache=tmp_path, say=said.append)
+    assert len(joined) == len(tokens) - 1
+    assert any("no end-of-text" in line for line in said)
+
+
 def test_pieces_and_batches_of_a_long_document_leave_no_trace(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,13 +50,13 @@ def test_a_directory_without_text_and_tokens_beside_text_are_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("a.json", b'[{"text": "a"}]', r"jq -c '\.\[\]' .*a\.json > data\.jsonl"),
+        ("a.json", b'[{"text": "a"}]', r"json\.load\(sys\.stdin\).*rename it to \.jsonl"),
         ("a.JSON", b'{"text": "a"}\n{"text": "b"}', r"rename it to \.jsonl"),
         ("a.ndjson", b'{"text": "a"}', r"rename it to \.jsonl"),
-        ("a.csv", b"text\na", "pandas.read_csv"),
-        ("a.tsv", b"text\na", "pandas.read_csv"),
-        ("a.parquet", b"PAR1 and more", "pandas.read_parquet"),
-        ("a.dump", b"PAR1 and more", "pandas.read_parquet"),
+        ("a.csv", b"text\na", r"csv\.DictReader"),
+        ("a.tsv", b"text\na", r"csv\.DictReader"),
+        ("a.parquet", b"PAR1 and more", r"pandas\.read_parquet"),
+        ("a.dump", b"PAR1 and more", r"pandas\.read_parquet"),
         ("a.txt", gzip.compress(b"text"), "unpack it"),
         ("a.txt.gz", gzip.compress(b"text"), "unpack it"),
         ("a.txt.zst", b"(\xb5/\xfd", "unpack it"),
@@ -93,3 +97,24 @@ def test_linked_directories_are_told_of_and_linked_files_read(tmp_path: Path) ->
     assert len(said) == 1
     assert "1 linked directories are not followed" in said[0]
     assert str(tmp_path / "data" / "linked") in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '[{"text": "one\\ntwo", "x": 1}, {"text": "é"}]'),
+        ("a.csv", 'x,text\n1,"one\ntwo"\n2,é\n'),
+        ("a.tsv", 'x\ttext\n1\t"one\ntwo"\n2\té\n'),
+    ],
+)
+def test_the_command_that_is_told_makes_lines_of_it(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        find_sources([str(tmp_path / name)])
+    command = re.search(r"python -c .*? > data\.jsonl", str(caught.value))
+    assert command
+    made = subprocess.run(["sh", "-c", command[0].replace("python", sys.executable, 1)], cwd=tmp_path, timeout=60)
+    assert made.returncode == 0
+    lines = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines] == ["one\ntwo", "é"]
+    assert find_sources([str(tmp_path / "data.jsonl")])

@@ -14,18 +14,18 @@ BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
 _HEAD = 1 << 16  # bytes that a file is judged by
 
-_ROWS = 'each line an object with its text: python -c "import sys, pandas; pandas.{read}(sys.argv[1]).to_json('
-_PANDAS = _ROWS + "'data.jsonl', orient='records', lines=True)\" FILE"
+_LINES = 'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {rows}]" < FILE > data.jsonl'
+_TABLE = "a table must become lines of JSON: "
 _UNPACK = "unpack it"
 _REFUSED = {
-    ".json": "JSON is read by the line. An array becomes lines with: jq -c '.[]' FILE > data.jsonl; if each of its "
-    "lines is an object already, rename it to .jsonl",
+    ".json": f"JSON is read by the line. An array becomes lines with {_LINES.format(rows='json.load(sys.stdin)')}; if "
+    "each of its lines is an object already, rename it to .jsonl",
     ".ndjson": "rename it to .jsonl",
-    ".csv": f"a table must become lines of JSON, {_PANDAS.format(read='read_csv')}",
-    ".tsv": "a table must become lines of JSON: pandas.read_csv(FILE, sep='\\t').to_json('data.jsonl', "
-    "orient='records', lines=True)",
-    ".parquet": f"a table must become lines of JSON, {_PANDAS.format(read='read_parquet')}",
-    ".arrow": "a table must become lines of JSON: datasets.Dataset.from_file(FILE).to_json('data.jsonl')",
+    ".csv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin)"),
+    ".tsv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin, dialect='excel-tab')"),
+    ".parquet": _TABLE + "python -c \"import pandas; pandas.read_parquet('FILE').to_json('data.jsonl', "
+    "orient='records', lines=True)\"",
+    ".arrow": _TABLE + "datasets.Dataset.from_file('FILE').to_json('data.jsonl')",
     ".gz": _UNPACK,
     ".zst": _UNPACK,
     ".xz": _UNPACK,
@@ -34,7 +34,7 @@ _REFUSED = {
     ".tar": _UNPACK,
     ".pdf": "take its text out: pdftotext FILE data.txt",
     ".docx": "save it as text",
-    ".npy": "write its ids alone: numpy.load(FILE).tofile('ids.bin')",
+    ".npy": "write its ids alone: numpy.load('FILE').tofile('ids.bin')",
 }
 _MAGIC = {
     b"PAR1": ".parquet",

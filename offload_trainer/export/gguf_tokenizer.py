@@ -99,7 +99,8 @@ def _other_ends(model: Path, end: int, *, config: Config) -> dict[str, int]:
     roles = ("eom", "eot")
     if len(others) > len(roles):
         raise UserError(
-            f"{path}: eos_token_id is {numbers}, and a GGUF file names at most three tokens that end a text; {ELSEWHERE}"
+            f"{path}: eos_token_id is {numbers}, and a GGUF file names at most three tokens that end a text; "
+            f"{ELSEWHERE}"
         )
     return dict(zip(roles, others, strict=False))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -135,6 +136,8 @@ class Soak:
     def train_one(self) -> None:
         trial = self.dice.choice(self.trials)
         self.train((trial, self.fate(trial)))
+        if self.dice.random() < 0.5:
+            self.export_pages()
 
     def train_all(self) -> None:
         """Both runs of this round, on the same drives."""
@@ -194,6 +197,20 @@ class Soak:
         if place.exists():
             self.world.check_export(place, trial.kind, step, dtype)
             shutil.rmtree(place)
+
+    def export_pages(self) -> None:
+        """The page files of each run that died: refused, or its weights after the update that is named."""
+        place = self.world.exports / "pages"
+        for folder, trial in self.world.dead_stores(self.trials):
+            words = ["export", folder, place, "--dtype", "fp32"]
+            self.note(" ".join(map(str, words)))
+            command = Command(words, log=self.training.log())
+            if command.wait() not in (0, 2) or "Traceback" in command.text:
+                raise Difference(f"exit {command.code}: {command}")
+            self.done[f"export of page files: exit {command.code}"] += 1
+            if command.code == 0:
+                step = int(re.findall(r"after update ([0-9]+)", command.text)[0])
+                self.take_away(place, trial, step, "fp32")
 
     def present(self, trial: Trial) -> set[int]:
         self.world.check([trial])

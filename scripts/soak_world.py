@@ -328,5 +328,12 @@ class World:
                 raise Difference(f"{root}: left over: {left}")
             self.checked["drives looked at for what the dead leave"] += 1
 
+    def dead_stores(self, trials: Iterable[Trial]) -> Iterator[tuple[Path, Trial]]:
+        """Directories of page files on the drives that some trial's run has left, while no run is alive."""
+        for drive in self.drives:
+            for told in sorted((drive / "offload-trainer").glob("run-*/store.json")):
+                output = Path(json.loads(told.read_text())["model"]).parent
+                yield from ((told.parent, trial) for trial in trials if trial.output == output)
+
     def check_export(self, place: Path, kind: Kind, step: int, dtype: str) -> None:
         self.checked["exported files compared"] += compare_export(place, self.export_alone(kind, step, dtype))

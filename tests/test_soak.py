@@ -1,20 +1,38 @@
-"""The soak: each of its checks can fail."""
+"""The soak itself: a short one, and that each of its checks can fail."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import zlib
 from pathlib import Path
 
 import pytest
+from conftest import environment
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from soak_world import KINDS, STEPS, Sentinels, Trial, World  # noqa: E402
 from trials import Difference, compare_file, verify_checkpoint  # noqa: E402
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    """Two rounds; `bench` and `tune` take too long here."""
+    words = ["--seed", "3", "--rounds", "2", "--kinds", "gpt2-fp16-accumulate,experts-bf16-moments"]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "soak.py", *words, "--without", "bench,tune", "--directory", tmp_path],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "| rounds | 2 |" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("harm", ["changed", "gone", "of another mode", "moved away", "a link elsewhere"])

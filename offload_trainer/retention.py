@@ -19,7 +19,7 @@ from offload_trainer.manifest import MANIFEST, Manifest
 from offload_trainer.readback import file_bytes, parsed, shown
 from offload_trainer.tiers.durable import bytes_below
 from offload_trainer.tiers.locks import NoLocks, open_lock, take
-from offload_trainer.tiers.removal import Mark, NotOurs, clear, is_removable, made_as, reason, remove
+from offload_trainer.tiers.removal import Mark, NotOurs, clear, is_removable, made_as, reason, remove, remove_unfinished
 
 WORK = "the checkpoint being written,"
 _NAME = re.compile(r"step-(?P<step>[0-9]+)")
@@ -147,6 +147,7 @@ def remove_leftovers(root: Path) -> None:
                 clear(root / found["name"], what=WORK)
                 continue
             try:
-                _removed(path, step=int(found["step"]))
+                if not remove_unfinished(path):
+                    _removed(path, step=int(found["step"]))
             except NoLocks:
                 pass  # it is in nobody's way

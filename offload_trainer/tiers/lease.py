@@ -20,7 +20,17 @@ from pathlib import Path
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers.locks import NoLocks, open_lock, take
-from offload_trainer.tiers.removal import MARK, NotOurs, Workplace, is_ours, is_removable, made_as, reason, remove_dead
+from offload_trainer.tiers.removal import (
+    MARK,
+    NotOurs,
+    Workplace,
+    is_ours,
+    is_removable,
+    is_unfinished,
+    made_as,
+    reason,
+    remove_dead,
+)
 
 _NAME = re.compile(r"run-[0-9a-f]{8}")
 _WHAT = "page files of"
@@ -34,7 +44,7 @@ class DriveLease:
         try:
             root = _make_root(drive)
             self.removed = [folder for folder in dead_runs(drive) if _remove(folder, say)]
-            self._place = Workplace(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
+            self._place = _private(root, say)
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
         self.path = self._place.path
@@ -52,6 +62,16 @@ class DriveLease:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _private(root: Path, say: Callable[[str], None]) -> Workplace:
+    for last in (False, False, True):
+        try:
+            return Workplace(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
+        except (FileNotFoundError, BlockingIOError):  # another start took it for a dead run's before it was marked
+            if last:
+                raise
+    raise AssertionError
 
 
 def root_of(drive: Path) -> Path:
@@ -95,6 +115,8 @@ def dead_runs(drive: Path) -> list[Path]:
 
 
 def _is_dead(folder: Path) -> bool:
+    if is_unfinished(folder):
+        return True
     if not is_removable(folder, made_as(_WHAT, folder.name)):
         return False
     try:

@@ -17,7 +17,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,15 +56,19 @@ class Workplace:
     def __init__(
         self, path: Path, *, what: str, mode: int = 0o777, say: Callable[[str], None] = lambda line: None
     ) -> None:
-        """`say` hears of what cannot be removed. FileExistsError where something has that name; OSError."""
+        """`say` hears of what cannot be removed. FileExistsError where something has that name; OSError.
+
+        FileNotFoundError or BlockingIOError where another process takes it for a dead one's before it is marked.
+        """
         self.path, self._what, self._say, self.locked = path, what, say, True
         path.mkdir(mode=mode)
         try:
             self._lock = open_lock(path / MARK, create=True)
             self._mark()
         except BaseException:
-            (path / MARK).unlink(missing_ok=True)
-            path.rmdir()
+            with suppress(FileNotFoundError):
+                (path / MARK).unlink(missing_ok=True)
+                path.rmdir()
             raise
 
     def _mark(self) -> None:
@@ -72,6 +76,8 @@ class Workplace:
             take(self._lock)
         except NoLocks:
             self.locked, self._what = False, f"{self._what} (no locks here)"
+        if os.fstat(self._lock).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "removed while it was being made", str(self.path))
         os.write(self._lock, _content(self._what, self.path.name))
         os.fsync(self._lock)
         sync_directory(self.path)
@@ -160,6 +166,8 @@ def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> Non
     FileNotFoundError where it is gone, BlockingIOError where its process lives or it is being read, NoLocks where that
     cannot be known, NotOurs, OSError.
     """
+    if remove_unfinished(directory):
+        return
     mark = made_as(what, directory.name)
     os.close(_opened(directory, mark))
     lock = open_lock(directory / MARK)
@@ -174,6 +182,39 @@ def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> Non
         os.close(lock)
         raise
     remove(directory, mark, lock=lock)
+
+
+def is_unfinished(directory: Path) -> bool:
+    """Whether it is a directory of ours that holds nothing, or a mark that says nothing: nobody's work is in it.
+
+    A kill leaves that between making and marking one, and between the last two steps of a removal.
+    """
+    try:
+        about = directory.lstat()
+        if not stat.S_ISDIR(about.st_mode) or not is_ours(about.st_uid, directory.parent):
+            return False
+        names = os.listdir(directory)
+        mark = (directory / MARK).lstat() if names == [MARK] else None
+    except OSError:
+        return False
+    return not names or (mark is not None and stat.S_ISREG(mark.st_mode) and mark.st_size == 0)
+
+
+def remove_unfinished(directory: Path) -> bool:
+    """Remove it if `is_unfinished`; whether it was. BlockingIOError where it is just being made, NoLocks, OSError."""
+    if not is_unfinished(directory):
+        return False
+    with suppress(FileNotFoundError):
+        lock = open_lock(directory / MARK)
+        try:
+            take(lock)
+            if os.fstat(lock).st_size:
+                raise BlockingIOError(errno.EWOULDBLOCK, "marked meanwhile", str(directory))
+            (directory / MARK).unlink()
+        finally:
+            os.close(lock)
+    os.rmdir(directory)  # which refuses if there is something in it by now
+    return True
 
 
 def remove(directory: Path, mark: Mark, *, lock: int = -1) -> None:

@@ -1,0 +1,106 @@
+"""What a kill leaves between making a directory and marking it, and between the last two steps of removing one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.retention import WORK, remove_leftovers
+from offload_trainer.tiers import removal
+from offload_trainer.tiers.lease import DriveLease, dead_runs
+from offload_trainer.tiers.locks import take
+from offload_trainer.tiers.removal import MARK, NotOurs, is_unfinished, remove_dead, replacing
+
+
+def leave(path: Path, how: str) -> Path:
+    path.mkdir(parents=True)
+    if how == "an empty mark":
+        (path / MARK).touch()
+    return path
+
+
+@pytest.mark.parametrize("how", ["nothing", "an empty mark"])
+def test_it_is_in_nobody_s_way(how: str, tmp_path: Path) -> None:
+    """An export to the same place, a save of the same step, a lease on the same drive."""
+    leave(tmp_path / ".export.tmp", how)
+    with replacing(tmp_path / "export", what="the export to") as new:
+        new.mkdir()
+    checkpoints = tmp_path / "checkpoints"
+    leave(checkpoints / ".step-00000002.tmp", how)
+    (checkpoints / ".step-00000001.pruned").mkdir()  # its manifest went, and then it was killed
+    remove_leftovers(checkpoints)
+    assert not list(checkpoints.iterdir())
+    dead = leave(tmp_path / "drive/offload-trainer/run-0123abcd", how)
+    assert dead_runs(tmp_path / "drive") == [dead]
+    with DriveLease(tmp_path / "drive") as lease:
+        assert lease.removed == [dead]
+        assert list(dead.parent.iterdir()) == [lease.path]
+
+
+@pytest.mark.parametrize("what", ["a file beside it", "a word in the mark", "a link for a mark", "a link", "a file"])
+def test_what_may_be_somebody_s_stays(what: str, tmp_path: Path) -> None:
+    place = tmp_path / ".export.tmp"
+    if what == "a link":
+        leave(tmp_path / "theirs", "nothing")
+        place.symlink_to("theirs")
+    elif what == "a file":
+        place.touch()
+    else:
+        leave(place, "an empty mark")
+    if what == "a file beside it":
+        (place / "notes").touch()
+    elif what == "a word in the mark":
+        (place / MARK).write_text("mine")
+    elif what == "a link for a mark":
+        (place / MARK).unlink()
+        (place / MARK).symlink_to("/nowhere")
+    assert not is_unfinished(place)
+    with pytest.raises(NotOurs):
+        remove_dead(place, what="the export to")
+    assert os.path.lexists(place)
+
+
+def test_one_that_is_being_made_stays(tmp_path: Path) -> None:
+    place = leave(tmp_path / ".step-00000002.tmp", "an empty mark")
+    with open(place / MARK) as maker:
+        fcntl.flock(maker, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            remove_dead(place, what=WORK)
+    assert place.exists()
+
+
+@pytest.mark.parametrize("when", ["before its mark", "before its lock"])
+def test_a_lease_that_is_taken_for_dead_while_it_is_made(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start removes it at that very moment: another one is made."""
+    taken = []
+
+    def meanwhile(place: Path) -> None:
+        if not taken:
+            taken.append(place)
+            monkeypatch.setattr(removal, "take", take)
+            assert removal.remove_unfinished(place)
+            monkeypatch.setattr(removal, "take", locked)
+
+    def locked(descriptor: int, *, shared: bool = False) -> None:
+        if when == "before its lock":
+            meanwhile(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent)
+        take(descriptor, shared=shared)
+
+    def opened(path: Path, *, create: bool = False) -> int:
+        if create and when == "before its mark":
+            meanwhile(path.parent)
+        return open_lock(path, create=create)
+
+    open_lock = removal.open_lock
+    monkeypatch.setattr(removal, "take", locked)
+    monkeypatch.setattr(removal, "open_lock", opened)
+    with DriveLease(tmp_path) as lease:
+        assert len(taken) == 1
+        assert lease.path != taken[0]
+        assert sorted((tmp_path / "offload-trainer").iterdir()) == [lease.path]
+    assert not list((tmp_path / "offload-trainer").iterdir())

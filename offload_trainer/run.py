@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -244,7 +245,7 @@ def _train(
             _report(config, plan, machine, output, job.swaps, log)
         if interrupted:
             raise interrupted
-        log.say(f"done: {config.train.steps} steps; {output}")
+        log.say(f"done: {config.train.steps} steps; {output}{_next_command(output)}")
         if asked.stop:
             raise Interrupted(
                 f"stopped after step {config.train.steps}, the last; all is saved", signal_number=asked.stop
@@ -400,6 +401,13 @@ def _planned_identity(config: TrainConfig, plan: Plan, source: Any) -> dict[str,
 
 def _layout(source: Any) -> dict[str, Any]:
     return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights}
+
+
+def _next_command(output: Path) -> str:
+    """How a run's weights become a model, where it has a checkpoint."""
+    if not complete_checkpoints(output / "checkpoints"):
+        return ""
+    return f"; its weights as a model: offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
 
 
 def _given_once(name: str) -> Any:

@@ -155,10 +155,10 @@ def _hold(
     def on_zero() -> None:
         nonlocal chosen, lock
         lock = stack.enter_context(held(output, log))
+        refuse(config, plan)
         chosen = find_resume(config.save.resume, output=output)
         if chosen != resume:
             log.say(f"another run has ended in {output} meanwhile: looking again")
-            refuse(config, plan)
             if chosen:
                 _check(chosen, record, log)
 

@@ -33,6 +33,8 @@ from offload_trainer.tiers.locks import NoLocks, open_lock, take
 from offload_trainer.tiers.removal import reason
 from offload_trainer.units import shown
 
+_TRIES, _INSTANT = 20, 0.05  # seconds: twenty looks of others, one after the other
+
 
 @dataclass
 class Log:
@@ -102,7 +104,7 @@ def held(output: Path, log: Log) -> Iterator[int]:
     assert lock is not None
     try:
         try:
-            _take(lock, output)
+            _take_in_the_end(lock, output)
         except NoLocks as error:
             log.say(
                 f"note: {output}: {error}. Nothing keeps a second run out of this directory: start none. Older "
@@ -120,6 +122,16 @@ def _open_lock(output: Path, *, create: bool) -> int | None:
         return None
     except OSError as error:
         raise UserError(f"{output / '.lock'} cannot be a run's lock: {reason(error)}; move it away") from error
+
+
+def _take_in_the_end(lock: int, output: Path) -> None:
+    """The lock for good. A start that only looks (`refuse_second`) has it for an instant, which is waited for."""
+    for _ in range(_TRIES):
+        try:
+            return take(lock)
+        except BlockingIOError:
+            time.sleep(_INSTANT)
+    _take(lock, output)
 
 
 def _take(lock: int, output: Path, *, shared: bool = False) -> None:

@@ -1,0 +1,53 @@
+"""Two starts in one directory at the same time: who has it, and what each goes on from."""
+
+from __future__ import annotations
+
+import fcntl
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from offload_trainer import run, run_directory
+from offload_trainer.errors import UserError
+from offload_trainer.run_directory import Log, held
+from offload_trainer.settings import load_config
+
+
+def test_a_look_at_a_free_directory_keeps_no_run_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks whether another run writes there has the lock for an instant."""
+    with open(tmp_path / ".lock", "w") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(run_directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        with held(tmp_path, Log(loud=False)):
+            pass
+
+
+def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(run_directory.time, "sleep", waits.append)
+    with (
+        held(tmp_path, Log(loud=False)),
+        pytest.raises(UserError, match="another run is writing there"),
+        held(tmp_path, Log(loud=False)),
+    ):
+        pass
+    assert 0 < len(waits) <= 20
+    assert max(waits) < 0.1
+
+
+def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passed the first look, waited while another run trained there, and would have mixed with its checkpoints."""
+    monkeypatch.setattr(run, "saves_state", lambda config, plan: None)
+    monkeypatch.setattr(run, "refuse_shortfall", lambda config, plan: None)
+    config = load_config(["--resume", "never", "--output", str(tmp_path)])
+
+    def hold() -> Path | None:
+        with ExitStack() as stack:
+            return run._hold(stack, config, None, None, Log(loud=False), resume=None)[0]  # type: ignore[arg-type]
+
+    assert hold() is None
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000002/MANIFEST.json").touch()
+    with pytest.raises(UserError, match=r"--resume never, but .* holds checkpoints"):
+        hold()

@@ -235,7 +235,7 @@ class Soak:
             self.step(trial, step).rename(path)
             self.world.sentinels.adopt(path)
             trial.renamed[path] = step
-            trial.made.discard(step)
+            trial.present.discard(step)
             self.note(f"mv {self.step(trial, step)} {path}")
         self.done["checkpoint renamed"] += 1
 

@@ -91,7 +91,6 @@ class Training:
         told, due = moment(self.dice, trial.output, steps=STEPS)
         metrics = trial.output / "metrics.jsonl"
         before, base = metrics.read_bytes() if metrics.exists() else b"", trial.newest
-        trial.present = set()
         self.note(f"{' '.join(words)}   # {fate}{'' if fate == 'goes on' else ', ' + told}")
         command = Command(words, log=self.log(), end=ends.get(fate, "file"))
         return Flight(trial, command, fate, due, drives, before, base, happened=fate == "goes on")

@@ -87,8 +87,7 @@ class Trial:
     every: int
     keep: int
     on_disk: bool
-    made: set[int] = field(default_factory=set)  # checkpoints ever made and not taken away by the user
-    present: set[int] = field(default_factory=set)  # at the last look
+    present: set[int] = field(default_factory=set)  # checkpoints at the last look, without what the user took since
     renamed: dict[Path, int] = field(default_factory=dict)
 
     @property
@@ -274,11 +273,10 @@ class World:
 
     def _check_checkpoints(self, trial: Trial) -> None:
         found = checkpoints_in(trial.checkpoints)
-        trial.present = set(found)
-        trial.made |= trial.present
-        must = sorted(trial.made)[-trial.keep :]
-        if not trial.present.issuperset(must):
+        must = sorted(trial.present | found.keys())[-trial.keep :]
+        if not found.keys() >= set(must):
             raise Difference(f"{trial.checkpoints}: {must} are the newest {trial.keep}, and {sorted(found)} are there")
+        trial.present = set(found)  # what is no longer there was pruned by the rule
         alone = self.alone(trial.kind)
         for step, checkpoint in found.items():
             self.checked["checkpoints' files against their sums"] += verify_checkpoint(checkpoint)
@@ -302,10 +300,8 @@ class World:
                 raise Difference(f"{trial.output}/{name} is not complete")
         if trial.newest != STEPS:
             raise Difference(f"{trial.checkpoints}: finished, and the newest is {trial.newest}")
-        if saved and trial.present != set(sorted(trial.made)[-trial.keep :]):
-            raise Difference(
-                f"{trial.checkpoints}: made {sorted(trial.made)}, keep {trial.keep}: {sorted(trial.present)}"
-            )
+        if saved and len(trial.present) > trial.keep:
+            raise Difference(f"{trial.checkpoints}: keep {trial.keep}, and there are {sorted(trial.present)}")
         mine = [name for name in os.listdir(trial.checkpoints) if trial.checkpoints / name not in self.sentinels.known]
         if left := [name for name in mine if not CHECKPOINT.fullmatch(name)]:
             raise Difference(f"{trial.checkpoints}: left over: {left}")

@@ -109,12 +109,13 @@ def bench_here(
     from offload_trainer.engine.kernels import is_built, load_async_io
     from offload_trainer.engine.updates import available_updates
     from offload_trainer.machine.bench import Budget, bench_machine
-    from offload_trainer.machine.cache import keep_rates
+    from offload_trainer.machine.cache import keep_rates, refuse_unwritable
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.model.source import DTYPES
     from offload_trainer.tiers.transfer import AioTransfers, ThreadedTransfers, Transfers, async_io_handle
 
     torch.set_num_threads(threads)
+    refuse_unwritable()
     machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
     if machine.gpu is None:
         use_fp32_products(DTYPES[config.model.dtype])  # what is timed is what a run does

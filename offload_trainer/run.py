@@ -27,7 +27,7 @@ from offload_trainer.checkpoint import (
     read_state,
 )
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import Interrupted, UserError
+from offload_trainer.errors import Interrupted, TrainerError, UserError
 from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.memory import checkpoint_bytes
@@ -478,5 +478,5 @@ def _report(
         log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
         try:
             keep_ratios(machine, {f"{plan.engine}.{phase}": ratio for phase, ratio in off.items()})
-        except OSError as error:  # the run itself is whole
+        except (OSError, TrainerError) as error:  # the run itself is whole
             log.say(f"note: these ratios could not be kept for later plans: {error}")

@@ -38,7 +38,6 @@ SINGLE_FILES = {
     ("offload_trainer/tiers/durable.py", "unlink"): "our temporary, by a name with our process's number",
     ("offload_trainer/tiers/durable.py", "replace"): "the one atomic replacement of a file",
     ("offload_trainer/tiers/durable.py", "rename"): "what is finished takes its name",
-    ("offload_trainer/tiers/kernels.py", "replace"): "a built kernel takes its name in the cache",
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
 # The soak's world, which it makes with mkdtemp; below tmp_path; a cgroup that the test has made.

@@ -5,24 +5,33 @@ Locks on this machine's filesystem, and on stand-ins for filesystems of a networ
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
+import pwd
+import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_checkpoint import save
 from test_removal import NOBODY, ROOT, dead_lease, died
 
 from offload_trainer.checkpoint import find_resume, reading
+from offload_trainer.engine import kernels
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine import cache
+from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.places import cache_directory
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
 from offload_trainer.run_directory import Log, held, refuse_second
-from offload_trainer.tiers import durable, locks
+from offload_trainer.tiers import durable, kernel_cache, locks
 from offload_trainer.tiers.lease import DriveLease, dead_runs, is_alive, root_of
 from offload_trainer.tiers.removal import Workplace, clear
 
@@ -354,3 +363,158 @@ def test_a_file_that_is_replaced_is_whole_at_any_moment(synced: list[str], tmp_p
     durable.write_text(tmp_path / "x", "newest")
     assert (tmp_path / "precious").read_text() == "precious"
     assert (tmp_path / "x").read_text() == "newest"
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Builds a small kernel in a cache of its own; `build.count` counts the compilations."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "small.cpp"
+    source.write_text(SOURCE)
+    compile_, counted, copies = kernel_cache._compile, [], []
+
+    def counting(*args: object, **words: object) -> None:
+        counted.append(1)
+        compile_(*args, **words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernel_cache, "_compile", counting)
+
+    def build() -> Path:
+        path = kernel_cache.built(source, flags=("-shared", "-fPIC"))
+        build.count = len(counted)  # type: ignore[attr-defined]
+        copies.append(tmp_path / f"{len(copies)}.so")  # for what is mapped here must not be damaged
+        copies[-1].write_bytes(path.read_bytes())
+        assert ctypes.CDLL(str(copies[-1])).answer() == 42
+        return path
+
+    return build
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda library: os.truncate(library, 1000),
+    "emptied, as after a power cut": lambda library: os.truncate(library, 0),
+    "a flipped bit": lambda library: library.write_bytes(
+        bytes([library.read_bytes()[0] ^ 1]) + library.read_bytes()[1:]
+    ),
+    "without its sum": lambda library: library.with_name("small.so.sha256").unlink(),
+    "a sum that is no text": lambda library: library.with_name("small.so.sha256").write_bytes(b"\xff"),
+    "a link": lambda library: (library.rename(library.with_name("y")), library.symlink_to("y")),
+    "a pipe": lambda library: (library.unlink(), os.mkfifo(library)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_kernel_is_built_again(damage: str, kernel: Callable[[], Path]) -> None:
+    """And never loaded: a shared library that is cut short ends the process with SIGBUS."""
+    library = kernel()
+    kernel()
+    assert kernel.count == 1  # type: ignore[attr-defined]
+    DAMAGE[damage](library)
+    kernel()
+    assert kernel.count == 2  # type: ignore[attr-defined]
+
+
+def test_kernels_lie_where_only_this_user_writes(
+    filesystem: str, kernel: Callable[[], Path], synced: list[str], tmp_path: Path
+) -> None:
+    library = kernel()
+    assert library.is_relative_to(tmp_path / "cache/kernels")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (library.parent, library.parent.parent)] == [0o700, 0o700]
+    assert f"name {library}" in synced  # after its bytes are on the disk
+    assert synced[synced.index(f"name {library}") - 1].startswith(f"sync {library.parent}/.small.so.")
+    os.chmod(library.parent, 0o777)
+    kernel()
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+
+
+@ROOT
+def test_kernels_that_another_user_may_have_planted_are_not_loaded(kernel: Callable[[], Path], tmp_path: Path) -> None:
+    library = kernel()
+    cache = tmp_path / "cache"
+    os.chown(library, NOBODY, NOBODY)
+    kernel()
+    assert kernel.count == 2  # type: ignore[attr-defined]
+    for place in (library.parent, library.parent.parent, cache):
+        os.chown(place, NOBODY, NOBODY)
+        with pytest.raises(TrainerError, match=r"belongs to another user.*OFFLOAD_TRAINER_CACHE"):
+            kernel()
+        os.chown(place, 0, 0)
+    cache.rename(tmp_path / "planted")
+    cache.symlink_to("planted")
+    with pytest.raises(TrainerError, match="is a link"):
+        kernel()
+    cache.unlink()
+    (tmp_path / "planted").rename(cache)
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(TrainerError, match="anybody may change"):
+        kernel()
+    os.chmod(tmp_path, 0o1777)
+    kernel()
+    assert kernel.count == 2  # type: ignore[attr-defined]
+
+
+def test_rates_kept_by_several_at_once_are_all_kept(
+    filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    """Each thread opens the lock for itself, as a process would."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "new" / "cache"))
+    machine = MachineProfile(gpu=None, gpu_bytes=0, ram_bytes=1, cores=1, drives=(), output=DriveFacts("/", 1, "ext4"))
+    cache.keep_rates(machine)
+    assert f"sync {tmp_path}/new" in synced
+    written = synced.index(f"name {cache.cache_file()}")
+    assert synced[written - 1].startswith("sync ")
+
+    def work(name: str) -> None:
+        for number in range(5):
+            cache.keep_ratios(machine, {f"{name}.{number}": 1.5})
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
+        thread.start()
+    for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
+        thread.join()
+    kept = cache.with_cached_rates(machine).rates.corrections
+    assert len(kept) == (20 if filesystem in ("local", "nfs") else 5)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before anything is measured; a home that nobody knows is told as well."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
+    with pytest.raises(UserError, match=r"machine\.json: rates cannot be kept there.*OFFLOAD_TRAINER_CACHE"):
+        cache.refuse_unwritable()
+    for name in ("OFFLOAD_TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(number: int) -> object:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(UserError, match=r"no cache directory.*Set HOME, or name one with OFFLOAD_TRAINER_CACHE"):
+        cache_directory()
+
+
+def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`doctor` and `bench` look there, and go on without."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
+    assert not kernels.is_built("async_io")
+    assert kernels.stale_locks() == []
+    with pytest.raises(TrainerError, match=r"cpu_adam could not be built: Not a directory.*TORCH_EXTENSIONS_DIR"):
+        kernels._load(SimpleNamespace(name="cpu_adam"))
+
+
+def test_builds_of_torchs_extensions_take_turns(
+    filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks nobody knows whether a build is alive, and its lock is not removed."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    removed: list[Path] = []
+    monkeypatch.setattr(kernels, "remove_stale_lock", removed.append)
+    assert kernels._load(SimpleNamespace(name="cpu_adam", load=lambda verbose: "op")) == "op"
+    assert len(removed) == (filesystem in ("local", "nfs"))

@@ -7,20 +7,25 @@ nobody builds behind is removed.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.zero import Placement
+from offload_trainer.streams import write_now
+from offload_trainer.tiers.locks import NoLocks, turn
+from offload_trainer.tiers.removal import reason
 
 logger = logging.getLogger(__name__)
 
 _BUILDS = {"cpu_adam": ("cpu_adam",), "async_io": ("async_io", "pin_memory")}  # what loading each of them builds
+_LONGEST = 1800.0  # seconds that a build by another process may take
 PATIENCE = 5.0  # seconds in which a living build must show itself; loading a finished one holds the lock for less
 
 
@@ -51,7 +56,10 @@ def load_async_io() -> Any:
 
 def is_built(name: str) -> bool:
     """Whether one of DeepSpeed's kernels lies compiled in torch's cache of extensions; builds nothing."""
-    return (_build_directory(name) / f"{name}.so").exists()
+    try:
+        return (_build_directory(name) / f"{name}.so").exists()
+    except OSError:  # torch makes the directory in order to name it
+        return False
 
 
 def _build_directory(name: str) -> Path:
@@ -63,10 +71,15 @@ def _build_directory(name: str) -> Path:
 def _load(builder: Any) -> Any:
     # ninja lies beside this interpreter, which need not be on the path when the program is called by its own.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    directory = _build_directory(builder.name)
-    with open(directory.with_name(f"{builder.name}.turn"), "w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        for name in _BUILDS[builder.name]:
+    try:
+        directory = _build_directory(builder.name)
+    except OSError as error:
+        raise TrainerError(
+            f"DeepSpeed's kernel {builder.name} could not be built: {reason(error)}; name a directory for it with "
+            "TORCH_EXTENSIONS_DIR"
+        ) from error
+    with _a_turn(directory.with_name(f"{builder.name}.turn")) as alone:
+        for name in _BUILDS[builder.name] if alone else ():
             remove_stale_lock(_build_directory(name))
         try:
             return builder.load(verbose=False)
@@ -77,9 +90,24 @@ def _load(builder: Any) -> Any:
             ) from error
 
 
+@contextmanager
+def _a_turn(path: Path) -> Iterator[bool]:
+    """Inside, no other process of ours builds; False where there are no locks, and nobody knows."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(turn(path, say=write_now, patience=_LONGEST))
+            alone = True
+        except NoLocks:
+            alone = False
+        yield alone
+
+
 def stale_locks() -> list[Path]:
     """Locks that nobody builds behind."""
-    locks = [_build_directory(name) / "lock" for names in _BUILDS.values() for name in names]
+    try:
+        locks = [_build_directory(name) / "lock" for names in _BUILDS.values() for name in names]
+    except OSError:  # nothing was ever built there
+        return []
     return [lock for lock in locks if lock.exists() and not _someone_works_in(lock.parent)]
 
 

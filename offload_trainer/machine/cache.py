@@ -8,6 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -15,10 +18,14 @@ from typing import Any
 
 from pydantic import with_config
 
+from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rates, Ratio
 from offload_trainer.places import cache_directory
 from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, parsed, shown
-from offload_trainer.tiers.durable import write_text
+from offload_trainer.streams import write_now
+from offload_trainer.tiers.durable import make_directories, write_text
+from offload_trainer.tiers.locks import NoLocks, turn
+from offload_trainer.tiers.removal import reason
 
 _KEEP = 5  # runs whose ratios of measured to predicted seconds count
 
@@ -61,18 +68,35 @@ def _read() -> _Kept:
         return _Kept()
 
 
-def _to_change() -> dict[str, Any]:
-    """What is kept, to be written again; a file that cannot be read is replaced."""
-    try:
-        return asdict(_read())
-    except ValueError:
-        return asdict(_Kept())
-
-
-def _write(stored: dict[str, Any]) -> None:
+@contextmanager
+def _changed() -> Iterator[dict[str, Any]]:
+    """What is kept, written again on the way out; a file that cannot be read is replaced. One process at a time."""
     path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(stored, indent=1))
+    make_directories(path.parent)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(turn(path.with_name(f"{path.name}.lock"), say=write_now))
+        except NoLocks:
+            pass  # another process's numbers may be lost, and are measured again
+        try:
+            stored = asdict(_read())
+        except ValueError:
+            stored = asdict(_Kept())
+        yield stored
+        write_text(path, json.dumps(stored, indent=1))
+
+
+def refuse_unwritable() -> None:
+    """UserError where nothing can be kept: asked before minutes are spent on measuring."""
+    path = cache_file()
+    try:
+        make_directories(path.parent)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{path}: rates cannot be kept there: {reason(error)}; name another directory with OFFLOAD_TRAINER_CACHE"
+        ) from error
 
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:
@@ -102,25 +126,25 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
 
 def keep_rates(machine: MachineProfile) -> None:
     """Store what was timed. Ratios of earlier runs do not hold for new rates and are dropped."""
-    stored = _to_change()
     values = asdict(machine.rates)
     values.pop("corrections")
-    stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
-    for drive in machine.drives:
-        if drive.rates is not None:
-            stored["drives"][_drive_key(drive)] = asdict(drive.rates)
-    _write(stored)
+    with _changed() as stored:
+        stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
+        for drive in machine.drives:
+            if drive.rates is not None:
+                stored["drives"][_drive_key(drive)] = asdict(drive.rates)
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
     """Store measured / predicted seconds of a run, by "engine.phase", for the next plan on this machine."""
-    stored = _to_change()
-    try:
-        kept = as_kind(stored["machines"].get(fingerprint(machine)), _OfMachine).ratios
-    except ValueError:  # not timed
+    if not cache_file().exists():
         return
-    for key, ratio in ratios.items():
-        # Relative to what this run was corrected by already.
-        kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
-    stored["machines"][fingerprint(machine)]["ratios"] = kept
-    _write(stored)
+    with _changed() as stored:
+        try:
+            kept = as_kind(stored["machines"].get(fingerprint(machine)), _OfMachine).ratios
+        except ValueError:  # not timed
+            return
+        for key, ratio in ratios.items():
+            # Relative to what this run was corrected by already.
+            kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
+        stored["machines"][fingerprint(machine)]["ratios"] = kept

@@ -10,10 +10,7 @@ on itself alone, to the last bit: a weight may be updated whole or in pieces, by
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers.removal import scratch
+from offload_trainer.tiers.kernel_cache import built
 
 # Elements that `torch` and `deepspeed` convert, update and copy out at a time: their 28 bytes each stay in the last
 # cache, and each of the three calls on them outlasts its own start. Of 2^13 to 2^21 the fastest (EPYC, 32 MB L3).
@@ -258,11 +255,14 @@ class NativeLibrary:
     """
 
     def __init__(self) -> None:
-        path = _build()
+        path = built(_SOURCE, flags=_FLAGS)
         try:
             self._functions = ctypes.CDLL(str(path))
         except OSError as error:
-            raise TrainerError(f"{path}: cannot be loaded: {error}; remove it and run again") from error
+            raise TrainerError(
+                f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
+                "directory with OFFLOAD_TRAINER_CACHE"
+            ) from error
         self._pool = ThreadPoolExecutor(max_workers=os.cpu_count())
 
     def call(self, name: str, *arguments: torch.Tensor | ctypes.Structure | int | None, n: int) -> None:
@@ -362,38 +362,3 @@ def _passed(argument: torch.Tensor | ctypes.Structure | int | None) -> Any:
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
     return ctypes.c_void_p(None) if argument is None else ctypes.c_int32(argument)
-
-
-def _build() -> Path:
-    """The library's path; compiled unless this source was, by these flags, for this CPU."""
-    compiler = os.environ.get("CXX", "g++")
-    source = _SOURCE.read_bytes()
-    key = hashlib.sha256("\n".join((compiler, *_FLAGS, _cpu(), source.decode())).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    library = cache / "offload-trainer" / "kernels" / key / "adam.so"
-    if library.exists():
-        return library
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        # Under a name of its own until it is whole: another process may build or load at the same time.
-        with scratch("build-", directory=library.parent) as folder:
-            built = folder / library.name
-            done = subprocess.run([compiler, *_FLAGS, "-o", built, _SOURCE], capture_output=True, text=True)
-            if done.returncode:
-                raise TrainerError(f"{compiler} cannot build {_SOURCE}: {done.stderr.strip()[:2000]}")
-            os.replace(built, library)
-    except FileNotFoundError as error:
-        raise TrainerError(f"{_SOURCE.name} needs a C++ compiler, and there is no {compiler}: install g++") from error
-    except OSError as error:
-        raise TrainerError(f"{library}: cannot be built: {error.strerror}") from error
-    return library
-
-
-def _cpu() -> str:
-    """What -march=native depends on: a home directory may be shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {features}"

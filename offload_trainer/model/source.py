@@ -225,6 +225,7 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
     blocks = block_names(model)
     products = products_of(model)
+    spared = spared_names(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     weights = []
     for name, parameter in model.named_parameters():
@@ -237,6 +238,7 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
                 unit=block or name.rpartition(".")[0],
                 block=block is not None,
                 uses=uses[id(parameter)],
+                spared=name in spared,
                 products=products[name],
             )
         )
@@ -251,6 +253,17 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
         context=getattr(text, "max_position_embeddings", None) or 2048,
         attention=attention_widths(model, blocks),
     )
+
+
+# As transformers' Trainer tells biases and norms; and the rates at which Mamba's state decays, as its authors do.
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
+
+
+def spared_names(model: PreTrainedModel) -> frozenset[str]:
+    """Parameters of more than one dimension that are biases or part of a norm, by their names and modules' classes."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))
 
 
 def block_names(model: PreTrainedModel) -> list[str]:

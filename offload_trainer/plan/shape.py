@@ -16,6 +16,7 @@ class Weight:
     unit: str = ""  # name of the block that it is in, or of its own module
     block: bool = False  # whether that is one of the repeated blocks
     uses: int = 1  # modules that hold it: 2 for tied embeddings
+    spared: bool = False  # a bias or part of a norm, although it is not a vector
     products: float = (
         1.0  # a token's with it: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
     )
@@ -26,8 +27,8 @@ class Weight:
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices and embeddings; biases and norms are vectors."""
-        return len(self.shape) > 1
+        """Weight decay is for matrices and embeddings; biases, norms and other vectors are spared."""
+        return len(self.shape) > 1 and not self.spared
 
     @property
     def scales(self) -> bool:

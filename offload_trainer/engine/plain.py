@@ -28,7 +28,7 @@ from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.zero import decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
-from offload_trainer.tiers.gradients import norm_of
+from offload_trainer.tiers.gradients import clip_factor, norm_of
 
 
 class PlainEngine:
@@ -41,16 +41,14 @@ class PlainEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._module = source.build(dtype=self._dtype)
         self._weights = dict(self._module.model.named_parameters())
-        if load_weights:
-            with torch.no_grad():
-                for name, value in source.weights():
-                    self._weights[name].copy_(as_parameter(value, self._dtype))
-        self._module.to(self._device)
         self._masters: dict[str, Any] = {
-            weight.name: self._weights[weight.name].detach().float().clone().requires_grad_()
+            weight.name: torch.zeros(weight.shape, device=self._device, requires_grad=True)
             for weight in source.shape.weights
             if weight.trainable
         }
+        if load_weights:
+            self._load_weights(source)
+        self._module.to(self._device)
         optim = config.optim
         decayed, plain = decay_groups(source.shape.weights)
         self._adam = torch.optim.AdamW(
@@ -67,6 +65,14 @@ class PlainEngine:
         self._clip = optim.clip
         self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
         self._scale = LossScale.of(config)
+
+    @torch.no_grad()
+    def _load_weights(self, source: ModelSource) -> None:
+        """Weights one at a time: as masters, and rounded to the run's dtype."""
+        for name, value in source.weights():
+            self._weights[name].copy_(as_parameter(value, self._dtype))
+            if name in self._masters:
+                self._masters[name].copy_(value)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class PlainEngine:
         norm = torch.linalg.vector_norm(torch.stack([norm_of(g.reshape(-1)) for g in grads])) / self._scale.value
         finite = bool(norm.isfinite())
         if finite:
-            clip = 1.0 if not self._clip else min(1.0, self._clip / (float(norm) + 1e-6))
+            clip = clip_factor(float(norm), limit=self._clip)
             for grad in grads:
                 grad.mul_(clip / self._scale.value)
             for group in self._adam.param_groups:

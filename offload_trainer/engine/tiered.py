@@ -32,7 +32,7 @@ from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.account import StoreAccount
 from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
-from offload_trainer.tiers.gradients import Gradients
+from offload_trainer.tiers.gradients import Gradients, clip_factor
 from offload_trainer.tiers.kernels import Adam, choose_kernel
 from offload_trainer.tiers.memory import return_now, return_what_is_freed
 from offload_trainer.tiers.moments import Noise
@@ -195,13 +195,12 @@ class TieredEngine:
 
     @torch.no_grad()
     def _load_weights(self, source: ModelSource) -> None:
-        """Weights to their homes one at a time, and masters made from them."""
+        """Weights to their homes one at a time: as masters, and rounded to the run's dtype."""
         for name, value in source.weights():
             unit, place = self._places[name]
-            rounded = as_parameter(value, self._dtype).reshape(-1)
-            self._weights.put(unit.index, place.start, rounded)
+            self._weights.put(unit.index, place.start, as_parameter(value, self._dtype).reshape(-1))
             if place.weight.trainable:
-                self._store.put("master", unit.index, place.start, place.weight.numel, rounded.float())
+                self._store.put("master", unit.index, place.start, place.weight.numel, value.float().reshape(-1))
         self._state.put_away()
 
     def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
@@ -249,8 +248,7 @@ class TieredEngine:
         arrived = self._gradients.arrived
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         if finite:
-            limit = self._config.optim.clip
-            clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+            clip = clip_factor(norm, limit=self._config.optim.clip)
             self._note(updating=True)
             for name in arrived:
                 self._steps[name] += 1

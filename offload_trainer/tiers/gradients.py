@@ -162,6 +162,16 @@ class Gradients:
         self._written.clear()
 
 
+def clip_factor(norm: float, *, limit: float) -> float:
+    """What gradients of this norm are multiplied by so that it is at most `limit`; 0: no limit, 1.
+
+    In fp32 and operation by operation as torch.nn.utils.clip_grad_norm_ takes it, for the same bits.
+    """
+    if not limit:
+        return 1.0
+    return float(torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0))
+
+
 def norm_of(flat: torch.Tensor) -> torch.Tensor:
     """fp32 norm of one 1-D gradient, on its device.
 

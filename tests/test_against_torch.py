@@ -1,0 +1,78 @@
+"""The update against a loop of plain torch and transformers that knows nothing of this package, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bench_of_engines import batches, engine, masters, model_directory, train
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LR, DECAY = 1e-2, 0.1
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory with fp32 weights, none of which bf16 holds."""
+    folder = model_directory(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = 224  # a multiple of 16, or torch's fused update rounds the last elements another way
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def plain_loop(folder: Path, *, dtype: torch.dtype, clip: float, steps: int) -> tuple[list, dict[str, torch.Tensor]]:
+    """(loss, norm) of each step, and the fp32 masters: weights in `dtype` beside them, clipped by torch."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    weights = dict(model.named_parameters())
+    held = {name: torch.nn.Parameter(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    groups = [
+        {"params": [held[name] for name in weights if (held[name].dim() > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, DECAY), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    done = []
+    for batch in batches(steps):
+        logits = model(batch.inputs, use_cache=False).logits
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        (loss / batch.targets.numel()).backward()
+        for name, parameter in weights.items():
+            held[name].grad, parameter.grad = parameter.grad.float(), None
+        norm = torch.nn.utils.clip_grad_norm_([held[name] for name in weights], clip)
+        optimizer.step()
+        done.append((float(loss.detach() / batch.targets.numel()), float(norm)))
+        with torch.no_grad():
+            for name, parameter in weights.items():
+                parameter.copy_(held[name])
+    return done, {name: parameter.detach() for name, parameter in held.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("words", [["--engine", "plain"], ["optim.kernel=torch"], ["optim.kernel=native"]])
+def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], dtype: str, pretrained: Path) -> None:
+    """Losses, norms and masters; from the fp32 values that the directory holds, whatever the run's dtype."""
+    clip = 0.3
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    wished = ["model.scratch=false", "--dtype", dtype, f"optim.clip={clip}", *words]
+    with engine(pretrained, *wished) as ours:
+        steps = train(ours, batches(6), lr=LR)
+        expected, weights = plain_loop(pretrained, dtype=torch_dtype, clip=clip, steps=6)
+        assert all(norm > clip for _, norm in expected)
+        assert steps == expected
+        for name, tensor in masters(ours).items():
+            assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.mark.parametrize("words", [["--engine", "plain"], ["--params", "gpu"]])
+def test_masters_begin_with_the_values_of_the_directory(words: list[str], pretrained: Path) -> None:
+    stored = load_file(pretrained / "model.safetensors")
+    with engine(pretrained, "model.scratch=false", "--dtype", "bf16", *words) as ours:
+        begun = masters(ours)
+        assert begun.keys() == stored.keys()
+        for name, tensor in stored.items():
+            assert torch.equal(begun[name], tensor), name
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in stored.values())

@@ -38,7 +38,8 @@ class ModelSection(_Section):
     )
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
-        description="of weights, activations and gradients; master weights and moments are fp32 always",
+        description="of weights, activations and gradients; master weights are fp32 always and begin with what a "
+        "directory holds in fp32, moments are as optim.states says",
     )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation")
     checkpointing: Literal["auto", "on", "off"] = Field(
@@ -109,7 +110,9 @@ class OptimSection(_Section):
         "compiler is found and it gives torch's bits, else torch",
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="decoupled; on matrices and embeddings, not on biases and norms"
+        0.1,
+        description="decoupled; on matrices and embeddings, not on biases, norms and other vectors, nor on what "
+        "transformers' Trainer spares by name, nor on A_log of state-space layers",
     )
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
@@ -123,12 +126,15 @@ class OptimSection(_Section):
         "fp32", description="dtype that gradients are summed in over the micro-batches of a step"
     )
     initial_loss_scale: PositiveFloat = Field(
-        65536.0, description="fp16 only: where dynamic loss scaling starts; a power of two"
+        65536.0,
+        description="fp16 only: where dynamic loss scaling starts, a power of two; a step that overflows changes no "
+        "weight and halves it, and counts as a step: the schedule and the data go on",
     )
     loss_scale_window: PositiveInt = Field(1000, description="fp16 only: good steps after which the scale doubles")
     nonfinite: Literal["stop", "skip"] = Field(
         "stop",
-        description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step",
+        description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step, while the "
+        "schedule and the data go on",
     )
 
 

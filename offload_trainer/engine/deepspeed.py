@@ -1,6 +1,6 @@
 """Stock DeepSpeed behind the `Engine` protocol: ZeRO-Offload (stage 2) and ZeRO-Infinity (stage 3).
 
-    build under zero.Init  ->  write weights one by one  ->  deepspeed.initialize  ->  train_step ...
+    build under zero.Init  ->  deepspeed.initialize  ->  write masters and weights one by one  ->  train_step ...
 
 What is ours here is what DeepSpeed gets wrong or leaves out: initial weights, rotary buffers (the bf16 engine
 rounds them), Adam's bias correction after a resume, and a state on disk that knows neither ranks nor flat buffers.
@@ -24,6 +24,7 @@ from offload_trainer.engine.gather import full_shape, gathered, write_weight
 from offload_trainer.engine.kernels import load_kernels
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.state import KINDS, EngineState, StateNow, read_engine_state, read_tensors, state_files
+from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.auto import reentrant
@@ -76,9 +77,7 @@ class DeepSpeedEngine:
         self._parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
         self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
         self._fixed = [weight.name for weight in source.shape.weights if not weight.trainable]
-        if load_weights:
-            for name, value in source.weights():
-                write_weight(name, self._parameters[name], as_parameter(value, self._dtype))
+        trained = set(self._trained)
         decayed, plain = decay_groups(source.shape.weights)
         groups = [
             {"params": [self._parameters[weight.name] for weight in weights], "weight_decay": decay}
@@ -91,9 +90,19 @@ class DeepSpeedEngine:
             optimizer=None if "optimizer" in words else _device_optimizer(groups, config.optim),
             config=words,
         )
+        if load_weights:  # only now: before, DeepSpeed would make masters from what was rounded
+            for name, value in source.weights():
+                if name in trained:
+                    self._write(name, "master", value.float())
+                else:
+                    write_weight(name, self._parameters[name], as_parameter(value, self._dtype))
         _restore_buffers(module.model, source.buffers())
         self._module = module
         self._betas = config.optim.betas
+        self._behind: dict[str, int] = {}  # steps that a weight had missed when it was loaded
+        self._arrived: set[str] = set()  # weights that got a gradient in this micro-batch
+        for name in self._trained:
+            self._parameters[name].register_hook(lambda _, name=name: self._arrived.add(name))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -110,6 +119,7 @@ class DeepSpeedEngine:
                 losses.append(loss.detach().float())
             with clock.phase("backward"):
                 self._engine.backward(loss)
+                self._refuse_without_gradient()
             with clock.phase("update"):
                 self._engine.step()  # does something after the last micro-batch only
         skipped = self._engine.skipped_steps > skipped_before
@@ -117,6 +127,20 @@ class DeepSpeedEngine:
         return StepResult(
             loss=self._mean(torch.stack(losses).mean()), grad_norm=norm, loss_scale=scale, skipped=skipped
         )
+
+    def _refuse_without_gradient(self) -> None:
+        """TrainerError, before anything is changed, where a weight got no gradient in this micro-batch.
+
+        DeepSpeed would take what its buffers hold of an earlier one, in the sum over micro-batches and in the update.
+        """
+        without = [name for name in self._trained if name not in self._arrived]
+        self._arrived.clear()
+        if without:
+            raise TrainerError(
+                f"{len(without)} of {len(self._trained)} weights got no gradient ({', '.join(without[:3])}"
+                f"{', ...' if len(without) > 3 else ''}), and stock DeepSpeed would update them with an older one: use "
+                "--engine tiered, or leave them as they are with model.freeze"
+            )
 
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
@@ -146,8 +170,10 @@ class DeepSpeedEngine:
 
     def snapshot(self) -> StateNow:
         scaler = self._optimizer.loss_scaler
+        steps = self._optimizer_steps()
         state = EngineState(
-            optimizer_steps=self._optimizer_steps(),
+            optimizer_steps=steps,
+            weight_steps={name: steps - missed for name, missed in self._behind.items()},
             loss_scale=float(self._optimizer.loss_scale) if self._dtype is torch.float16 else None,
             good_steps=getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1,
         )
@@ -163,6 +189,8 @@ class DeepSpeedEngine:
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory)
         shapes = {name: full_shape(self._parameters[name]) for name in self._trained}
+        # It corrects all biases by one count of steps; each weight's own is kept for who goes on from here.
+        self._behind = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
         for kind in KINDS if state.optimizer_steps else KINDS[:1]:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
@@ -196,7 +224,7 @@ class DeepSpeedEngine:
         value = tensor.to(_device())
         if kind == "master":
             safe_set_full_fp32_param(parameter, value)
-            write_weight(name, parameter, tensor.to(self._dtype))
+            write_weight(name, parameter, as_parameter(tensor, self._dtype))
         else:
             safe_set_full_optimizer_state(parameter, value, kind)
 

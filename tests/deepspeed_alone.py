@@ -1,0 +1,69 @@
+"""A process of its own for stock DeepSpeed in one placement: prints what the test compares, as JSON.
+
+deepspeed_alone.py FOLDER WORDS...      FOLDER holds `model`, a directory with weights
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from bench_of_engines import batches, masters, train
+from safetensors.torch import load_file
+
+from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
+from offload_trainer.engine.ds_config import deepspeed_config
+from offload_trainer.errors import TrainerError
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.settings import load_config
+
+
+def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
+    config = load_config(["--model", str(folder / "model"), "--engine", "deepspeed", "--nvme", str(folder), *words])
+    source = resolve_model(config.model, seed=0)
+    plan = make_plan(config, source.shape, probe_machine(drives=config.placement.nvme, output=str(folder)))
+    start_processes()
+    told = deepspeed_config(
+        config, plan.placement, plan.sizes, world=1, accelerator="cpu", swap_directory=str(folder / "swap")
+    )
+    return DeepSpeedEngine(source, config, placement=plan.placement, words=told)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def main() -> None:
+    folder, words = Path(sys.argv[1]), sys.argv[2:]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    engine = build(folder, words)
+    stored = load_file(folder / "model/model.safetensors")
+    found: dict[str, object] = {"begun": same(stored, masters(engine))}
+    train(engine, batches(4), accumulate=2, lr=1e-3)
+    body, before = engine._module.model.model, masters(engine)
+    forward, calls = engine._module.forward, 0
+    whole = body.layers
+
+    def without_last(*args: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        body.layers = whole[:-1] if calls == 1 else whole
+        return forward(*args)
+
+    engine._module.forward = without_last
+    try:
+        train(engine, batches(2), accumulate=2, lr=1e-3)
+        found["refused"] = None
+    except TrainerError as error:
+        found["refused"] = str(error)
+    found["kept"] = same(before, masters(engine))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

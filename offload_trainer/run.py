@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -114,6 +113,8 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
         on_rank_zero(partial(_check, resume, record, log))
     with ExitStack() as stack:
         resume, lock = _hold(stack, config, plan, record, log, resume=resume)
+        if instead is None and _done_before(config, record, resume, log):
+            return
         if rank == 0:
             stack.enter_context(
                 run_directory(
@@ -133,6 +134,25 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
             instead(job)
             return
         _train(job, config, plan, machine, source, output, log, resume=resume)
+
+
+def _done_before(config: TrainConfig, record: RunRecord, resume: Path | None, log: Log) -> bool:
+    """Whether this very run has ended here already. UserError where it would overwrite what another has left."""
+    from offload_trainer.engine.ranks import on_rank_zero, share_from_zero
+    from offload_trainer.export.final import done_before
+
+    found: list[str] = []
+
+    def look() -> None:
+        save = config.save
+        begins_at, anew = _steps_done(resume), save.resume == "never"
+        told = done_before(Path(save.output), record, begins_at=begins_at, anew=anew, exports=save.every == 0)
+        found.extend([told] if told else [])
+
+    on_rank_zero(look)
+    for line in found:
+        log.say(line)
+    return bool(share_from_zero(found))
 
 
 def _check(resume: Path, record: RunRecord, log: Log) -> None:
@@ -232,24 +252,31 @@ def _train(
     """The loop, and what follows it."""
     from offload_trainer.trainer import train
 
-    interrupted = None
+    steps = config.train.steps
     with waiting(say=log.say_now) as asked:
-        try:
-            train(job, asked, resume=resume)
-        except Interrupted as stopped:
-            interrupted = stopped
-        if job.save_every == 0:
+        if job.cannot_save:
+            asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
+        state = train(job, asked, resume=resume)
+        saved = job.checkpoints.saved == state.step
+        if job.save_every == 0 and (state.step == steps or not saved):
             asked.answer = "finishing the export of the weights"
-            _export_live(source, job, output, log)
+            _export_live(source, job, output, log, step=state.step)
         if log.loud:
             _report(config, plan, machine, output, job.swaps, log)
-        if interrupted:
-            raise interrupted
-        log.say(f"done: {config.train.steps} steps; {output}{_next_command(output)}")
         if asked.stop:
-            raise Interrupted(
-                f"stopped after step {config.train.steps}, the last; all is saved", signal_number=asked.stop
-            )
+            raise Interrupted(_farewell(state.step, steps, saved=saved, output=output), signal_number=asked.stop)
+        log.say(f"done: {steps} steps; {output}")
+
+
+def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
+    if step == steps:
+        return f"stopped after step {step}, the last; all is done and kept"
+    if saved:
+        return f"stopped after step {step}, everything saved; the same command goes on from there"
+    return (
+        f"stopped after step {step}; the weights are in {output / 'export'}, but no checkpoint could be made, so the "
+        f"moments are lost: to train on from the weights give --model {output / 'export'} and another --output"
+    )
 
 
 # -- what a run is made of -------------------------------------------------------------------------------------------
@@ -403,39 +430,17 @@ def _layout(source: Any) -> dict[str, Any]:
     return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights}
 
 
-def _next_command(output: Path) -> str:
-    """How a run's weights become a model, where it has a checkpoint."""
-    if not complete_checkpoints(output / "checkpoints"):
-        return ""
-    return f"; its weights as a model: offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
-
-
-def _given_once(name: str) -> Any:
-    raise AssertionError(f"{name}: a live engine gives each weight once")
-
-
-def _export_live(source: Any, job: Any, output: Path, log: Log) -> None:
+def _export_live(source: Any, job: Any, output: Path, log: Log, *, step: int) -> None:
     """Weights of a run that makes no checkpoints, straight from the engine. All ranks take part."""
-    from offload_trainer.export.card import model_card
-    from offload_trainer.export.directory import write_model
-    from offload_trainer.export.sources import Source
+    from offload_trainer.export.final import write_final
 
     weights = job.engine.named_master_parameters()
     if not log.loud:
         for _ in weights:
             pass
         return
-    order = sorted(source.shape.weights, key=lambda weight: not weight.trainable)
-    live = Source(
-        shapes={weight.name: weight.shape for weight in order},
-        weights=lambda: weights,
-        read=_given_once,
-        model=output / "model",
-        told="the run's end",
-        card=lambda dtype: model_card(output, dtype=dtype, source="the run's end", run=job.checkpoints.record.run),
-    )
-    write_model(live.with_buffers(), output / "export", dtype="fp32", replace=True)
-    log.say(f"weights exported in fp32 to {output / 'export'}")
+    place = write_final(weights, source.shape.weights, output, record=job.checkpoints.record, step=step)
+    log.say(f"weights exported in fp32 to {place}")
 
 
 def _report(
@@ -453,7 +458,9 @@ def _report(
     measured["gpu"] = max(row.device_peak_bytes for row in rows)
     for drive, swap in zip(config.placement.nvme, swaps, strict=False):
         measured[str(Path(drive).expanduser().resolve())] = bytes_below(swap)
-    measured[str(output.expanduser().absolute())] = bytes_below(output / "checkpoints")
+    measured[str(output.expanduser().absolute())] = sum(
+        bytes_below(output / left) for left in ("checkpoints", "export")
+    )
     planned = plan.to_json()
     on_drives = [moved for moved in plan.traffic if moved.place != "device"]
     for way, bytes_of in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):

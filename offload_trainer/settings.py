@@ -20,7 +20,6 @@ from pydantic import BaseModel, ValidationError
 
 from offload_trainer.config import TrainConfig, combination_mistakes
 from offload_trainer.errors import UserError
-from offload_trainer.units import is_utf8, shown
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,18 @@ FLAGS: dict[str, Flag] = {
 }
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for something else than text, and escapes what a line may not hold."""
+
+
+def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _quoted_text)
+_TOKENS_OR_ROWS = ("tokens_per_step", "micro_batch", "accumulate")  # the first, or the other two
+
+
 class _Loader(yaml.SafeLoader):
     """YAML without its surprises: 1e-4 is a number, `off` is a word, and a key given twice is a mistake."""
 
@@ -80,6 +91,10 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|fals
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+_Dumper.yaml_implicit_resolvers = {
+    letter: _Loader.yaml_implicit_resolvers.get(letter, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(letter, [])
+    for letter in {**_Loader.yaml_implicit_resolvers, **yaml.SafeDumper.yaml_implicit_resolvers}
+}
 
 
 @dataclass
@@ -89,9 +104,11 @@ class _Draft:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
     repeated: set[str] = field(default_factory=set)  # flags that already replaced the file's list
+    worded: set[str] = field(default_factory=set)  # keys that the command line gives
 
     def put(self, key: str, text: str, *, spelled: str) -> None:
         """Set one key from its text. A key of text type takes the text as it stands."""
+        self.worded.add(key)
         section, _, name = key.partition(".")
         annotation = _annotation(section, name)
         if annotation is None and not _overrides_key(section, name):
@@ -122,6 +139,16 @@ class _Draft:
             values[name] = []
             self.repeated.add(key)
         values[name].append(text)
+
+    def leave_out_what_words_replace(self) -> None:
+        """Tokens of a step, or its micro-batch and accumulation: the command line's choice is not beside the file's."""
+        train = self.values.get("train", {})
+        given = {name for name in _TOKENS_OR_ROWS if f"train.{name}" in self.worded}
+        if "tokens_per_step" in given and train["tokens_per_step"] != "auto":
+            replaced = set(_TOKENS_OR_ROWS) - given
+        else:
+            replaced = {"tokens_per_step"} - given if given else set()
+        self.values["train"] = {name: value for name, value in train.items() if name not in replaced}
 
 
 def all_keys() -> Iterator[str]:
@@ -243,12 +270,12 @@ def load_config(words: list[str]) -> TrainConfig:
 
     Raises UserError with every mistake, each with the nearest name.
     """
-    refuse_unwritable(words)
     draft = _Draft()
     rest = list(words)
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
         _read_file(Path(rest.pop(0)), draft)
     _apply_words(rest, draft)
+    draft.leave_out_what_words_replace()
     config = None
     try:
         # JSON, because there a list may fill a tuple while everything else stays strict.
@@ -264,12 +291,9 @@ def load_config(words: list[str]) -> TrainConfig:
     return config
 
 
-def refuse_unwritable(words: list[str]) -> None:
-    """UserError for a word whose bytes are no UTF-8."""
-    if broken := [word for word in words if not is_utf8(word)]:
-        raise UserError(f"{shown(broken[0])}: not UTF-8, as the files that are written must be; use another name")
-
-
 def dump_config(config: TrainConfig) -> str:
     """The complete configuration as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json")
+    if config.train.tokens_per_step != "auto":  # which chooses those two
+        del values["train"]["micro_batch"], values["train"]["accumulate"]
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

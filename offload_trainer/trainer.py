@@ -19,7 +19,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.engine.ranks import gather
-from offload_trainer.errors import Interrupted, TrainerError
+from offload_trainer.errors import TrainerError
 from offload_trainer.schedule import learning_rate
 from offload_trainer.signals import Asked
 from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, forget_peak_rss, peak_rss_bytes, read_io
@@ -58,10 +58,10 @@ class Job:
 
 
 def train(job: Job, asked: Asked, *, resume: Path | None = None) -> TrainState:
-    """Train to the last step; returns the state there.
+    """Train to the last step, or to that in which a signal asks to stop; returns the state there, saved if it can be.
 
-    Raises Interrupted once a signal has asked to stop, with everything saved that can be, and TrainerError where
-    `optim.nonfinite` is `stop` and a gradient was not finite: the weights are those of the step before.
+    Raises TrainerError where `optim.nonfinite` is `stop` and a gradient was not finite: the weights are those of the
+    step before.
     """
     config = job.config
     state = TrainState(step=0, tokens=0, data_position=0)
@@ -83,16 +83,29 @@ def train(job: Job, asked: Asked, *, resume: Path | None = None) -> TrainState:
                 _evaluate(job, state.step)
             if job.sample and _due(state.step, config.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
-            stop, wished = _agree(job, asked)
-            if wished and job.cannot_save:
-                job.say(f"no checkpoint was made: {job.cannot_save}")
-            elif wished or (job.save_every and (_due(state.step, job.save_every) or stop or last)):
-                job.checkpoints.save(job.engine, state)
-            job.checkpoints.look()
-            if stop:
-                job.checkpoints.settle()
-                raise Interrupted(_farewell(state, job.checkpoints.saved), signal_number=stop)
+            asked.stop, wished = _agree(job, asked)
+            _save_if_due(job, state, stopping=bool(asked.stop), wished=wished)
+            if asked.stop:
+                break
     return state
+
+
+def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool) -> None:
+    """A checkpoint where one is due, or wished for, or the last before a stop. Returns once that one is whole."""
+    last = state.step == job.config.train.steps
+    if wished and job.cannot_save:
+        job.say(f"no checkpoint was made: {job.cannot_save}")
+    due = wished or (stopping and not last) or (job.save_every and (_due(state.step, job.save_every) or last))
+    if due and not job.cannot_save:
+        try:
+            job.checkpoints.save(job.engine, state)
+            if stopping:
+                job.checkpoints.settle()
+        except TrainerError as error:
+            if not stopping or job.save_every:
+                raise
+            job.say(f"no checkpoint was made: {error}")  # then the weights alone are kept
+    job.checkpoints.look()
 
 
 def _agree(job: Job, asked: Asked) -> tuple[int, bool]:
@@ -118,12 +131,6 @@ def _taken_wish(job: Job) -> bool:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _farewell(state: TrainState, saved: int | None) -> str:
-    if saved == state.step:
-        return f"stopped after step {state.step}, everything saved; the same command goes on from there"
-    return f"stopped after step {state.step}; this run makes no checkpoints, so the steps since {saved or 0} are lost"
 
 
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:

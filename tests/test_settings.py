@@ -1,13 +1,17 @@
 """Configuration: strict, all mistakes at once, and answered without torch."""
 
+import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import TrainConfig, combination_mistakes
 from offload_trainer.errors import UserError
 from offload_trainer.places import cache_directory
 from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
@@ -142,6 +146,93 @@ def test_dump_reads_back(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(dump_config(config))
     assert load_config([str(file)]) == config
+
+
+# What YAML takes for a number, a truth value, a date, nothing, or syntax, and what is hard to write at all.
+TEXTS = [
+    *("1e3", "-.5E+2", "1.5", "0x10", "1_000", "12:30:00", "on", "Yes", "off", "true", "null", "~", "", "=", "<<"),
+    *("2020-01-01", " a ", "a\nb\n", "# a", "- a", "a: b", "{", "[x", "'", '"', "!a", "%a", "@a", "`a", "&a", "*a"),
+    *("ü", "\u4e2d", "\x07", "\x85", "\u2028", "\ufeff", "\U0001f600", "\\", "a" * 300, "a b " * 60),
+]
+NUMBERS = [0, 1, 2, 3, 4, 7, 4096, 8192, 10**15, 0.0, 0.25, 0.5, 1.0, 1e-8, 1e-05, 1e16, 1e-300, 123456.789]
+# What a value needs beside it to be no mistake.
+BESIDE = [
+    [],
+    ["--nvme", "/x"],
+    ["--nvme", "/x", "--nvme", "/y"],
+    ["--engine", "deepspeed"],
+    ["--engine", "deepspeed", "--nvme", "/x"],
+    ["optim.schedule=wsd"],
+]
+
+
+def literals(annotation: Any) -> Iterator[str]:
+    """The words that a type allows."""
+    for part in get_args(annotation):
+        yield from [part] if isinstance(part, str) else literals(part)
+
+
+def values_of(key: str) -> list[Any]:
+    """Everything above that the key may hold: alone, in lists of one and two, or as a model's own key."""
+    section, _, name = key.partition(".")
+    model = TrainConfig.model_fields[section].annotation
+    adapter = TypeAdapter(model)
+    plain = [True, False, *NUMBERS, *TEXTS, *literals(model.model_fields[name].annotation)]
+    tried = [*plain, *([each] for each in plain), *([each, each] for each in plain)]
+    tried += [{text: each, "n_layer": 2} for text in TEXTS[:8] for each in plain]
+    good = []
+    for value in tried:
+        try:
+            adapter.validate_json(json.dumps({name: value}))
+        except ValidationError:
+            continue
+        good.append(value)
+    return good
+
+
+@pytest.mark.parametrize("key", sorted(all_keys()))
+def test_every_value_of_a_key_reads_back(key: str, tmp_path: Path) -> None:
+    """What is dumped loads to an equal configuration, also of those that need other keys beside them."""
+    section, _, name = key.partition(".")
+    file, held = tmp_path / "a.yaml", 0
+    for value in values_of(key):
+        for beside in BESIDE:
+            base = load_config(beside).model_dump(mode="json", exclude_unset=True)
+            base.setdefault(section, {})[name] = value
+            wish = TrainConfig.model_validate_json(json.dumps(base))
+            if combination_mistakes(wish):
+                continue
+            file.write_text(dump_config(wish), encoding="utf-8")
+            assert load_config([str(file)]) == wish, (value, file.read_text())
+            held += 1
+            break
+    assert held > 1
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "expected"),
+    [
+        ("", ["train.tokens_per_step=4096"], (4096, 4, 1)),
+        ("train: {micro_batch: 8, accumulate: 2}", ["train.tokens_per_step=4096"], (4096, 4, 1)),
+        ("train: {micro_batch: 8, accumulate: 2}", ["train.tokens_per_step=auto"], ("auto", 8, 2)),
+        ("train: {tokens_per_step: 4096}", [], (4096, 4, 1)),
+        ("train: {tokens_per_step: 4096}", ["--micro-batch", "2"], ("auto", 2, 1)),
+        ("train: {tokens_per_step: 4096}", ["train.tokens_per_step=8192"], (8192, 4, 1)),
+        ("train: {tokens_per_step: 4096, accumulate: 2}", [], None),
+        ("", ["train.tokens_per_step=4096", "--accumulate", "2"], None),
+    ],
+)
+def test_tokens_of_a_step_or_its_rows(file: str, words: list[str], expected: tuple[Any, ...] | None, tmp_path: Path):
+    """The command line's choice replaces the file's; both in one place are a mistake; what is dumped loads."""
+    path = tmp_path / "a.yaml"
+    path.write_text(file)
+    if expected is None:
+        assert "leave those two out" in "\n".join(mistakes(str(path), *words))
+        return
+    config = load_config([str(path), *words])
+    assert (config.train.tokens_per_step, config.train.micro_batch, config.train.accumulate) == expected
+    path.write_text(dump_config(config))
+    assert load_config([str(path)]) == config
 
 
 def test_every_flag_is_a_key() -> None:

@@ -81,6 +81,15 @@ class _Run:
     environment: _Environment = _Environment()
 
 
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Final:
+    """What a card takes from an export.json."""
+
+    step: Steps
+    run: _Run
+
+
 def model_card(
     run_directory: Path,
     *,
@@ -149,6 +158,14 @@ def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
         read_back(checkpoint / "run.json", _Run, fix=fix)
     step = read_state(checkpoint).step
     return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
+
+
+def final_card(record: Path, *, dtype: str) -> str:
+    """The card of the weights that a run left in its own directory; `record` is their export.json there."""
+    fix = f"Move it and {record.parent / 'export'} away"
+    step = read_back(record, _Final, fix=fix).step
+    run = read_back(record, dict[str, Any], fix=fix)["run"]
+    return model_card(record.parent, dtype=dtype, source=f"the run after step {step}", run=run, step=step)
 
 
 def _title(config: Mapping[str, Any]) -> str:

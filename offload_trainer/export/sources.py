@@ -1,4 +1,10 @@
-"""Where exported weights come from: a run's newest checkpoint, a checkpoint, or the page files of a run that died."""
+"""Where exported weights come from.
+
+A run's newest checkpoint, a checkpoint, the page files of a run that died, or what a run without checkpoints left:
+
+    RUN/export/        fp32, as transformers lays them out
+    RUN/export.json    after which step, and what they belong to; written before export/ takes its name
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import with_config
 from safetensors.torch import load_file
 
-from offload_trainer.checkpoint import find_checkpoint, read_manifest, reading
+from offload_trainer.checkpoint import complete_checkpoints, find_checkpoint, read_manifest, read_state, reading
+from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.export.card import checkpoint_card, model_card
-from offload_trainer.model.source import BUFFERS
+from offload_trainer.export.card import checkpoint_card, final_card, model_card
+from offload_trainer.model.source import BUFFERS, resolve_model
+from offload_trainer.readback import LENIENT, Steps, read_back
 from offload_trainer.tiers.account import DESCRIPTION, read_store
 from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.lease import is_alive, kept
@@ -22,6 +32,7 @@ from offload_trainer.tiers.tensorfile import TensorFileReader
 
 NamedTensor = tuple[str, torch.Tensor]
 _NAMED = 10  # weights in a message
+FINAL_RECORD = "export.json"
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,29 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
         )
 
 
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Run:
+    config: dict[str, dict[str, Any]]
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class FinalExport:
+    """What export.json holds: the weights in RUN/export are those after `step`, and what they belong to."""
+
+    step: Steps
+    identity: dict[str, Any]
+    run: _Run
+
+
+def final_export(run: Path) -> FinalExport | None:
+    """What a run says of the weights that it left in its own directory, or None where it left none."""
+    if not (run / "export").is_dir() or not (run / FINAL_RECORD).exists():
+        return None
+    return read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
+
+
 @contextmanager
 def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     """The weights at `path`; while inside, their run prunes nothing of them."""
@@ -76,6 +110,10 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             )
         with kept(path):
             yield _page_files(path, mixed=mixed).with_buffers()
+        return
+    left = final_export(path)
+    if left is not None and left.step > _newest_step(path):
+        yield _left_by(path, left).with_buffers()
         return
     checkpoint = find_checkpoint(path)
     with reading(checkpoint), ExitStack() as stack:
@@ -95,6 +133,26 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
         )
         yield source.with_buffers()
+
+
+def _newest_step(run: Path) -> int:
+    """Of the run's checkpoints; -1 without any."""
+    found = complete_checkpoints(run / "checkpoints")
+    return read_state(found[-1]).step if found else -1
+
+
+def _left_by(run: Path, left: FinalExport) -> Source:
+    """RUN/export, in fp32, read as any pretrained model is."""
+    source = resolve_model(ModelSection(name=str(run.absolute() / "export")), seed=0)
+    shapes = {weight.name: weight.shape for weight in source.shape.weights}
+    return Source(
+        shapes={name: shapes[name] for name in source.order()},
+        weights=source.weights,
+        read=lambda wanted: next(tensor for name, tensor in source.weights() if name == wanted),
+        model=run / "model",
+        told=f"{run / 'export'}, after step {left.step}",
+        card=lambda dtype: final_card(run / FINAL_RECORD, dtype=dtype),
+    )
 
 
 def _page_files(directory: Path, *, mixed: bool) -> Source:

@@ -72,6 +72,12 @@ def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[Name
         yield name, tensor
 
 
+def pretrained_order(directory: Path, model: PreTrainedModel) -> list[str]:
+    """Names in the order of `pretrained_weights`; only headers are read."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return [name for _, names in match_weights(directory, model).groups for name in names if name in parameters]
+
+
 def pretrained_buffers(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The buffers that belong to the weights, as the files have them."""
     return dict(_read(directory, model, set(persistent_buffers(model))))

@@ -35,6 +35,7 @@ from offload_trainer.model.pretrained import (
     match_weights,
     persistent_buffers,
     pretrained_buffers,
+    pretrained_order,
     pretrained_weights,
 )
 from offload_trainer.plan.auto import wants_checkpointing
@@ -96,6 +97,11 @@ class ModelSource:
             return initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)
         assert self.directory is not None
         return pretrained_weights(self.directory, self._meta())
+
+    def order(self) -> list[str]:
+        """Names as `weights` gives them, where those are read."""
+        assert self.directory is not None
+        return pretrained_order(self.directory, self._meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).

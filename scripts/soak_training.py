@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -141,6 +142,7 @@ class Training:
         hit = what_was_hit(trial.output, command.text) if fate == "SIGKILL" and command.code else f"exit {command.code}"
         self.done[f"train, {fate if flight.happened else 'goes on'}: {hit}"] += 1
         (trial.output / "save").unlink(missing_ok=True)
+        self.world.check_told(trial, {int(step) for step in re.findall(r"saved \S*/step-([0-9]+)", command.text)})
         if command.code == 0:
             self.world.check_finished(trial, saved=flight.base < STEPS)
         elif fate not in ("SIGKILL", "disk full", "second"):

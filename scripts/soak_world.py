@@ -283,6 +283,13 @@ class World:
             expected = alone / f"checkpoints/step-{step:08d}"
             self.checked["checkpoints' states against the run left alone"] += compare_state(checkpoint, expected) > 0
 
+    def check_told(self, trial: Trial, told: set[int]) -> None:
+        """Checkpoints that a command has said it saved are there, or were pruned by the rule."""
+        must = sorted(told | trial.present)[-trial.keep :]
+        if not trial.present >= set(must):
+            raise Difference(f"{trial.checkpoints}: {sorted(told)} were saved, and {sorted(trial.present)} are there")
+        self.checked["checkpoints said to be saved"] += len(told)
+
     def _check_metrics(self, trial: Trial) -> None:
         for name, keys in (("metrics.jsonl", None), ("evaluations.jsonl", EVALUATION)):
             ours, theirs = (

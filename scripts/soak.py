@@ -144,13 +144,13 @@ class Soak:
         self.train(*((trial, self.fate(trial)) for trial in self.trials))
 
     def train_twice(self) -> None:
-        """A second start in the same directory, at some moment of the first."""
+        """Two starts in the same directory: whoever holds it first trains, and the other is refused or comes after."""
         trial = self.dice.choice(self.trials)
-        first = self.training.start(trial, "goes on")
+        first = self.training.start(trial, "second start")
         first.command.wait_for(moment(self.dice, trial.output, steps=STEPS)[1])
-        second = self.training.start(trial, "second")
-        second.command.wait()
-        first.command.wait()
+        second = self.training.start(trial, "second start")
+        if 0 not in (second.command.wait(), first.command.wait()):
+            raise Difference(f"neither of two starts trained: {first.command}\n{second.command}")
         self.world.check(self.trials)
         self.training.check_end(first)
         self.training.check_end(second)

@@ -92,9 +92,9 @@ class Training:
         told, due = moment(self.dice, trial.output, steps=STEPS)
         metrics = trial.output / "metrics.jsonl"
         before, base = metrics.read_bytes() if metrics.exists() else b"", trial.newest
-        self.note(f"{' '.join(words)}   # {fate}{'' if fate == 'goes on' else ', ' + told}")
+        self.note(f"{' '.join(words)}   # {fate}{', ' + told if fate in FATES and fate != 'goes on' else ''}")
         command = Command(words, log=self.log(), end=ends.get(fate, "file"))
-        return Flight(trial, command, fate, due, drives, before, base, happened=fate == "goes on")
+        return Flight(trial, command, fate, due, drives, before, base, happened=fate in ("goes on", "second start"))
 
     def placement(self, trial: Trial) -> tuple[list[str], list[Path]]:
         """Words for where the state lives this time, and the drives that they lease."""
@@ -134,7 +134,7 @@ class Training:
     def check_end(self, flight: Flight) -> None:
         """The exit code and what was said; saved to the last step, unless that could not be."""
         trial, command, fate = flight.trial, flight.command, flight.fate
-        refused = fate == "second" and command.code == 2 and "another run" in command.text
+        refused = fate == "second start" and command.code == 2 and "another run" in command.text
         if not refused and command.code not in FATES.get(fate, (0, {0}))[1]:
             raise Difference(f"{fate}: exit {command.code}: {command}")
         if "Traceback" in command.text:
@@ -145,7 +145,7 @@ class Training:
         self.world.check_told(trial, {int(step) for step in re.findall(r"saved \S*/step-([0-9]+)", command.text)})
         if command.code == 0:
             self.world.check_finished(trial, saved=flight.base < STEPS)
-        elif fate not in ("SIGKILL", "disk full", "second"):
+        elif fate not in ("SIGKILL", "disk full", "second start"):
             metrics = trial.output / "metrics.jsonl"
             last = max((row["step"] for row in rows(metrics)), default=0)
             if last > flight.base and metrics.read_bytes() != flight.before and trial.newest != last:

@@ -18,78 +18,37 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import TrainerError, UserError, exit_code, explain
 from offload_trainer.machine.profile import describe_rates
 from offload_trainer.plan.plan import Plan
-from offload_trainer.settings import FLAGS, describe_key, dump_config, load_config
+from offload_trainer.settings import dump_config, load_config, refuse_unwritable
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once
 from offload_trainer.streams import lasting_streams
-from offload_trainer.units import format_bytes, parse_bytes
-
-_USAGE = """\
-offload-train [CONFIG.yaml] [flags] [section.key=value ...]     train
-offload-train plan    [the same] [--json] [--machine NAME|FILE] say what would be where and how long a step takes
-offload-train bench   [the same] [--json]                       time this machine and each --nvme, for later plans
-offload-train tune    [the same] [--write FILE.yaml]            short real runs around the plan; keeps the fastest
-offload-train doctor  [the same] [--json]                       check all that a run needs, each failure with its fix
-offload-train prepare [the same]                                tokenise the data into the cache
-offload-train export  SOURCE DEST [--dtype fp16|bf16|fp32]      run or checkpoint -> Hugging Face directory
-                      [--max-shard-size 5GB] [--check] [--mixed]
-offload-train export  SOURCE FILE.gguf [--dtype fp16|fp32|q8_0] the same for llama.cpp (extra: gguf)
-
-Trains every parameter of a causal language model, its optimizer state in RAM or on a drive.
-`offload-train --nvme DIR` alone trains a small model on the text that ships with the package.
-"""
+from offload_trainer.units import format_bytes, parse_bytes, shown
+from offload_trainer.usage import help_text, take_command
 
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 the user's mistake, 1 else, 128 + its number after a signal."""
     words = list(sys.argv[1:] if words is None else words)
-    commands: dict[str, Callable[[list[str]], None]] = {
-        "train": _train,
-        "plan": _plan,
-        "bench": _bench,
-        "tune": _tune,
-        "doctor": _doctor,
-        "prepare": _prepare,
-        "export": _export,
-    }
-    command = commands[words.pop(0)] if words and words[0] in commands else _train
     with lasting_streams():
         try:
             with stop_at_once():
-                _carry_out(command, words)
+                _carry_out(words)
         except BaseException as error:
             told = explain(error)
             if told is None:
                 raise
-            print(f"offload-train: {told}", file=sys.stderr, flush=True)
+            _say(f"offload-train: {told}")
             return exit_code(error)
     return 0
 
 
-def _carry_out(command: Callable[[list[str]], None], words: list[str]) -> None:
+def _carry_out(words: list[str]) -> None:
+    name = take_command(words)
     if "--help" in words or "-h" in words:
-        print(help_text())
+        print(help_text(name))
     elif "--version" in words:
         print(__version__)
     else:
-        command(words)
-
-
-def help_text() -> str:
-    lines = [_USAGE, "flags, each a short spelling of a key:"]
-    for name, flag in FLAGS.items():
-        lines.append(f"  {f'{name} {flag.metavar}':<34}{describe_key(flag.key)}")
-    for name, what in (
-        ("--dry-run", "plan, print, and stop before anything is written"),
-        ("--print-config", "print the complete configuration as YAML and stop"),
-        ("--json", "plan, bench, tune, doctor: print JSON"),
-        (
-            "--machine NAME|FILE.json",
-            "plan for another machine: one that comes with the package, or what bench printed",
-        ),
-    ):
-        lines.append(f"  {name:<34}{what}")
-    lines.append("\nEvery other key is section.key=value; docs/config.md lists them all.")
-    return "\n".join(lines)
+        _COMMANDS[name or "train"](words)
 
 
 def _take(words: list[str], *names: str) -> set[str]:
@@ -179,7 +138,7 @@ def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
 
 
 def _show(plan: Plan, *, as_json: bool) -> None:
-    print(json.dumps(plan.to_json(), indent=1) if as_json else plan.describe(), flush=True)
+    print(json.dumps(plan.to_json(), indent=1) if as_json else shown(plan.describe()), flush=True)
 
 
 def _bench(words: list[str]) -> None:
@@ -245,7 +204,7 @@ def _doctor(words: list[str]) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(shown(line), file=sys.stderr, flush=True)
 
 
 def _prepare(words: list[str]) -> None:
@@ -267,11 +226,13 @@ def _export(words: list[str]) -> None:
 
     done = export(**wish)
     compared = f"; read back: every header, {done.compared} tensors equal" if wish["check"] else ""
-    print(f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}")
+    told = f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}"
+    print(shown(told))
 
 
 def export_wish(words: list[str]) -> dict[str, Any]:
     """What the words after `export` ask for: the arguments of `export.weights.export`. UserError for mistakes."""
+    refuse_unwritable(words)
     switches = _take(words, "--check", "--mixed")
     dtype = _value(words, "--dtype") or "fp16"
     largest = _value(words, "--max-shard-size")
@@ -280,9 +241,12 @@ def export_wish(words: list[str]) -> dict[str, Any]:
         raise UserError(f"export: {unknown[0]}: there is no such flag; known: {known}")
     gguf = bool(words) and words[-1].endswith(".gguf")
     dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
-    if len(words) != 2 or dtype not in dtypes:
-        given = f"{' '.join(words) or 'nothing'}, --dtype {dtype}"
-        raise UserError(f"export needs SOURCE and DEST, and --dtype {', '.join(dtypes)}; got {given}")
+    if len(words) != 2:
+        given = ", ".join(map(shown, words)) or "nothing"
+        raise UserError(f"export needs SOURCE and DEST; got {given}. `offload-train export --help` says more")
+    if dtype not in dtypes:
+        what = "a GGUF file" if gguf else "a Hugging Face directory"
+        raise UserError(f"--dtype {dtype}: {what} can be had with --dtype {', '.join(dtypes)}")
     if gguf and (largest or "--check" in switches):
         raise UserError("--max-shard-size and --check are for directories of safetensors, and DEST is one GGUF file")
     shard_bytes = parse_bytes(largest or "5GB")
@@ -296,6 +260,17 @@ def export_wish(words: list[str]) -> dict[str, Any]:
         "check": "--check" in switches,
         "mixed": "--mixed" in switches,
     }
+
+
+_COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": _train,
+    "plan": _plan,
+    "bench": _bench,
+    "tune": _tune,
+    "doctor": _doctor,
+    "prepare": _prepare,
+    "export": _export,
+}
 
 
 def _quiet() -> None:

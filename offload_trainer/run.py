@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -265,7 +266,7 @@ def _train(
             _report(config, plan, machine, output, job.swaps, log)
         if asked.stop:
             raise Interrupted(_farewell(state.step, steps, saved=saved, output=output), signal_number=asked.stop)
-        log.say(f"done: {steps} steps; {output}")
+        log.say(f"done: {steps} steps; {output}{_next_command(output)}")
 
 
 def _farewell(step: int, steps: int, *, saved: bool, output: Path) -> str:
@@ -428,6 +429,13 @@ def _planned_identity(config: TrainConfig, plan: Plan, source: Any) -> dict[str,
 
 def _layout(source: Any) -> dict[str, Any]:
     return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights}
+
+
+def _next_command(output: Path) -> str:
+    """How a run's weights become a model, where it has a checkpoint."""
+    if not complete_checkpoints(output / "checkpoints"):
+        return ""
+    return f"; its weights as a model: offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
 
 
 def _export_live(source: Any, job: Any, output: Path, log: Log, *, step: int) -> None:

@@ -79,6 +79,8 @@ def prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable[
     if config.data.validation_path:
         wish = config.data.model_copy(update={"path": config.data.validation_path})
         held_out = rank_zero_first(lambda: prepared(wish))
+        if held_out.sums == tokens.sums:
+            say("note: --validation-data is the text of --data: its loss says nothing of other text")
     split = _rows(config, tokens, held_out, seq_len=plan.seq_len)
     say(_told(tokens, held_out, split, seq_len=plan.seq_len))
     return RunData(tokenizer, tokens, held_out, split, end_of_text(tokenizer))

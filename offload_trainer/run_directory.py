@@ -31,6 +31,7 @@ from offload_trainer.streams import write_now
 from offload_trainer.tiers.durable import make_directories, write_text
 from offload_trainer.tiers.locks import NoLocks, open_lock, take
 from offload_trainer.tiers.removal import reason
+from offload_trainer.units import shown
 
 _TRIES, _INSTANT = 20, 0.05  # seconds: twenty looks of others, one after the other
 
@@ -48,7 +49,7 @@ class Log:
     def say(self, line: str) -> None:
         if self.loud:
             self.write(line)
-            print(line, file=sys.stderr, flush=True)
+            print(shown(line), file=sys.stderr, flush=True)
 
     def say_now(self, line: str) -> None:
         """The same from a signal's handler."""
@@ -61,7 +62,7 @@ class Log:
         if self.file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = "".join(f"{stamp} {part}\n" for part in text.splitlines())
+        lines = "".join(f"{stamp} {part}\n" for part in shown(text).splitlines())
         try:
             self.file.write(lines.encode(errors="backslashreplace"))
         except OSError as error:  # what it is about is more important than the log

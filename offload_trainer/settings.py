@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from offload_trainer.config import TrainConfig, combination_mistakes
 from offload_trainer.errors import UserError
+from offload_trainer.units import is_utf8, shown
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,7 @@ def load_config(words: list[str]) -> TrainConfig:
 
     Raises UserError with every mistake, each with the nearest name.
     """
+    refuse_unwritable(words)
     draft = _Draft()
     rest = list(words)
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
@@ -289,6 +291,12 @@ def load_config(words: list[str]) -> TrainConfig:
         listed = "\n".join(f"  - {mistake}" for mistake in draft.mistakes)
         raise UserError(f"{len(draft.mistakes)} {plural} in the configuration:\n{listed}")
     return config
+
+
+def refuse_unwritable(words: list[str]) -> None:
+    """UserError for a word whose bytes are no UTF-8."""
+    if broken := [word for word in words if not is_utf8(word)]:
+        raise UserError(f"{shown(broken[0])}: not UTF-8, as the files that are written must be; use another name")
 
 
 def dump_config(config: TrainConfig) -> str:

@@ -21,6 +21,22 @@ def format_bytes(number: float) -> str:
     return _scaled(number, "B")
 
 
+def shown(text: object) -> str:
+    """Text for a terminal, which may hold names and texts of others' files: what is not printable is escaped.
+
+    Line ends stay. Bytes of names that are no UTF-8, which Python keeps as lone surrogates, are escaped too.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in str(text)
+    )
+
+
+def is_utf8(text: str) -> bool:
+    """Whether it can be written; names of files whose bytes are no UTF-8 cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def parse_bytes(text: str) -> int:
     """``parse_bytes('500MB') == 500_000_000``; decimal, or binary with an i (MiB). 0 for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", text.strip(), re.IGNORECASE)

@@ -85,18 +85,22 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
         find_sources([str(tmp_path / "pipe")])
 
 
-def test_linked_directories_are_told_of_and_linked_files_read(tmp_path: Path) -> None:
+def test_what_a_directory_holds_and_is_not_read_is_told_of(tmp_path: Path) -> None:
     for name in ("data", "elsewhere"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("x")
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "b.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
+    for name in ("a.json", "b.csv", "c.py"):
+        (tmp_path / "data" / name).write_text("x")
     said: list[str] = []
     found = find_sources([str(tmp_path / "data")], say=said.append)
     assert found == [tmp_path / "data" / "a.txt", tmp_path / "data" / "b.txt"]
-    assert len(said) == 1
+    assert len(said) == 2
     assert "1 linked directories are not followed" in said[0]
     assert str(tmp_path / "data" / "linked") in said[0]
+    assert "2 files" in said[1]
+    assert str(tmp_path / "data" / "a.json") in said[1]
 
 
 @pytest.mark.parametrize(

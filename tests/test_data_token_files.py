@@ -230,6 +230,14 @@ def test_the_validation_text_belongs_to_the_identity(tmp_path: Path) -> None:
     assert "validation text" not in run_data(tmp_path, path=(str(train),)).identity()
 
 
+def test_the_training_text_as_validation_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow. " * 20)
+    (tmp_path / "copy.txt").write_text("Tomorrow, and tomorrow. " * 20)
+    said: list[str] = []
+    run_data(tmp_path, path=(str(tmp_path / "train.txt"),), validation_path=(str(tmp_path / "copy.txt"),), said=said)
+    assert [line for line in said if "is the text of --data" in line]
+
+
 def test_a_validation_text_without_one_row_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("Tomorrow, and tomorrow. " * 20)
     (tmp_path / "val.txt").write_text("Out")

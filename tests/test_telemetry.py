@@ -312,12 +312,13 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
     bar = ProgressBar(45, initial=40, say=said.append, enabled=False)
     for step in range(41, 46):  # a line each two steps
-        bar.step(a_step(step, skipped=step == 45, loss=None if step == 45 else 1.0))
+        last = {"skipped": True, "loss": None, "grad_norm": None}
+        bar.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
     bar.close()
     assert said == [
-        "step 42/45  loss 1.0000  1.02 k tokens/s  3 s left",
-        "step 44/45  loss 1.0000  1.02 k tokens/s  1 s left",
-        "step 45/45  loss -  1.02 k tokens/s  skipped  0 s left",
+        "step 42/45  loss 1.0000  norm 1.5  rate 0.0003  1.02 k tokens/s  3 s left",
+        "step 44/45  loss 1.0000  norm 1.5  rate 0.0003  1.02 k tokens/s  1 s left",
+        "step 45/45  loss -  norm -  rate 0.0003  1.02 k tokens/s  skipped  0 s left",
     ]
 
 

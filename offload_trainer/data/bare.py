@@ -16,6 +16,7 @@ from offload_trainer.errors import TrainerError, UserError
 
 BLOCK = 1 << 20  # bytes that have one CRC-32
 _CHUNK = 16 * BLOCK
+_PAGE = 4096  # values
 # The upper half of an id is at most this, in every vocabulary of up to 2^20 ids.
 _UPPER = 15
 _TELLING = 32  # ids of uint32 from which the pattern is no accident
@@ -40,7 +41,7 @@ class Scan(NamedTuple):
 def scan(path: Path, file: BinaryIO, *, size: int) -> Scan:
     """Read all of `file` (`size` bytes, a multiple of 2). TrainerError where it cannot be read to its end."""
     sums: list[int] = []
-    lanes = [0, 0, 0, 0]
+    lanes = np.zeros(4, dtype=np.uint16)
     largest = seen = 0
     file.seek(0)
     while seen < size:
@@ -50,9 +51,20 @@ def scan(path: Path, file: BinaryIO, *, size: int) -> Scan:
         seen += len(data)
         sums += (zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
         halves = np.frombuffer(data, dtype="<u2")
-        lanes = [max(lane, int(halves[i::4].max(initial=0))) for i, lane in enumerate(lanes)]
+        lanes = np.maximum(lanes, _largest_at_each_place(halves))
         largest = max(largest, int(np.frombuffer(data, dtype="<u4", count=len(data) // 4).max(initial=0)))
-    return Scan(tuple(sums), (lanes[0], lanes[1], lanes[2], lanes[3]), largest)
+    first, second, third, fourth = map(int, lanes)
+    return Scan(tuple(sums), (first, second, third, fourth), largest)
+
+
+def _largest_at_each_place(halves: np.ndarray) -> np.ndarray:
+    """The largest value at each place of every four; rows of a page at a time, which processors do at once."""
+    whole = len(halves) // _PAGE * _PAGE
+    rest = np.zeros(_PAGE, dtype=np.uint16)
+    rest[: len(halves) - whole] = halves[whole:]
+    page = halves[:whole].reshape(-1, _PAGE).max(axis=0, initial=0)
+    largest: np.ndarray = np.maximum(page, rest).reshape(-1, 4).max(axis=0)
+    return largest
 
 
 def bare_dtype(path: Path, found: Scan, *, size: int) -> str:

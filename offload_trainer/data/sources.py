@@ -88,14 +88,19 @@ def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
         if not any(part.startswith(".") for part in path.relative_to(directory).parts)
     ]
     if linked := [str(path) for path in inside if path.is_symlink() and path.is_dir()]:
-        shown = ", ".join(linked[:3]) + (", ..." if len(linked) > 3 else "")
-        say(f"note: {len(linked)} linked directories are not followed ({shown}); name them too if they are meant")
+        say(f"note: {len(linked)} linked directories are not followed ({_first(linked)}); name them too if meant")
+    if other := [str(path) for path in inside if path.suffix.lower() in _REFUSED and path.is_file()]:
+        say(f"note: {len(other)} files in {directory} are not read ({_first(other)}); name one to see what it needs")
     files = [path for path in inside if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
         hint = f"name the token file itself: --data {token_files[0]}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join(TEXT_SUFFIXES)} file: {hint}")
     return files
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _refuse_other(path: Path) -> None:

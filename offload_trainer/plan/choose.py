@@ -76,11 +76,15 @@ def make_plan(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *
         if not plan.fits:
             rejected.append((plan.homes, "; ".join(plan.shortfalls())))
         elif plan.forecast.step is not None and chosen.forecast.step is not None:
-            slower = format_seconds(plan.forecast.step)
-            rejected.append(
-                (plan.homes, f"fits, but a step takes {slower}, not {format_seconds(chosen.forecast.step)}")
-            )
+            rejected.append((plan.homes, _slower(plan.forecast.step, chosen.forecast.step)))
     return replace(chosen, rejected=tuple(rejected))
+
+
+def _slower(step: float, chosen: float) -> str:
+    """Why a plan with such a step was not chosen."""
+    if step >= 1.01 * chosen:
+        return f"fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
+    return f"fits, but a step takes {format_seconds(step)}, which gains less than {_ALIKE - 1:.0%}, and it moves more"
 
 
 def _choose(plans: Sequence[Plan]) -> Plan:

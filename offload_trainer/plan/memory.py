@@ -13,6 +13,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.plan.layout import bytes_of_state
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement, ZeroSizes
+from offload_trainer.units import format_bytes
 
 CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; free bytes are asked before there is one
 PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
@@ -158,8 +159,9 @@ def saved_items(config: TrainConfig, shape: ModelShape, *, output: str) -> list[
     """
     if config.save.every == 0:
         return [Item(output, "export", 4 * shape.parameters, "the weights in fp32, at the end")]
-    size, count = checkpoint_bytes(config, shape), config.save.keep + 1
-    return [Item(output, "checkpoints", count * size, f"{count} of {size} bytes: masters and moments")]
+    size, keep = checkpoint_bytes(config, shape), config.save.keep
+    why = f"{keep} kept and the one being written, {format_bytes(size)} each: masters and moments"
+    return [Item(output, "checkpoints", (keep + 1) * size, why)]
 
 
 def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> int:

@@ -35,7 +35,15 @@ class Plan:
 
     @property
     def homes(self) -> str:
-        """Where weights and optimizer state live, in words."""
+        """Where weights and optimizer state live, in words. Without a GPU the device is the CPU, its memory RAM."""
+        words = self._homes()
+        return words.replace(" gpu", " RAM") if self._without_gpu else words
+
+    @property
+    def _without_gpu(self) -> bool:
+        return not any(self.tiers.get("gpu", {"need": 0, "have": 0}).values())
+
+    def _homes(self) -> str:
         if not isinstance(self.sizes, TierSizes):
             return str(self.placement)
         share = self.sizes.ram_fraction
@@ -95,6 +103,8 @@ class Plan:
             f"{self.seq_len} at a time; gradient checkpointing {'on' if self.checkpointing else 'off'}"
         ]
         for tier, room in self.tiers.items():
+            if tier == "gpu" and self._without_gpu:
+                continue
             verdict = "" if room["need"] <= room["have"] else "   DOES NOT FIT"
             lines.append(f"  {tier}: {format_bytes(room['need'])} of {format_bytes(room['have'])}{verdict}")
             for item in self.items:
@@ -110,7 +120,10 @@ class Plan:
         step = found.step
         if step is None:
             untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)
-            return [f"  seconds a step: not known, since this was never timed here: {'; '.join(untimed)}"]
+            return [
+                f"  seconds a step: not known; `offload-train bench` with the same words times what never was here: "
+                f"{'; '.join(untimed)}"
+            ]
         lines = [f"  a step: about {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s"]
         for phase in PHASES:
             lines.append(f"    {phase:<24}{format_seconds(found.seconds[phase] or 0.0):>10}   {found.limits(phase)}")

@@ -168,12 +168,14 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
             continue
         if disk == "device":
             seconds = _device_seconds(machine, read=read, written=written)
-            what = f"{format_bytes(read)} to the device, {format_bytes(written)} from it"
+            ways = ((read, "to the device"), (written, "from the device"))
+            what = ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
         else:
             drives = [drive for drive in (machine.drive(part.place) for part in parts) if drive]
             alone = _drive_seconds(drives[0] if drives else None, read=read, written=written)
             seconds = None if alone is None else stretch * alone
-            what = f"{parts[0].place}: {format_bytes(read)} read, {format_bytes(written)} written"
+            ways = ((read, "read"), (written, "written"))
+            what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
         bounds.append(Bound(phase, seconds, what))
     return bounds
 

@@ -77,7 +77,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 class ProgressBar:
-    """Loss, tokens a second and time left: a bar on stderr, or a plain line every twentieth of the run.
+    """Loss, gradient norm, rate, speed and time left: a bar on stderr, or a plain line every twentieth of the run.
 
     `total` and `initial` are steps of the whole run and steps already done. `enabled` None: where stderr is a
     terminal. `say` takes the plain lines.
@@ -93,7 +93,11 @@ class ProgressBar:
 
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
-        numbers = f"loss {_number(record.loss)}  {format_count(record.tokens_per_second)} tokens/s"
+        norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3g}"
+        numbers = (
+            f"loss {_number(record.loss)}  norm {norm}  rate {record.lr:.3g}  "
+            f"{format_count(record.tokens_per_second)} tokens/s"
+        )
         if record.skipped:
             numbers += "  skipped"
         if self._bar is not None:

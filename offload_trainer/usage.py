@@ -1,0 +1,123 @@
+"""What `--help` says, of the program and of each command, and what is said of a command that there is not."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from offload_trainer.errors import UserError
+from offload_trainer.settings import FLAGS, describe_key
+
+_CONFIG = "[CONFIG.yaml] [flags] [section.key=value ...]"
+
+# name: what it does in a line, its words, its own switches, more of it
+_COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
+    "train": (
+        "train; the word itself may be left out",
+        _CONFIG,
+        (
+            ("--dry-run", "plan, print, and stop before anything is written"),
+            ("--print-config", "print the complete configuration as YAML and stop"),
+        ),
+        "The same command again goes on from the newest checkpoint in --output.",
+    ),
+    "plan": (
+        "say what would be where and how long a step takes",
+        _CONFIG,
+        (
+            ("--json", "print JSON"),
+            (
+                "--machine NAME|FILE.json",
+                "plan for another machine: one that comes with the package, or what `bench --json` printed",
+            ),
+        ),
+        "Nothing is written. 0: it fits; 2: it does not.",
+    ),
+    "bench": (
+        "time this machine and each --nvme, for later plans",
+        _CONFIG,
+        (("--json", "print JSON"), ("--drive-gigabytes N", "gigabytes that each drive is timed with")),
+        "What was timed is kept in the cache directory, and every later plan here takes it.",
+    ),
+    "tune": (
+        "short real runs around the plan; keeps the fastest",
+        _CONFIG,
+        (
+            ("--json", "print JSON"),
+            ("--write FILE.yaml", "where the fastest configuration goes; tuned.yaml otherwise"),
+            ("--trial-steps N", "steps of each trial; 6 otherwise"),
+        ),
+        "",
+    ),
+    "doctor": (
+        "check all that a run needs, each failure with its fix",
+        _CONFIG,
+        (("--json", "print JSON"),),
+        "1: something is missing.",
+    ),
+    "prepare": ("tokenise the data into the cache", _CONFIG, (), "A run does that by itself."),
+    "export": (
+        "a run's or a checkpoint's weights as a Hugging Face directory, or as one GGUF file (extra: gguf)",
+        "SOURCE DEST",
+        (
+            ("--dtype NAME", "fp16, bf16 or fp32; for a .gguf file fp16, fp32 or q8_0; fp16 otherwise"),
+            ("--max-shard-size SIZE", "largest file of a directory, such as 500MB; 5GB otherwise"),
+            ("--check", "read a directory back and compare every tensor"),
+            (
+                "--mixed",
+                "take a run's page files although it died within an update: some weights are a step further than "
+                "others; without it such files are refused",
+            ),
+        ),
+        "SOURCE is a run directory (its newest checkpoint), a checkpoint, or what a dead run left on a drive.\n"
+        "A DEST that ends in .gguf is one file for llama.cpp.",
+    ),
+}
+
+_START = """\
+Trains every parameter of a causal language model, its optimizer state in RAM or on a drive.
+`offload-train --nvme DIR` alone trains a small model on the text that ships with the package.
+"""
+
+
+def help_text(command: str | None = None) -> str:
+    """Of one command, or of the program."""
+    if command is None:
+        lines = [f"offload-train {_CONFIG}", ""]
+        lines += [f"offload-train {name:<9}{told}" for name, (told, *_) in _COMMANDS.items()]
+        lines += ["", _START, "`offload-train COMMAND --help` says more of one.", "", *_flags()]
+        return "\n".join([*lines, "", _REST])
+    told, words, switches, more = _COMMANDS[command]
+    lines = [f"offload-train {command} {words}", "", f"{told[0].upper()}{told[1:]}."]
+    lines += ["", *(_entry(name, what) for name, what in switches)] if switches else []
+    lines += ["", more] if more else []
+    return "\n".join([*lines, "", *_flags(), "", _REST] if words == _CONFIG else lines)
+
+
+_REST = "Every other key is section.key=value; docs/config.md lists them all."
+
+
+def _flags() -> list[str]:
+    entries = [_entry(f"{name} {flag.metavar}".rstrip(), describe_key(flag.key)) for name, flag in FLAGS.items()]
+    return ["flags, each a short spelling of a key:", *entries]
+
+
+def _entry(name: str, what: str) -> str:
+    """One line; the name never runs into what it means."""
+    return f"  {name:<36}  {what}"
+
+
+def take_command(words: list[str]) -> str | None:
+    """Remove the command that the words begin with; None where they begin with none, and so mean `train`.
+
+    Raises UserError where the first word is neither a command nor a file, and no path either.
+    """
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        return None
+    if words[0] in _COMMANDS:
+        return words.pop(0)
+    if Path(words[0]).exists() or "." in words[0] or "/" in words[0]:
+        return None
+    near = difflib.get_close_matches(words[0], _COMMANDS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"{words[0]}: neither a command ({', '.join(_COMMANDS)}) nor a configuration file{hint}")

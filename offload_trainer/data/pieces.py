@@ -1,6 +1,6 @@
 """Long documents -> pieces whose ids, one after another, are those of the whole.
 
-A tokenizer's memory grows with what it is given at once, about two hundred bytes a byte of text, so it is given pieces.
+A tokenizer's memory grows with what it is given at once, about 160 bytes a byte of text, so it is given pieces.
 Whether a cut changes ids only the tokenizer knows: GPT-2's kind takes a run of line ends and spaces as one word,
 Metaspace puts a space before whatever comes first. So it is asked: the text around the cut, whole and in two.
 """

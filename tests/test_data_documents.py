@@ -77,6 +77,13 @@ def test_a_line_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, mo
         read(source)
 
 
+def test_a_name_that_would_steer_a_terminal_does_not(tmp_path: Path) -> None:
+    source = tmp_path / "a\x1b[31m.jsonl"
+    source.write_text("{")
+    with pytest.raises(UserError, match=r"a\\x1b\[31m\.jsonl', line 1: not JSON"):
+        read(source)
+
+
 def test_all_bytes_of_a_file_are_seen(tmp_path: Path) -> None:
     """What is summed is what was read."""
     for name in ("a.txt", "a.jsonl"):

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from offload_trainer.data.pieces import Cutter, Piece
+from offload_trainer.data.sources import printable
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_bytes
 
@@ -39,7 +40,7 @@ def read_documents(
         else:
             yield from cutter.pieces(_text_blocks(source, seen=seen))
     except OSError as error:
-        raise UserError(f"{source} cannot be read: {error.strerror}") from error
+        raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error
 
 
 def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[str]:
@@ -68,7 +69,7 @@ def _jsonl_texts(source: Path, *, text_field: str, seen: Callable[[bytes], objec
             number += 1
             if len(raw) > LINE_BYTES:
                 raise UserError(
-                    f"{source}, line {number}: longer than {format_bytes(LINE_BYTES)}, and a line is read whole; "
+                    f"{_where(source, number)}: longer than {format_bytes(LINE_BYTES)}, and a line is read whole; "
                     "divide that document, or give it as a text file of its own"
                 )
             seen(raw)
@@ -77,7 +78,7 @@ def _jsonl_texts(source: Path, *, text_field: str, seen: Callable[[bytes], objec
             except UnicodeDecodeError as error:
                 raise _not_utf8(source, number, error) from error
             del raw
-            if not line.isspace() and (text := _field(line, text_field, where=f"{source}, line {number}")):
+            if not line.isspace() and (text := _field(line, text_field, where=_where(source, number))):
                 yield text
 
 
@@ -108,10 +109,14 @@ def _field(line: str, name: str, *, where: str) -> str:
     return text
 
 
+def _where(source: Path, line: int) -> str:
+    return f"{printable(source)}, line {line}"
+
+
 def _not_utf8(source: Path, line: int, error: UnicodeDecodeError) -> UserError:
     """`error` in bytes that begin on `line` of `source`."""
     bad = line + error.object.count(b"\n", 0, error.start)
     return UserError(
-        f"{source}, line {bad}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert the file, "
+        f"{_where(source, bad)}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert the file, "
         "or unpack it if it is compressed"
     )

@@ -94,13 +94,19 @@ def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
     files = [path for path in inside if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
-        hint = f"name the token file itself: --data {token_files[0]}" if token_files else "correct the path"
+        flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
+        hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
         raise UserError(f"{directory} holds no {', '.join(TEXT_SUFFIXES)} file: {hint}")
     return files
 
 
+def printable(path: Path | str) -> str:
+    """A path as it may stand in a message: names of files may steer a terminal."""
+    return str(path) if str(path).isprintable() else ascii(str(path))
+
+
 def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _refuse_other(path: Path) -> None:

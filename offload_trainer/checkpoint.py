@@ -37,7 +37,7 @@ from offload_trainer.engine.ranks import on_rank_zero, wait_for_all
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
-from offload_trainer.readback import LENIENT, Count, Steps, open_file, read_back, shown
+from offload_trainer.readback import LENIENT, Count, Steps, is_there, open_file, read_back, shown
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text
 from offload_trainer.tiers.locks import NoLocks, take
@@ -303,7 +303,7 @@ def _refuse_dangling(path: Path) -> None:
 
 def find_checkpoint(path: Path) -> Path:
     """`path` if it is a checkpoint, or the newest one of the run that it is."""
-    if os.path.lexists(path / MANIFEST):
+    if is_there(path / MANIFEST):
         return path
     found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
     if not found:

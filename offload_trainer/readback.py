@@ -144,6 +144,19 @@ def as_kind(value: Any, kind: type[Kind]) -> Kind:
         raise ValueError(_complaint(error)) from error
 
 
+def is_there(path: Path) -> bool:
+    """Whether anything is there. UserError where that cannot be known: it would be passed over as if nothing were."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UserError(
+            f"{shown(str(path))} cannot be read: {error.strerror}. Let it be read, or move it away"
+        ) from error
+    return True
+
+
 def shown(value: Any) -> str:
     """Something from a file as it may stand in a message: one line, not long, and nothing that steers a terminal."""
     return _cut(value if isinstance(value, str) and value.isprintable() else repr(value))

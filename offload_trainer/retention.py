@@ -16,7 +16,7 @@ from pathlib import Path
 
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import MANIFEST, Manifest
-from offload_trainer.readback import file_bytes, parsed, shown
+from offload_trainer.readback import file_bytes, is_there, parsed, shown
 from offload_trainer.tiers.durable import bytes_below
 from offload_trainer.tiers.locks import NoLocks, open_lock, take
 from offload_trainer.tiers.removal import Mark, NotOurs, clear, is_removable, made_as, reason, remove, remove_unfinished
@@ -27,21 +27,11 @@ _HIDDEN = re.compile(rf"\.(?P<name>{_NAME.pattern})\.(?P<end>tmp|pruned)")
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints with a manifest, the oldest first; what has another name than a save gives is somebody's own."""
-    return sorted((path for path in steps_in(root) if _has_manifest(path)), key=step_of)
+    """Checkpoints with a manifest, the oldest first; what has another name than a save gives is somebody's own.
 
-
-def _has_manifest(checkpoint: Path) -> bool:
-    """UserError where that cannot be seen: an older one would be gone on from, and this one be overwritten."""
-    try:
-        os.lstat(checkpoint / MANIFEST)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise UserError(
-            f"{checkpoint} cannot be looked into: {error.strerror}. Let it be read, or move it away"
-        ) from error
-    return True
+    UserError for one that cannot be looked into: an older one would be gone on from, and this one be overwritten.
+    """
+    return sorted((path for path in steps_in(root) if is_there(path / MANIFEST)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -51,8 +41,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def steps_in(root: Path) -> list[Path]:
-    """What has a checkpoint's name, whole or not."""
-    return [path for path in root.glob("step-*") if step_of(path) >= 0]
+    """What has a checkpoint's name, whole or not. UserError where that cannot be looked at."""
+    try:
+        return [path for path in root.iterdir() if step_of(path) >= 0]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{root} cannot be read: {error.strerror}. Let it be read, or name another") from error
 
 
 def prune(root: Path, *, keep: int) -> list[str]:

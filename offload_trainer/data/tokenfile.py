@@ -31,7 +31,7 @@ from pydantic import Field, with_config
 
 from offload_trainer.data.bare import BLOCK, bare_dtype, refuse_foreign, scan
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.readback import LENIENT, Count, Crc32s, Line, open_file, read_back
+from offload_trainer.readback import LENIENT, Count, Crc32s, Line, is_there, open_file, read_back
 from offload_trainer.tiers.durable import sync_directory
 from offload_trainer.units import format_bytes
 
@@ -54,7 +54,7 @@ def is_complete(path: Path) -> bool:
 def said_tokenizer(path: Path) -> str | None:
     """The fingerprint of the tokenizer that a token file says it was made with; None where it says none."""
     sidecar = sidecar_path(path)
-    return _read_sidecar(sidecar).get("tokenizer") if sidecar.exists() else None
+    return _read_sidecar(sidecar).get("tokenizer") if is_there(sidecar) else None
 
 
 def id_dtype(vocabulary: int) -> np.dtype:
@@ -99,7 +99,7 @@ class TokenFile:
         `dtype` than the sidecar's, or, without one, ids that may be either or are neither.
         """
         sidecar = sidecar_path(path)
-        fields = _read_sidecar(sidecar) if sidecar.exists() else {}
+        fields = _read_sidecar(sidecar) if is_there(sidecar) else {}
         told = fields.get("dtype", dtype)
         if dtype not in ("auto", told):
             raise UserError(

@@ -24,7 +24,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, final_card, model_card
 from offload_trainer.model.source import BUFFERS, resolve_model
-from offload_trainer.readback import LENIENT, Steps, read_back
+from offload_trainer.readback import LENIENT, Steps, is_there, read_back
 from offload_trainer.tiers.account import DESCRIPTION, read_store
 from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.lease import is_alive, kept
@@ -102,7 +102,7 @@ def final_export(run: Path) -> FinalExport | None:
 @contextmanager
 def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     """The weights at `path`; while inside, their run prunes nothing of them."""
-    if (path / DESCRIPTION).exists():
+    if is_there(path / DESCRIPTION):
         if is_alive(path):
             raise UserError(
                 f"{path}: its run is alive. Ask it for a checkpoint, with a file named save in its run directory or "

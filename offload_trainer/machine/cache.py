@@ -63,7 +63,7 @@ class _OfMachine:
 def _read() -> _Kept:
     """What is kept, which may be nothing. ValueError where it cannot be read."""
     try:
-        return parsed(file_bytes(cache_file(), links=True), _Kept)
+        return parsed(file_bytes(cache_file()), _Kept)
     except FileNotFoundError:
         return _Kept()
 

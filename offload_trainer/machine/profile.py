@@ -7,21 +7,31 @@ A profile is probed (`machine/probe.py`), timed (`machine/bench.py`), or read fr
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, with_config
+from pydantic import AfterValidator, Field, with_config
 
 from offload_trainer.errors import UserError
 from offload_trainer.readback import EXACT, Count, Flag, Line, Number, as_kind, parsed, read_back
 
 _AS_FAST = 0.95
 
+
+def _io_words(words: str) -> str:
+    found = re.fullmatch(r"tiered\.io_threads=([1-9]\d?) tiered\.io_block_bytes=([1-9]\d{3,9})", words)
+    if words != "tiered.io=async_io" and (not found or int(found[2]) % 4096):
+        raise ValueError("keys of the configuration, as a bench tries them")
+    return words
+
+
 Origin = Literal["measured", "specified", "assumed"]
 Speed = Annotated[Number, Field(ge=1, le=1e24)]
 Ratio = Annotated[Number, Field(ge=1e-6, le=1e6)]
+_Words = Annotated[str, AfterValidator(_io_words)]
 Several = Annotated[Count, Field(ge=1)]
 
 
@@ -44,7 +54,7 @@ class DriveRates:
     write: Rate
     mixed_read: Rate
     mixed_write: Rate
-    tried: dict[Line, Number] = field(default_factory=dict)  # bytes/s, both ways added, by the words that set it
+    tried: dict[_Words, Number] = field(default_factory=dict)  # bytes/s, both ways added, by the words that set it
 
     @property
     def words(self) -> str:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from offload_trainer.errors import UserError
 from offload_trainer.model.conversions import Group, loading_groups
 from offload_trainer.model.initial import NamedTensor, tied_names
-from offload_trainer.readback import LENIENT, FileName, read_back
+from offload_trainer.readback import LENIENT, FileName, is_there, read_back
 from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.tensorfile import TensorFileReader
 
@@ -36,7 +36,7 @@ class ShardIndex:
 def checkpoint_files(directory: Path) -> list[Path]:
     """The safetensors shards of a model directory; UserError where there are none or one is missing."""
     index = directory / "model.safetensors.index.json"
-    if index.exists():
+    if is_there(index):
         fix = "It is no index of shards; save the weights again, or download them again"
         names = sorted(set(read_back(index, ShardIndex, links=True, fix=fix).weight_map.values()))
         missing = [name for name in names if not (directory / name).exists()]

@@ -294,7 +294,7 @@ def find_resume(wish: str, *, output: Path) -> Path | None:
 
 def _refuse_dangling(path: Path) -> None:
     for place in (path, *path.parents):
-        if place.is_symlink() and not place.exists():
+        if os.path.islink(place) and not os.path.exists(place):
             raise UserError(
                 f"{place} is a link to {shown(os.readlink(place))}, which is not there: a drive that is not mounted? "
                 "Mount it; to start anew, remove the link or name another --output"

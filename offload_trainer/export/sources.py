@@ -94,7 +94,7 @@ class FinalExport:
 
 def final_export(run: Path) -> FinalExport | None:
     """What a run says of the weights that it left in its own directory, or None where it left none."""
-    if not (run / "export").is_dir() or not (run / FINAL_RECORD).exists():
+    if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
         return None
     return read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
 

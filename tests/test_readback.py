@@ -280,6 +280,7 @@ ELSEWHERE = {
     "data/sources.py": "whether a user's text looks like JSON",
     "data/token_bytes.py": "what a tokenizer in memory says of itself",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
+    "export/final.py": "a record in memory, as it would be read back",
     "tiers/tensorfile.py": "a header that the safetensors library has checked",
     "readback.py": "",
 }

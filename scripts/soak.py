@@ -109,14 +109,14 @@ class Soak:
     def new_trial(self) -> Trial:
         self.made += 1
         trial = self.world.new_trial(self.dice, f"run-{self.made}", self.kinds)
-        self.note(f"{trial.output}: {trial.kind.name}, keep {trial.keep}")
+        self.note(f"{trial.output}: {trial.kind.name}, keep {trial.keep}{', without checkpoints' * trial.final}")
         self.world.alone(trial.kind)
         return trial
 
     def begin_anew(self) -> None:
         """A run that is done has little left to happen to it: at times it makes room for another."""
         for place, trial in enumerate(self.trials):
-            if trial.newest == STEPS and self.dice.random() < 0.7:
+            if trial.reached == STEPS and self.dice.random() < 0.7:
                 self.note(f"rm -r {trial.output}")
                 self.world.remove(trial)
                 self.trials[place] = self.new_trial()
@@ -159,10 +159,10 @@ class Soak:
         """A run, or one of its checkpoints; killed at times, and repeated then."""
         trial = trial or self.dice.choice(self.trials)
         found = sorted(self.present(trial))
-        if not found:
+        if not trial.reached:
             return
-        step = self.dice.choice([max(found), *found])
-        source = trial.output if step == max(found) else self.step(trial, step)
+        step = self.dice.choice([trial.reached, *found])
+        source = trial.output if step == trial.reached else self.step(trial, step)
         dtype = self.dice.choice(["fp32", "fp16", "bf16"])
         place = self.dice.choice([self.world.exports, self.world.drives[0] / "offload-trainer"]) / "run-xl-export"
         words = ["export", source, place, "--dtype", dtype]

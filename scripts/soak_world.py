@@ -87,6 +87,7 @@ class Trial:
     every: int
     keep: int
     on_disk: bool
+    final: bool = False  # no checkpoints unless something asks for one; its weights are exported at the end
     present: set[int] = field(default_factory=set)  # checkpoints at the last look, without what the user took since
     renamed: dict[Path, int] = field(default_factory=dict)
 
@@ -96,7 +97,13 @@ class Trial:
 
     @property
     def newest(self) -> int:
+        """The step of its newest checkpoint."""
         return max(checkpoints_in(self.checkpoints), default=0)
+
+    @property
+    def reached(self) -> int:
+        """The step that its newest checkpoint or its final weights are of."""
+        return STEPS if (self.output / "export").exists() else self.newest
 
 
 class Sentinels:
@@ -226,9 +233,8 @@ class World:
         kind = dice.choice(list(kinds))
         places = [self.runs, self.runs, self.drives[0], self.drives[1] / "offload-trainer", self.disk]
         place = dice.choice(places if self.mounted else places[:-1])
-        trial = Trial(
-            kind, place / name, every=dice.randrange(1, 5), keep=dice.randrange(1, 4), on_disk=place == self.disk
-        )
+        every, keep, final = dice.randrange(1, 5), dice.randrange(1, 4), dice.random() < 0.2
+        trial = Trial(kind, place / name, every=every, keep=keep, on_disk=place == self.disk, final=final)
         self.sentinels.plant(trial.output, "plots", "export-old")
         self.sentinels.plant(trial.checkpoints, "step-00000002-best", "step-00000099.bak", ".step-ideas", "mine")
         self.sentinels.plant_file(trial.output / "save.txt")
@@ -305,8 +311,12 @@ class World:
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             if len(rows(trial.output / name, ("step",))) != len(rows(self.alone(trial.kind) / name, ("step",))):
                 raise Difference(f"{trial.output}/{name} is not complete")
-        if trial.newest != STEPS:
+        if trial.reached != STEPS:
             raise Difference(f"{trial.checkpoints}: finished, and the newest is {trial.newest}")
+        if trial.final:
+            self.check_export(trial.output / "export", trial.kind, STEPS, "fp32")
+            if (trial.output / ".export.tmp").exists():
+                raise Difference(f"left over: {trial.output}/.export.tmp")
         if saved and len(trial.present) > trial.keep:
             raise Difference(f"{trial.checkpoints}: keep {trial.keep}, and there are {sorted(trial.present)}")
         mine = [name for name in os.listdir(trial.checkpoints) if trial.checkpoints / name not in self.sentinels.known]

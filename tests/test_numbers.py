@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Run, call
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,3 +110,20 @@ def test_parameters_are_transformers(name: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert shape.parameters == shape.trainable == model.num_parameters()
     assert shape.largest == max(parameter.numel() for parameter in model.parameters())
+
+
+# -- memory: what a run planned against the most that the kernel ever saw resident -------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The demo's configuration for a few steps, with all that a long run does: validations, samples, saves."""
+    often = ["--steps", 6, "train.eval_every=3", "train.sample_every=3", "--save-every", 4, "placement.threads=2"]
+    configuration = Path(__file__).parent.parent / "configs/demo.yaml"
+    return call(configuration, *often, output=tmp_path_factory.mktemp("demo") / "run")
+
+
+def test_host_memory_is_the_planned_one(demo: Run) -> None:
+    """Within 5 % on the machines that it was measured on; processors keep more or less for their products."""
+    planned = json.loads((demo.output / "plan.json").read_text())["tiers"]["ram"]["need"]
+    assert demo.steps[-1]["host_rss_bytes"] == pytest.approx(planned, rel=0.1)

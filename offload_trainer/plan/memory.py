@@ -17,6 +17,8 @@ from offload_trainer.units import format_bytes
 
 CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; free bytes are asked before there is one
 PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
+PRODUCTS = 32_000_000  # what oneDNN and the allocator keep once products of all shapes ran (20 MB AVX2, 40 AMX)
+_KEPT = 1.8  # of a block's inputs and outputs, for the backward
 STOCK_PROCESS = 650_000_000  # with DeepSpeed's
 
 
@@ -128,13 +130,14 @@ def activation_items(
 ) -> list[Item]:
     """Activations of one micro-batch, and the logits of one chunk.
 
-    A block keeps about 34 bytes a token and hidden unit in 16 bit (Korthikanti et al. 2022, section 4.1, without
-    the attention matrix, which SDPA does not keep); with checkpointing only its input, and one block is recomputed
-    at a time.
+    What autograd keeps of a block, without the attention matrix, which SDPA does not keep: of transformers' GPT-2 1.78
+    times the inputs and outputs of its products, of Qwen3 1.65, of Llama 1.28 (counted through `saved_tensors_hooks`;
+    dropout doubles it). With checkpointing only its input is kept, and one block is recomputed at a time.
     """
     e = item_bytes(config.model.dtype)
     tokens = config.train.micro_batch * seq_len
-    block = 17 * e * tokens * shape.hidden
+    blocks = int(_KEPT * e * tokens * shape.widths)
+    block = blocks // max(1, shape.layers)
     if checkpointing:
         inputs = shape.layers * e * tokens * shape.hidden
         home = "ram" if config.model.offload_activations else device
@@ -143,9 +146,11 @@ def activation_items(
             Item(device, "activations", block * world, "one block, recomputed in the backward"),
         ]
     else:
-        items = [Item(device, "activations", shape.layers * block * world, "every block's, until its backward")]
+        items = [Item(device, "activations", blocks * world, "every block's, until its backward")]
     if device == "gpu":
         items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "the driver's, in each process"))
+    else:
+        items.append(Item(device, "products", PRODUCTS * world, "their code and buffers, in each process"))
     chunk = min(tokens, config.model.loss_chunk)
     logits = chunk * shape.vocabulary * (8 + e)
     items.append(Item(device, "logits", logits * world, f"{chunk} tokens at a time, with their gradient"))

@@ -59,6 +59,11 @@ class ModelShape:
     def largest(self) -> int:
         return max(weight.numel for weight in self.weights)
 
+    @property
+    def widths(self) -> int:
+        """Elements of a token that go into the products of all blocks and come out of them."""
+        return int(sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in self.weights if w.block))
+
     # -- floating-point operations of one token: matrix products, of what is really multiplied. Attention is counted
     # over the whole row, also where half of it is masked (Chowdhery et al. 2022, PaLM, appendix B).
 

@@ -105,7 +105,7 @@ def _native_kernel() -> Check:
     try:
         _, why = choose_kernel("native", ADAM)
     except UserError as error:
-        fix = "apt-get install g++ (training goes on with torch's kernel, about half as fast)"
+        fix = "apt-get install g++, if that is missing (training goes on with torch's kernel, about half as fast)"
         return Check("native AdamW kernel", "warning", str(error), fix)
     return Check("native AdamW kernel", "ok", why)
 

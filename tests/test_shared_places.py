@@ -214,6 +214,22 @@ def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> N
             ask(tmp_path)
 
 
+def test_nothing_is_called_removed_that_stayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root_of(tmp_path).mkdir()
+    left = dead_lease(root_of(tmp_path))
+
+    def refused(name: object, **words: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), name)
+
+    said: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refused)
+        lease = DriveLease(tmp_path, say=said.append)
+    assert lease.removed == []
+    assert said == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
+    lease.close()
+
+
 @ROOT
 def test_both_names_are_taken(tmp_path: Path) -> None:
     for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):

@@ -19,7 +19,7 @@ from offload_trainer.export.directory import write_model
 from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import Source
 from offload_trainer.model.source import resolve_model
-from offload_trainer.run_directory import Log, run_directory
+from offload_trainer.run_directory import Log, held, run_directory
 
 END, TURN, THIRD = 0, 2048, 2049
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -64,8 +64,10 @@ def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
     source = resolve_model(ModelSection(name=str(given), scratch=scratch), seed=0)
     tokenizer = load_tokenizer(str(given))
     plan: Any = SimpleNamespace(to_json=dict)
-    with run_directory(
-        output, TrainConfig(), plan, plan, source, Log(loud=False), tokenizer=tokenizer, end_of_text=TURN
+    log, settled = Log(loud=False), TrainConfig()
+    with (
+        held(output, log) as lock,
+        run_directory(output, settled, plan, plan, source, log, tokenizer=tokenizer, end_of_text=TURN, lock=lock),
     ):
         pass
     return output / "model"

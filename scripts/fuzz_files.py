@@ -9,6 +9,7 @@ takes no more than seconds and some memory. Kinds: manifest, run, state, store, 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -79,6 +80,11 @@ def number(path: Path, draw: random.Random) -> None:
         path.write_bytes(data[:start] + draw.choice(WORDS) + data[end:])
 
 
+def odd(draw: random.Random) -> Any:
+    """One of its own, since what it is put into may be changed again."""
+    return copy.deepcopy(draw.choice(ODD))
+
+
 def tree(path: Path, draw: random.Random) -> None:
     """One to three places of the tree hold something else, are gone, are named otherwise or come twice."""
     try:
@@ -88,7 +94,7 @@ def tree(path: Path, draw: random.Random) -> None:
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         places = list(_places(value))
         if not places:
-            value = draw.choice(ODD)
+            value = odd(draw)
             break
         holder, key = draw.choice(places)
         _change(holder, key, draw)
@@ -109,18 +115,18 @@ def _change(holder: Any, key: Any, draw: random.Random) -> None:
     if kind == "gone":
         del holder[key]
     elif kind == "named" and isinstance(holder, dict):
-        holder[str(draw.choice(ODD))[:300]] = holder.pop(key)
+        holder[str(odd(draw))[:300]] = holder.pop(key)
     elif kind == "more" and isinstance(holder, dict):
-        holder[str(draw.choice(ODD))[:300]] = draw.choice(ODD)
+        holder[str(odd(draw))[:300]] = odd(draw)
     elif kind == "more":
-        holder.append(draw.choice(ODD))
+        holder.append(odd(draw))
     elif kind == "near" and isinstance(held, (int, float)):
         holder[key] = draw.choice([held + 1, held - 1, -held, held * 2, held * 4096, str(held), [held], bool(held)])
     elif kind == "swapped":
         other = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
         holder[key], holder[other] = holder[other], held
     else:
-        holder[key] = draw.choice(ODD)
+        holder[key] = odd(draw)
 
 
 def twice(path: Path, draw: random.Random) -> None:

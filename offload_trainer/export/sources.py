@@ -8,6 +8,7 @@ A run's newest checkpoint, a checkpoint, the page files of a run that died, or w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, final_card, model_card
 from offload_trainer.model.source import BUFFERS, resolve_model
-from offload_trainer.readback import LENIENT, Steps, is_there, read_back
+from offload_trainer.readback import LENIENT, Steps, is_there, read_back, shown
 from offload_trainer.tiers.account import DESCRIPTION, read_store
 from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.lease import is_alive, kept
@@ -157,6 +158,8 @@ def _left_by(run: Path, left: FinalExport) -> Source:
 
 def _page_files(directory: Path, *, mixed: bool) -> Source:
     stored = read_store(directory)
+    if not os.path.isfile(stored.model / "config.json"):
+        raise UserError(f"{directory}: its model was in {shown(str(stored.model))}, which holds no config.json now")
     if stored.updating and not mixed:
         raise UserError(
             f"{directory}: its run died within an update: each weight is of step {stored.step} or of step "

@@ -32,6 +32,7 @@ from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan, saves_state
+from offload_trainer.plan.ratios import steady_ratios
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.planner import plan_run, refuse_shortfall
 from offload_trainer.retention import complete_checkpoints, step_of
@@ -492,6 +493,7 @@ def _report(
     if off and len(steady(rows)) >= _TELLING:
         log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
         try:
-            keep_ratios(machine, {f"{plan.engine}.{phase}": ratio for phase, ratio in off.items()})
+            taken = {phase: [row.phases.get(phase, 0.0) for row in steady(rows)] for phase in off}
+            keep_ratios(machine, steady_ratios(plan.forecast, taken, engine=plan.engine))
         except (OSError, TrainerError) as error:  # the run itself is whole
             log.say(f"note: these ratios could not be kept for later plans: {error}")

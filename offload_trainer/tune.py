@@ -22,7 +22,9 @@ from typing import Any
 from offload_trainer.errors import TrainerError
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.ratios import steady_ratios
 from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.time import PHASES
 from offload_trainer.readback import parsed
 from offload_trainer.settings import load_config
 from offload_trainer.tiers.removal import scratch
@@ -142,9 +144,9 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
 
 
 def ratios(plan: Plan, trial: Trial) -> dict[str, float]:
-    """Measured / predicted seconds, by "engine.phase", where both are known."""
-    known = {phase: seconds for phase, seconds in plan.forecast.seconds.items() if seconds and phase != "data"}
-    return {f"{plan.engine}.{phase}": trial.phase(phase) / seconds for phase, seconds in known.items()}
+    """Measured / predicted seconds, as far as the trial's steps say anything of the next run."""
+    taken = {phase: [step[phase] for step in trial.steps[_WARM:]] for phase in PHASES}
+    return steady_ratios(plan.forecast, taken, engine=plan.engine)
 
 
 def _child(words: list[str]) -> None:

@@ -10,8 +10,9 @@ from test_plan import GB, SHAPES, machine, wish
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveRates, MachineProfile, Rate, Rates
 from offload_trainer.plan.choose import make_plan, settle_and_plan
+from offload_trainer.plan.ratios import correction, steady_ratios
 from offload_trainer.plan.tiered import TierSizes
-from offload_trainer.plan.time import _UPDATE_START, tokens_that_hide_the_update
+from offload_trainer.plan.time import _UPDATE_START, Forecast, tokens_that_hide_the_update
 
 
 def rate(value: float) -> Rate:
@@ -84,8 +85,10 @@ def test_two_directories_on_one_disk_share_its_speed() -> None:
 
 
 def test_earlier_runs_correct_the_next_plan() -> None:
+    """By what bounds the phase: what a drive-bound forward took says nothing of one that computes."""
     here = timed()
-    corrected = replace(here, rates=replace(here.rates, corrections={"tiered.forward": 1.5, "deepspeed.forward": 9.0}))
+    kept = {"tiered.forward.compute": 1.5, "tiered.forward.drive": 7.0, "deepspeed.forward.compute": 9.0}
+    corrected = replace(here, rates=replace(here.rates, corrections=kept))
     before, after = (make_plan(wish(), SHAPES["gpt2"], where).forecast.seconds for where in (here, corrected))
     assert after["forward"] == pytest.approx(1.5 * before["forward"])
     assert after["update"] == before["update"]
@@ -157,3 +160,23 @@ def test_what_was_timed_fastest_is_used_unless_something_else_was_asked() -> Non
     assert (asked.io_threads, asked.io_block_bytes, asked.speeds) == (3, 1048576, (1, 1))
     untimed = sizes(replace(here, drives=(machine().drives[0], replace(machine().drives[0], directory="/ssd2"))))
     assert (untimed.io_threads, untimed.speeds) == (wish().tiered.io_threads, (1, 1))
+
+
+def test_only_what_is_steady_corrects_later_plans() -> None:
+    """Short runs, steps that differ, phases of milliseconds and ratios that only a wrong rate explains are left out."""
+    found = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], timed()).forecast
+    update = found.seconds["update"]
+    assert update is not None
+
+    def kept(*seconds: float, of: Forecast = found) -> dict[str, float]:
+        return steady_ratios(of, {"update": seconds, "data": seconds}, engine="tiered")
+
+    assert kept(*[1.5 * update] * 9, 20 * update) == {"tiered.update.drive": pytest.approx(1.5)}
+    assert kept(*[1.5 * update] * 7) == {}
+    assert kept(*[update, 2 * update] * 6) == {}
+    assert kept(*[44 * update] * 12) == {}
+    short = Forecast({"update": 0.001}, found.bounds)
+    assert kept(*[0.002] * 12, of=short) == {}
+    assert [correction(r) for r in ([], [8.5], [8.5, 1.2], [8.5, 1.2, 1.3], [1.1, 1.2, 58.7, 1.3, 44])] == [
+        *(1.0, 1.0, 1.2, 1.3, 1.3)
+    ]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pydantic import with_config
@@ -21,6 +20,7 @@ from pydantic import with_config
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rates, Ratio
 from offload_trainer.places import cache_directory
+from offload_trainer.plan.ratios import correction
 from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, parsed, shown
 from offload_trainer.streams import write_now
 from offload_trainer.tiers.durable import make_directories, write_text
@@ -118,7 +118,7 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
         notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
         stored = _Kept()
     here = known(stored.machines, fingerprint(machine), _OfMachine) or _OfMachine(Rates())
-    corrections = {key: median(ratios) for key, ratios in here.ratios.items() if ratios}
+    corrections = {key: correction(ratios) for key, ratios in here.ratios.items()}
     drives = [replace(drive, rates=known(stored.drives, _drive_key(drive), DriveRates)) for drive in machine.drives]
     rates = replace(here.rates, corrections=corrections)
     return replace(machine, rates=rates, drives=tuple(drives), notes=(*machine.notes, *dict.fromkeys(notes)))
@@ -136,7 +136,7 @@ def keep_rates(machine: MachineProfile) -> None:
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
-    """Store measured / predicted seconds of a run, by "engine.phase", for the next plan on this machine."""
+    """Store measured / predicted seconds of a run, by "engine.phase.bound", for the next plan on this machine."""
     if not cache_file().exists():
         return
     with _changed() as stored:

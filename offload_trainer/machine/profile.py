@@ -101,7 +101,9 @@ class Rates:
     pageable_to_device: Rate | None = None
     pageable_from_device: Rate | None = None
     both_ways: Rate | None = None  # bytes/s each way, pinned, at once
-    corrections: dict[Line, Ratio] = field(default_factory=dict)  # "engine.phase" -> measured / predicted, earlier
+    corrections: dict[Line, Ratio] = field(
+        default_factory=dict
+    )  # "engine.phase.bound" -> measured / predicted, earlier
 
 
 @with_config(EXACT)

@@ -38,6 +38,7 @@ class Bound:
     phase: str
     seconds: float | None  # None: not timed
     what: str
+    kind: str  # "compute", "adamw", "device" or "drive"
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,22 @@ class Forecast:
 
     def limits(self, phase: str) -> str:
         """What makes a phase as long as it is."""
+        longest = self._longest(phase)
+        return longest.what if longest else "not timed"
+
+    def kind(self, phase: str) -> str:
+        """Of what that is; nothing where nothing was timed."""
+        longest = self._longest(phase)
+        return longest.kind if longest else ""
+
+    def _longest(self, phase: str) -> Bound | None:
         known = [bound for bound in self.bounds if bound.phase == phase and bound.seconds is not None]
-        return max(known, key=lambda bound: bound.seconds or 0.0).what if known else "not timed"
+        return max(known, key=lambda bound: bound.seconds or 0.0, default=None)
+
+
+def correction_key(engine: str, phase: str, kind: str) -> str:
+    """What a ratio of measured to predicted seconds holds for."""
+    return f"{engine}.{phase}.{kind}"
 
 
 def forecast(
@@ -84,6 +99,7 @@ def forecast(
             phase,
             None if speed is None else tokens // world * flops / speed,
             f"computing {format_count(tokens)} tokens",
+            "compute",
         )
         for phase, flops in computed.items()
     ]
@@ -95,12 +111,12 @@ def forecast(
     backward = seconds["backward"]
     if engine == "deepspeed" and machine.gpu is None and backward is not None:
         seconds["backward"] = backward + _STOCK_BACKWARD * shape.trainable
-    for phase, ratio in machine.rates.corrections.items():
-        of, _, name = phase.partition(".")
-        known = seconds.get(name)
-        if of == engine and known is not None:
-            seconds[name] = known * ratio
-    return Forecast({"data": 0.0, **seconds}, tuple(bounds))
+    found = Forecast({"data": 0.0, **seconds}, tuple(bounds))
+    for phase, known in seconds.items():
+        ratio = machine.rates.corrections.get(correction_key(engine, phase, found.kind(phase)))
+        if known is not None and ratio is not None:
+            found.seconds[phase] = known * ratio
+    return found
 
 
 def _longest(bounds: Sequence[Bound]) -> float | None:
@@ -132,10 +148,10 @@ def _update_bound(
     count = shape.trainable
     what = f"AdamW on {format_count(count)} parameters"
     if machine.gpu is not None and (optimizer == "gpu" or engine == "plain"):
-        return Bound("update", 0.0, "AdamW on the GPU")
+        return Bound("update", 0.0, "AdamW on the GPU", "adamw")
     rate = _update_rate(config, machine)
     if rate is None:
-        return Bound("update", None, what)
+        return Bound("update", None, what, "adamw")
     if engine == "plain":
         rate *= _PLAIN_UPDATE
     elif engine == "deepspeed":
@@ -143,7 +159,7 @@ def _update_bound(
         rate = stock.value if stock else rate * _STOCK_UPDATE
     else:
         rate *= 28 / (26 + gradient_bytes(config))  # the kernel was timed with 16-bit gradients
-    return Bound("update", count / rate + _UPDATE_START, what)
+    return Bound("update", count / rate + _UPDATE_START, what, "adamw")
 
 
 def _update_rate(config: TrainConfig, machine: MachineProfile) -> float | None:
@@ -176,7 +192,7 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
             seconds = None if alone is None else stretch * alone
             ways = ((read, "read"), (written, "written"))
             what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
-        bounds.append(Bound(phase, seconds, what))
+        bounds.append(Bound(phase, seconds, what, "device" if disk == "device" else "drive"))
     return bounds
 
 

@@ -529,6 +529,32 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
     assert first[1] < last[1]
 
 
+def test_a_row_has_something_to_say(tmp_path):
+    """No GPU, no row of one; a phase that nobody foresaw was not predicted to take 0 s."""
+    plan = {"tiers": {"gpu": {"need": 0, "have": 0}}, "seconds": {"forward": 1.0, "save": 0.0}}
+    text = report(
+        tmp_path,
+        rows=[a_step(1)],
+        plan=plan,
+        measured={"tiers": {"gpu": 0}, "seconds": {"forward": 1.5, "save": 2.0}},
+    )
+    rows = Page(text).rows
+    assert ["save", "-", "-", "2 s", "-"] in rows
+    assert not [row for row in rows if row[0] == "gpu"]
+    assert "GPU memory" not in text
+    assert "0 B" not in text
+
+
+def test_a_narrow_page_is_not_wider_than_its_window(tmp_path):
+    """What is wider than a telephone is so for wide windows only."""
+    style = report(tmp_path).split("</style>")[0]
+    narrow = style[style.index("@media (max-width") :]
+    assert "svg { min-width: 0; }" in narrow
+    assert "white-space: normal" in narrow
+    assert style.index("min-width: 30rem") < style.index("@media (max-width")
+    assert style.index("white-space: nowrap") < style.index("@media (max-width")
+
+
 def test_the_bars_share_a_scale(tmp_path):
     page = Page(report(tmp_path))
     tags = iter(page.attributes)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 from test_plan import SHAPES, machine, wish
 
 from offload_trainer import cli
+from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
+from offload_trainer.export.card import model_card
+from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.choose import _slower, make_plan
 from offload_trainer.run_directory import Log
 from offload_trainer.settings import FLAGS, load_config
@@ -85,6 +90,54 @@ def test_what_files_hold_reaches_no_terminal_raw(capsys: pytest.CaptureFixture[s
     assert "\\x1b[2J" in said
     assert all(letter.isprintable() for letter in said.replace("\n", ""))
     assert shown("größer 日本\n") == "größer 日本\n"
+
+
+def test_a_card_shows_names_as_they_stand(tmp_path: Path) -> None:
+    config = {
+        "model": {"name": f"a|b<img src=x>`{STEERING}", "dtype": "bf16", "overrides": {}},
+        "optim": {
+            "lr": 1.0,
+            "betas": [0.9, 0.9],
+            "weight_decay": 0.0,
+            "clip": 1.0,
+            "schedule": "cosine",
+            "states": "fp32",
+        },
+        "data": {"path": ["[x](http://y)\n| Seed | 7 |"]},
+        "train": {"steps": 3, "seed": 0},
+    }
+    card = model_card(tmp_path, dtype="fp32", source="a run", run={"config": config, "random": True})
+    assert "a\\|b\\<img src=x\\>\\`" in card
+    assert "\\[x\\](http://y) \\| Seed \\| 7 \\|" in card
+    assert card.count("| Seed |") == 1
+    assert all(letter.isprintable() for letter in card.replace("\n", ""))
+
+
+def test_a_hub_tokenizer_that_is_not_to_be_had_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def nothing(name: str, **_: object) -> str:
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
+    with pytest.raises(UserError, match="neither a directory here nor to be had from the hub"):
+        load_tokenizer("someone/something")
+    assert asked == ["someone/something"]
+
+
+def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out by the plan, before the output is written."""
+    here = tmp_path / "offload-trainer"
+    here.touch()
+    with pytest.raises(UserError, match="is a link or a file of yours"):
+        probe_machine(drives=[str(tmp_path)], output=str(tmp_path / "out"))
+    here.unlink()
+    here.mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != here and real(path, mode))
+    with pytest.raises(UserError, match="offload-trainer: not writable for this user"):
+        probe_machine(drives=[str(tmp_path)], output=str(tmp_path / "out"))
 
 
 def test_names_that_are_no_utf8_are_refused() -> None:

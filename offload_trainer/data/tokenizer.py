@@ -29,7 +29,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise UserError(f"no such directory: {name}; set data.tokenizer to builtin, a directory or a hub id")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(directory) if is_directory else name, trust_remote_code=trust_remote_code
+            directory if is_directory else _downloaded(name), trust_remote_code=trust_remote_code
         )
     except Exception as error:  # tokenizer files fail in many ways, and all of them are the user's to mend
         raise UserError(_why_not(name, is_directory=is_directory, error=error)) from error
@@ -37,6 +37,13 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if vocabulary_size(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(_why_not(name, is_directory=is_directory, error=None))
     return tokenizer
+
+
+def _downloaded(name: str) -> str:
+    """The hub's files of that name, in one request: where there is no network, transformers tries file after file."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.py"])
 
 
 def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:

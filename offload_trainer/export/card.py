@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import with_config
 from offload_trainer.checkpoint import read_state
 from offload_trainer.readback import LENIENT, Flag, Number, Steps, read_back
 from offload_trainer.telemetry.report import read_evaluations, read_metrics
-from offload_trainer.units import format_count, format_seconds
+from offload_trainer.units import format_count, format_seconds, shown
 
 _HEAD = """\
 ---
@@ -146,8 +147,8 @@ def model_card(
     packages = run.get("environment", {}).get("packages", {})
     if packages:
         told.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
-    lines = [f"| {name} | {value} |" for name, value in told if value is not None]
-    return f"{_HEAD}\n# {_title(config)}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
+    lines = [f"| {name} | {_plain(value)} |" for name, value in told if value is not None]
+    return f"{_HEAD}\n# {_plain(_title(config))}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
 
 
 def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
@@ -166,6 +167,11 @@ def final_card(record: Path, *, dtype: str) -> str:
     step = read_back(record, _Final, fix=fix).step
     run = read_back(record, dict[str, Any], fix=fix)["run"]
     return model_card(record.parent, dtype=dtype, source=f"the run after step {step}", run=run, step=step)
+
+
+def _plain(text: object) -> str:
+    """Names of others' files and keys in a table of Markdown, as they stand: no markup, no HTML, no line of their own."""
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(shown(text).split()))
 
 
 def _title(config: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import psutil
 
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.tiers.lease import root_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs", "beegfs")
 
@@ -113,6 +114,9 @@ def _drive(directory: str) -> DriveFacts:
         raise UserError(f"--nvme {directory}: no such directory; create it on the drive first")
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"--nvme {directory}: not writable for this user")
+    root = root_of(path)
+    if root.exists() and not os.access(root, os.W_OK | os.X_OK):
+        raise UserError(f"{root}: not writable for this user, and page files go there; chmod u+rwx it, or move it away")
     return _facts(path.resolve(), path.resolve())
 
 

@@ -120,7 +120,8 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> str
         if utilisation:
             facts["MFU (median)"] = f"{100 * median(utilisation):.1f} %"
         facts["host memory, peak"] = format_bytes(last.host_rss_bytes)
-        facts["GPU memory, peak"] = format_bytes(last.device_peak_bytes)
+        if last.device_peak_bytes:
+            facts["GPU memory, peak"] = format_bytes(last.device_peak_bytes)
         skipped = sum(row.skipped for row in rows)
         if skipped:
             facts["steps skipped"] = str(skipped)
@@ -216,7 +217,8 @@ def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     if phases and all(guessed.get(phase) is not None and phase in taken for phase in phases):  # else no fair ratio
         total = sum(guessed.values()), sum(taken.values())
         lines.append(_compared("all phases", *total, None, format_seconds))
-    return _table(("", "there is", "predicted", "measured", "measured / predicted"), lines)
+    told = [line for line in lines if any(cell != "-" for cell in line[2:])]
+    return _table(("", "there is", "predicted", "measured", "measured / predicted"), told)
 
 
 def _compared(
@@ -226,7 +228,7 @@ def _compared(
     available: float | None,
     text: Callable[[float], str],
 ) -> tuple[str, ...]:
-    shown = ["-" if number is None else text(number) for number in (available, predicted, measured)]
+    shown = [text(number) if number else "-" for number in (available, predicted, measured)]  # of 0 there is nothing
     return name, *shown, f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
 
 

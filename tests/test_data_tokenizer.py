@@ -93,6 +93,6 @@ def test_an_unreachable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("We couldn't connect to the hub\nand more")
 
-    monkeypatch.setattr("offload_trainer.data.tokenizer.AutoTokenizer.from_pretrained", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(UserError, match=r"someone/model is neither.*couldn't connect to the hub\).*network"):
         load_tokenizer("someone/model")

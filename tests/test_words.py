@@ -103,12 +103,12 @@ def test_a_card_shows_names_as_they_stand(tmp_path: Path) -> None:
             "schedule": "cosine",
             "states": "fp32",
         },
-        "data": {"path": ["[x](http://y)\n| Seed | 7 |"]},
+        "data": {"path": ["[x](y)\n| Seed | 7 |"]},
         "train": {"steps": 3, "seed": 0},
     }
     card = model_card(tmp_path, dtype="fp32", source="a run", run={"config": config, "random": True})
     assert "a\\|b\\<img src=x\\>\\`" in card
-    assert "\\[x\\](http://y) \\| Seed \\| 7 \\|" in card
+    assert "\\[x\\](y) \\| Seed \\| 7 \\|" in card
     assert card.count("| Seed |") == 1
     assert all(letter.isprintable() for letter in card.replace("\n", ""))
 

@@ -170,7 +170,7 @@ def final_card(record: Path, *, dtype: str) -> str:
 
 
 def _plain(text: object) -> str:
-    """Names of others' files and keys in a table of Markdown, as they stand: no markup, no HTML, no line of their own."""
+    """Names of others' files in a table of Markdown, as they stand: no markup, no HTML, no line of their own."""
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(shown(text).split()))
 
 

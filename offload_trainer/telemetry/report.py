@@ -183,7 +183,7 @@ def _phase_bars(predicted: Mapping[str, float | None], measured: Mapping[str, fl
         return "<p>No step was timed.</p>"
     names = list(dict.fromkeys([*PHASES, *predicted, *measured]))
     colours = {name: f"--c{min(index, 4)}" for index, name in enumerate(names)}
-    width, left, right, thick = 800, 80, 80, 26
+    width, left, right, thick = 800, 96, 80, 26
     parts = []
     for row, (label, seconds) in enumerate(bars.items()):
         top, x = row * (thick + 10), float(left)

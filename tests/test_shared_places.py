@@ -230,6 +230,20 @@ def test_nothing_is_called_removed_that_stayed(tmp_path: Path, monkeypatch: pyte
     lease.close()
 
 
+@pytest.mark.parametrize("thing", ["a lock that is held", "a pipe"])
+def test_nothing_beside_the_leases_holds_a_start_up(thing: str, tmp_path: Path) -> None:
+    """There is no lock around all of them that somebody else could hold."""
+    root_of(tmp_path).mkdir()
+    place = root_of(tmp_path) / ".lock"
+    if thing == "a pipe":
+        os.mkfifo(place)
+    else:
+        flock(os.open(place, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+    left = dead_lease(root_of(tmp_path))
+    with DriveLease(tmp_path) as lease:
+        assert lease.removed == [left]
+
+
 @ROOT
 def test_both_names_are_taken(tmp_path: Path) -> None:
     for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):

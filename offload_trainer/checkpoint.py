@@ -34,7 +34,7 @@ from pydantic import with_config
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.engine.ranks import on_rank_zero, wait_for_all
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
 from offload_trainer.readback import LENIENT, Count, Steps, is_there, open_file, read_back, shown
@@ -183,7 +183,9 @@ class Checkpoints:
             free = shutil.disk_usage(self._root).free
             need = self._need + bytes_below(self.record.model) + _SMALL_FILES
         except OSError as error:
-            raise TrainerError(f"{self._root} cannot be written: {error.strerror}; nothing was saved") from error
+            raise TrainerError(
+                f"{self._root} cannot be written: {reason(error, self._root)}; nothing was saved"
+            ) from error
         if free < need:
             raise TrainerError(
                 f"{self._root}: a checkpoint takes {format_bytes(need)} and {format_bytes(free)} are free; "
@@ -207,7 +209,7 @@ class Checkpoints:
                 put_in_place(new, final)
         except OSError as error:
             raise TrainerError(
-                f"{final} could not be written: {error.strerror or error}; older checkpoints are untouched. Free "
+                f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
                 "space there, and the same command goes on from the newest of them"
             ) from error
         seconds = time.perf_counter() - start

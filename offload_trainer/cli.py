@@ -15,7 +15,7 @@ from typing import Any
 
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import TrainerError, UserError, exit_code, explain
+from offload_trainer.errors import TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.machine.profile import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
@@ -177,7 +177,10 @@ def _tune(words: list[str]) -> None:
     trials = tune(words, groups_for(plan, machine), phase=steered_phase(plan), steps=steps, say=_say)
     path.write_text(dump_config(load_config([*words, *trials[0].words.split()])), encoding="utf-8")
     planned = next(trial for trial in trials if not trial.words)
-    keep_ratios(machine, ratios(plan, planned))
+    try:
+        keep_ratios(machine, ratios(plan, planned))
+    except OSError as error:  # the file is written
+        _say(f"note: measured / predicted seconds could not be kept for later plans: {reason(error)}")
     if as_json:
         print(json.dumps([trial.to_json() for trial in trials], indent=1))
         return

@@ -72,7 +72,7 @@ def reason(error: OSError, directory: str | os.PathLike[str] | None = None) -> s
 
     `directory`: on that filesystem, if the error names no file.
     """
-    place = directory or (os.path.dirname(error.filename) if isinstance(error.filename, str) else None)
+    place = directory or (os.path.dirname(error.filename) if isinstance(error.filename, str | os.PathLike) else None)
     if error.errno == errno.ENOSPC and place is not None:
         try:
             room = os.statvfs(place)

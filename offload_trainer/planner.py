@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import UserError
+from offload_trainer.errors import UserError, reason
 from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.model.presets import preset_shape
@@ -139,5 +139,8 @@ def bench_here(
         budget=budget,
         say=say,
     )
-    keep_rates(timed)
+    try:
+        keep_rates(timed)
+    except OSError as error:  # it could be written when the bench began; what was measured is shown all the same
+        say(f"note: these rates could not be kept for later plans: {reason(error)}")
     return timed

@@ -180,7 +180,11 @@ def _noted_as_alive(lock: int, log: Log) -> Iterator[None]:
     if os.fstat(lock).st_size:
         log.say("note: the last run here ended without a word: killed, out of memory, or the power went")
         os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        error.filename = os.readlink(f"/proc/self/fd/{lock}")
+        raise
     try:
         yield
     finally:

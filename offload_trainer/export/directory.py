@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.sources import NamedTensor, Source, finite_weights
 from offload_trainer.model.conversions import Group, read_model_config, saved_groups
 from offload_trainer.model.pretrained import ShardIndex
@@ -74,7 +74,8 @@ def write_model(
             put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
-            f"{destination}: {error.strerror or error}; nothing is left there. The export takes {format_bytes(total)}"
+            f"{destination}: {reason(error, destination.parent)}; nothing is left there. The export takes "
+            f"{format_bytes(total)}"
         ) from error
     return Written(total, compared)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import EXPORT, check_destination
 from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config, add_tokenizer
 from offload_trainer.model.conversions import read_model_config
@@ -120,8 +120,8 @@ def write_gguf(
             put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
-            f"{destination}: {error.strerror or error} after {format_bytes(written)} of {format_bytes(total)}; "
-            "free space on that disk and run again"
+            f"{destination}: {reason(error, destination.parent)} after {format_bytes(written)} of "
+            f"{format_bytes(total)}; free space on that disk and run again"
         ) from error
 
 

@@ -123,6 +123,8 @@ def _drive(directory: str) -> DriveFacts:
 def _output(directory: str) -> DriveFacts:
     path = Path(directory).expanduser().absolute()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise UserError(f"--output {directory}: the filesystem of {there} is mounted read-only; name another directory")
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"--output {directory}: {there} is not a directory that this user may write to")
     return _facts(path, there)

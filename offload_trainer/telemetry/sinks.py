@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import with_config
 from tqdm import tqdm
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.readback import LENIENT, Steps, parsed
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 from offload_trainer.tiers.durable import write_bytes
@@ -42,7 +42,7 @@ class JsonLines:
         try:
             written = os.write(self._fd, data)
         except OSError as error:
-            raise TrainerError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise TrainerError(f"{self.path} cannot be written: {reason(error, self.path.parent)}") from error
         if written != len(data):
             raise TrainerError(f"{self.path}: {written} of {len(data)} bytes written; is the drive full?")
 

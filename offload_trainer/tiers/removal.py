@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload_trainer import errors
 from offload_trainer.errors import TrainerError
 from offload_trainer.tiers.durable import REPLACED, sync_directory
 from offload_trainer.tiers.locks import NoLocks, open_lock, take
@@ -107,7 +108,11 @@ def replacing(final: Path, *, what: str, say: Callable[[str], None] = lambda lin
     """
     clear(final, what=what)
     with Workplace(workplace_of(final), what=what, say=say):
-        yield name_in_workplace(final)
+        try:
+            yield name_in_workplace(final)
+        except OSError as error:
+            error.strerror = errors.reason(error, final.parent)  # what fills the filesystem goes with the workplace
+            raise
 
 
 def name_in_workplace(final: Path) -> Path:

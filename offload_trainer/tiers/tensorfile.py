@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 from safetensors import SafetensorError, safe_open
 
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import TrainerError, UserError, reason
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -86,7 +86,7 @@ class TensorFileWriter:
         try:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:
-            raise TrainerError(f"{path}: cannot be written: {error.strerror}") from error
+            raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
         self._put(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -122,7 +122,8 @@ class TensorFileWriter:
         except OSError as error:
             self._file.close()
             raise TrainerError(
-                f"{self.path}: {error.strerror} after {self._written} bytes; free space on that disk and run again"
+                f"{self.path}: {reason(error, self.path.parent)} after {self._written} bytes; free space on that disk "
+                "and run again"
             ) from error
 
     def _pass(self) -> None:
@@ -139,7 +140,7 @@ class TensorFileWriter:
             os.fsync(self._file.fileno())
             self._file.close()
         except OSError as error:
-            raise TrainerError(f"{self.path}: {error.strerror} after {self._written} bytes") from error
+            raise TrainerError(f"{self.path}: {reason(error, self.path.parent)} after {self._written} bytes") from error
         return WrittenFile(self._written, self._crc)
 
 

@@ -1,0 +1,113 @@
+"""What is said of an end: in one line where it is no bug, with the file that it is about, and in log.txt as well."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from offload_trainer import planner
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.machine import bench, cache, probe
+from offload_trainer.run_directory import Log, _ends_told
+from offload_trainer.tiers.durable import write_text
+from offload_trainer.tiers.removal import replacing, workplace_of
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (TrainerError("a drive failed"), 1, "a drive failed"),
+        (UserError("no such key"), 2, "no such key"),
+        (Interrupted("stopped after step 3", signal_number=15), 143, "stopped after step 3"),
+        (Stopped(1), 129, "stopped by SIGHUP, with nothing to save"),
+        (Stopped(3, unsaved=True), 131, "a second signal, SIGQUIT, ended it at once, unsaved"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
+        (NO_SPACE, 1, "/disk/out/file: No space left on device. Free space or mend that disk"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/out/a"), 1, "/out/a: Read-only file system. Free space"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/out/a"), 1, "/out/a: Permission denied"),
+    ],
+)
+def test_ends_in_one_line(error: BaseException, code: int, told: str, tmp_path: Path) -> None:
+    """On the screen, and as the last line of log.txt."""
+    assert exit_code(error) == code
+    assert str(explain(error)).startswith(told)
+    assert logged(error, tmp_path).startswith(f"ended: {told}")
+
+
+def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
+    assert explain(ZeroDivisionError()) is None
+    assert explain(FileNotFoundError(errno.ENOENT, "no such file", "x")) is None
+    text = logged(ZeroDivisionError("by zero"), tmp_path)
+    assert "Traceback" in text
+    assert "ZeroDivisionError: by zero" in text
+
+
+def logged(error: BaseException, folder: Path) -> str:
+    """What log.txt holds once a run has ended with this, without the times."""
+    with open(folder / "log.txt", "wb", buffering=0) as file:
+        log = Log(loud=True, file=file)
+        with pytest.raises(type(error)), _ends_told(log):
+            raise error
+    return "\n".join(line[20:] for line in (folder / "log.txt").read_text().splitlines())
+
+
+def test_no_inodes_is_not_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=64, f_favail=0))
+    assert reason(NO_SPACE) == "No inodes left: the filesystem holds 64 files and takes no more, whatever their size"
+    bare = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "inodes" in reason(bare, "/disk")
+    assert reason(bare) == "No space left on device"
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=64, f_favail=1))
+    assert reason(NO_SPACE) == "No space left on device"
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=0, f_favail=0))  # btrfs counts none
+    assert reason(NO_SPACE) == "No space left on device"
+
+
+def test_a_filesystem_is_looked_at_before_what_fills_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that takes the last inode gives it back before its error is told."""
+    final = tmp_path / "step-00000002"
+
+    def room(_: object) -> SimpleNamespace:
+        return SimpleNamespace(f_files=64, f_favail=0 if workplace_of(final).exists() else 20)
+
+    monkeypatch.setattr(os, "statvfs", room)
+    with pytest.raises(OSError, match="No inodes left"), replacing(final, what="a checkpoint"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(final))
+
+
+def test_a_read_only_filesystem_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(UserError, match="is mounted read-only; name another directory"):
+        probe.probe_machine(drives=(), output="out")
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the start of a run on a full disk: the system's error has no name."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_text(tmp_path / "config.yaml", "a")
+    assert str(explain(caught.value)).startswith(f"{tmp_path / 'config.yaml'}: No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache's disk may fill up while it measures."""
+    monkeypatch.setattr(cache, "refuse_unwritable", lambda: None)
+    monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
+    monkeypatch.setattr(cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
+    said: list[str] = []
+    assert planner.bench_here(TrainConfig(), threads=1, drive_bytes=None, say=said.append) == "measured"
+    assert said[-1] == "note: these rates could not be kept for later plans: No space left on device"

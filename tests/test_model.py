@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GPT2PreTrainedModel,
     GraniteConfig,
     LlamaConfig,
     MixtralConfig,
@@ -67,6 +68,20 @@ def test_random_weights_are_transformers_own_bit_for_bit(name: str) -> None:
     assert given.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(given[key], value), key
+
+
+def test_norms_that_are_left_to_their_constructors_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = GPT2PreTrainedModel._init_weights
+
+    def without_norms(model: GPT2PreTrainedModel, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.nn.LayerNorm):
+            whole(model, module)
+
+    monkeypatch.setattr(GPT2PreTrainedModel, "_init_weights", without_norms)
+    expected = dict(reference(ARCHITECTURES["gpt2"]).named_parameters())
+    given = dict(initial_weights(ARCHITECTURES["gpt2"], seed=5))
+    assert given.keys() == expected.keys()
+    assert all(torch.equal(given[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -28,6 +28,7 @@ from transformers.initialization import guard_torch_init_functions
 from offload_trainer.errors import TrainerError
 
 NamedTensor = tuple[str, torch.Tensor]
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class _NoteRandomOperations(TorchDispatchMode):
@@ -177,13 +178,18 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
 
 
 def _give_memory(module: nn.Module, *, prefix: str) -> dict[str, torch.Tensor]:
-    """Memory for a module's own parameters and buffers. NaN marks what nobody has set."""
+    """Memory for a module's own parameters and buffers. NaN marks what nobody has set.
+
+    torch's norms begin with what their constructors give them, ones and zeros, which some models leave as it is.
+    """
     given: dict[str, torch.Tensor] = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
             filled = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
             module._parameters[name] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
             given[prefix + name] = filled
+    if isinstance(module, _NORMS):
+        module.reset_parameters()
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = torch.empty_like(buffer, device="cpu")

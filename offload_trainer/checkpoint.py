@@ -365,6 +365,8 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
 def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
     """UserError where the manifest alone shows that a run of these cannot go on from it; no other file is read."""
     manifest = read_back(checkpoint / MANIFEST, Manifest, fix=_fix(checkpoint))
+    if manifest.format != FORMAT:
+        raise UserError(f"{checkpoint}: written in format {manifest.format}, this version reads {FORMAT}")
     refuse_other_run(checkpoint, manifest.identity, identity)
     refuse_other_run(checkpoint, manifest.layout, layout)
 

@@ -115,3 +115,7 @@ def test_a_plan_says_that_the_checkpoint_is_anothers(tmp_path: Path, capsys: pyt
     code, errors = plan("--output", str(output), capsys=capsys)
     assert code == 2  # of the weights, none is there
     assert "transformer.wte.weight: it has none" in errors
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"format": 1}))
+    code, errors = plan("--output", str(output), capsys=capsys)
+    assert code == 2
+    assert "written in format 1, this version reads 2" in errors

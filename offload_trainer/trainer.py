@@ -83,9 +83,10 @@ def train(job: Job, asked: Asked, *, resume: Path | None = None) -> TrainState:
                 _evaluate(job, state.step)
             if job.sample and _due(state.step, config.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
-            asked.stop, wished = _agree(job, asked)
-            _save_if_due(job, state, stopping=bool(asked.stop), wished=wished)
-            if asked.stop:
+            stop, wished = _agree(job, asked)
+            _save_if_due(job, state, stopping=bool(stop), wished=wished)
+            if stop:
+                asked.stop = stop  # another rank's, perhaps; one that came since they agreed is for the next step
                 break
     return state
 

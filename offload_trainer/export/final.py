@@ -43,13 +43,15 @@ def write_final(
         told=told,
         card=lambda dtype: model_card(output, dtype=dtype, source=told, run=record.run, step=step),
     )
-    kept = {"step": step, "identity": dict(record.identity), "run": dict(record.run)}
+    place = output / "export"
+    replaces = place.stat().st_ino if place.exists() else None
+    kept = {"step": step, "identity": dict(record.identity), "run": dict(record.run), "replaces": replaces}
     try:
         write_text(output / FINAL_RECORD, json.dumps(kept, indent=1))
-        write_model(live.with_buffers(), output / "export", dtype="fp32", replace=True)
+        write_model(live.with_buffers(), place, dtype="fp32", replace=True)
     except UserError as error:  # too late for a refusal
         raise TrainerError(str(error)) from error
-    return output / "export"
+    return place
 
 
 def _given_once(name: str) -> torch.Tensor:

@@ -25,7 +25,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, final_card, model_card
 from offload_trainer.model.source import BUFFERS, resolve_model
-from offload_trainer.readback import LENIENT, Steps, is_there, read_back, shown
+from offload_trainer.readback import LENIENT, Count, Steps, is_there, read_back, shown
 from offload_trainer.tiers.account import DESCRIPTION, read_store
 from offload_trainer.tiers.finite import unusable
 from offload_trainer.tiers.lease import is_alive, kept
@@ -91,13 +91,18 @@ class FinalExport:
     step: Steps
     identity: dict[str, Any]
     run: _Run
+    replaces: Count | None = None  # the inode of the directory that was there when this was written
 
 
 def final_export(run: Path) -> FinalExport | None:
-    """What a run says of the weights that it left in its own directory, or None where it left none."""
+    """What a run says of the weights that it left in its own directory, or None where it left none.
+
+    None as well where a run was killed while it wrote them, and what is there is still an earlier run's.
+    """
     if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
         return None
-    return read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
+    told = read_back(run / FINAL_RECORD, FinalExport, fix=f"Move it and {run / 'export'} away")
+    return None if told.replaces == (run / "export").stat().st_ino else told
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""The loop itself: what it is asked while it is busy."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload_trainer import trainer
+from offload_trainer.engine.ranks import gather
+from offload_trainer.signals import Asked
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They agree after each step; one that has said what it was asked may be asked something just then."""
+    asked, agreed, saved = Asked(), [], []
+
+    def slowly(said: Any) -> Any:
+        answers = gather(said)
+        agreed.append(said)
+        if len(agreed) == at:
+            asked.stop = signal.SIGTERM  # as the handler does
+        return answers
+
+    monkeypatch.setattr(trainer, "gather", slowly)
+    monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
+    monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
+    monkeypatch.setattr(trainer, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
+    job = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(steps=9, micro_batch=1, eval_every=0, sample_every=0)),
+        train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
+        engine=SimpleNamespace(rank=0, world=1),
+        checkpoints=nullcontext(),
+        telemetry=None,
+        sample=None,
+    )
+    state = trainer.train(job, asked)  # type: ignore[arg-type]
+    assert state.step == at + 1
+    assert saved[-1] == (at + 1, True)
+    assert asked.stop == signal.SIGTERM

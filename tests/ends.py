@@ -141,7 +141,7 @@ def arm(moment: Moment) -> None:
     from offload_trainer.engine.tiered import TieredEngine
     from offload_trainer.engine.tiered_state import TieredSnapshot
     from offload_trainer.export import final
-    from offload_trainer.tiers import kernels
+    from offload_trainer.tiers import kernel_cache
 
     train = trainer.train
 
@@ -156,7 +156,7 @@ def arm(moment: Moment) -> None:
         case "plan":
             patch(planner, "settle_and_plan", moment)
         case "first build":
-            patch(kernels.subprocess, "run", moment)
+            patch(kernel_cache.subprocess, "run", moment)
         case "training":
             patch(TieredEngine, "train_step", moment, nth=3)
         case "save":

@@ -56,7 +56,7 @@ def child(words: list[str]) -> None:
     config = load_config(["plain" if word == "native" else word for word in words])
     prepare_process(config)
     cli._quiet()
-    from offload_trainer import run  # torch comes with it, and the threads are set before
+    from offload_trainer import run, run_build  # torch comes with it, and the threads are set before
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.trainer import timed_steps
 
@@ -69,11 +69,12 @@ def child(words: list[str]) -> None:
         for _ in sys.stdin:
             print(json.dumps(next(steps)), file=answers)
 
-    run._build_engine = native_engine if "native" in words else run._build_engine
+    if "native" in words:
+        run_build.build_engine = native_engine
     run.train_run(config, instead=serve)
 
 
-def native_engine(config: Any, plan: Any, source: Any, **_: Any) -> Any:
+def native_engine(setup: Any, **_: Any) -> Any:
     """The part of every engine that is plain torch: forward and backward, the gradients thrown away."""
     import torch
 
@@ -82,12 +83,12 @@ def native_engine(config: Any, plan: Any, source: Any, **_: Any) -> Any:
     from offload_trainer.model.pretrained import as_parameter
     from offload_trainer.model.source import DTYPES
 
-    dtype = DTYPES[config.model.dtype]
+    dtype = DTYPES[setup.config.model.dtype]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         use_fp32_products(dtype)
-    module = source.build(dtype=dtype)
-    for name, value in source.weights():
+    module = setup.source.build(dtype=dtype)
+    for name, value in setup.source.weights():
         module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
     module.to(device).train()
 

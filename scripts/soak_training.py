@@ -110,8 +110,6 @@ class Training:
             f"tiered.io_threads={dice.choice((1, 4))}",
         ]
         inside += dice.choice(([], ["tiered.checksums=true"], ["optim.kernel=torch"], ["tiered.page_buffers=2"]))
-        if trial.final and "optim.kernel=torch" in inside:  # another optimizer's key would be another run
-            inside.remove("optim.kernel=torch")
         if len(drives) == 2:
             inside += dice.choice(([], ["tiered.drive_speeds=[1,3]"]))
         if dice.random() < 0.2:

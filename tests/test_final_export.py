@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from offload_trainer.errors import UserError
 from offload_trainer.export import final
-from offload_trainer.export.final import write_final
+from offload_trainer.export.final import done_before, write_final
 from offload_trainer.export.sources import final_export
+from offload_trainer.settings import load_config
 
 
 def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
@@ -43,3 +45,19 @@ def test_a_kill_while_they_are_written_leaves_an_earlier_run_s_as_they_are(
     found = final_export(tmp_path)
     assert found is not None
     assert found.step == 20
+
+
+def test_a_finished_run_is_the_same_by_what_its_weights_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(*words: str) -> Any:
+        return SimpleNamespace(identity={}, run={"config": load_config(list(words)).model_dump(mode="json")})
+
+    monkeypatch.setattr(final, "write_model", lambda source, destination, **_: destination.mkdir())
+    write_final(iter(()), [], tmp_path, record=record("--steps", "10"), step=10)
+    same = record("--steps", "10", "optim.kernel=torch", "train.eval_every=3", "--ram-fraction", "0.5", "--nvme", "/")
+    told = done_before(tmp_path, same, begins_at=0, anew=False, exports=True)
+    assert told is not None
+    assert told.startswith("done before: 10 steps")
+    with pytest.raises(UserError, match=r"which differs in optim\.lr and left no checkpoint"):
+        done_before(tmp_path, record("--steps", "10", "--lr", "1"), begins_at=0, anew=False, exports=True)

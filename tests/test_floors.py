@@ -17,7 +17,8 @@ FLOORS = {
     "checkpoint": 4, "manifest": 1, "export": 4,
     "trainer": 5,
     "cli": 6, "usage": 6,
-    "run": 6, "run_data": 6, "run_directory": 6, "planner": 6, "doctor": 6, "tune": 6, "launch": 6,
+    "run": 6, "run_build": 6, "run_data": 6, "run_directory": 6, "run_report": 6,
+    "planner": 6, "doctor": 6, "tune": 6, "launch": 6,
     "__main__": 6,
 }  # fmt: skip
 # engine/ runs models on batches under a clock, and so knows these neighbours; nothing knows engine/ on its own floor.

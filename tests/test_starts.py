@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload_trainer import run, run_directory
 from offload_trainer.errors import UserError
+from offload_trainer.run_build import Setup
 from offload_trainer.run_directory import Log, held
 from offload_trainer.settings import load_config
 
@@ -41,10 +43,12 @@ def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path, monkeyp
     monkeypatch.setattr(run, "saves_state", lambda config, plan: None)
     monkeypatch.setattr(run, "refuse_shortfall", lambda config, plan: None)
     config = load_config(["--resume", "never", "--output", str(tmp_path)])
+    unused: Any = None  # the plan has passed
+    setup = Setup(config, unused, unused, unused, unused, tmp_path, unused, Log(loud=False))
 
     def hold() -> Path | None:
         with ExitStack() as stack:
-            return run._hold(stack, config, None, None, Log(loud=False), resume=None)[0]  # type: ignore[arg-type]
+            return run._hold(stack, setup, resume=None)[0]
 
     assert hold() is None
     (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)

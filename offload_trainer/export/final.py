@@ -24,6 +24,11 @@ from offload_trainer.plan.shape import Weight
 from offload_trainer.tiers.durable import write_text
 
 _SECTIONS = ("model", "data", "optim", "train")  # of the configuration: what the weights depend on
+# ... but for these
+_ASIDE = {
+    *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
+    *("train.sample_every", "train.sample_prompt", "train.sample_tokens"),
+}
 
 
 def write_final(
@@ -88,6 +93,7 @@ def _differences(found: FinalExport, record: RunRecord) -> list[str]:
     """The keys in which an earlier run was another."""
     then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
     keys = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
+    keys = [key for key in keys if key not in _ASIDE]
     return keys + _unequal(found.identity, json.loads(json.dumps(dict(record.identity))))
 
 

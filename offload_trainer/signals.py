@@ -12,6 +12,7 @@ never counts as a second. Where it was ignored from the start (nohup) it stays i
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 from offload_trainer.errors import Stopped
 
 _STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+_AGAIN = 0.05  # seconds
 _Handler = Callable[[int, object], None] | signal.Handlers
 
 
@@ -39,9 +41,9 @@ def stop_at_once() -> Iterator[None]:
 
     def stop(number: int, _frame: object) -> None:
         _restore_defaults()
-        raise Stopped(number)
+        _raise_until_heard(number)
 
-    with _handled(dict.fromkeys(_STOPPING, stop)):
+    with _handled(dict.fromkeys(_STOPPING, stop)), _quiet_where_lost():
         yield
 
 
@@ -64,7 +66,7 @@ def waiting(*, say: Callable[[str], None] | None) -> Iterator[Asked]:
         hangup = number == signal.SIGHUP
         if asked.insisted and not hangup:
             _restore_defaults()
-            raise Stopped(number, unsaved=True)
+            _raise_until_heard(number, unsaved=True)
         first = not asked.stop
         asked.stop = asked.stop or number
         asked.insisted = asked.insisted or not hangup
@@ -74,8 +76,41 @@ def waiting(*, say: Callable[[str], None] | None) -> Iterator[Asked]:
     def save(_number: int, _frame: object) -> None:
         asked.save = True
 
-    with _handled(dict.fromkeys(_STOPPING, stop) | {signal.SIGUSR1: save}):
+    with _handled(dict.fromkeys(_STOPPING, stop) | {signal.SIGUSR1: save}), _quiet_where_lost():
         yield asked
+
+
+def _raise_until_heard(number: int, *, unsaved: bool = False) -> None:
+    """Raise Stopped, and again unless it is on its way out: in a destructor or a library's callback it is lost."""
+
+    def again(_number: int, _frame: object) -> None:
+        under_way = sys.exception()
+        while under_way is not None and not isinstance(under_way, Stopped):
+            under_way = under_way.__context__
+        if under_way is None:
+            raise Stopped(number, unsaved=unsaved)
+
+    signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
+    raise Stopped(number, unsaved=unsaved)
+
+
+@contextmanager
+def _quiet_where_lost() -> Iterator[None]:
+    """Inside, nothing is printed of a Stopped that got lost, since it is raised again; after it, none is."""
+    told, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+
+    def tell(lost: Any) -> None:
+        if not isinstance(lost.exc_value, Stopped):
+            told(lost)
+
+    sys.unraisablehook = tell
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        sys.unraisablehook = told
 
 
 def _restore_defaults() -> None:

@@ -6,7 +6,9 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from children import GONE, in_a_fork, lose_streams
@@ -128,3 +130,55 @@ def test_a_wish_for_a_checkpoint() -> None:
             send(signal.SIGUSR1)
             assert (asked.save, asked.stop) == (True, 0)
         send(signal.SIGUSR1)
+
+
+class _Swallows:
+    """As a library's callback does it with whatever is raised in it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        send(self.number)
+
+
+def swallow_and_wait(number: int) -> None:
+    """Returns if no signal is heard."""
+    deadline = time.monotonic() + 10
+    _Swallows(number)
+    while time.monotonic() < deadline:
+        pass
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_stop_that_a_library_swallows_is_raised_again(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Stopped), stop_at_once():
+        swallow_and_wait(number)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_one_that_a_library_swallows_is_raised_again() -> None:
+    def work() -> None:
+        send(signal.SIGINT)
+        swallow_and_wait(signal.SIGINT)
+
+    with pytest.raises(Stopped, match="unsaved"), waiting(say=None):
+        work()
+
+
+def test_what_is_tidied_up_on_the_way_out_is_left_in_peace() -> None:
+    """The alarm comes often meanwhile; a Stopped there would leave what is open half closed."""
+    closed = []
+
+    def work() -> None:
+        with ExitStack() as stack:
+            stack.callback(lambda: closed.append(True))
+            stack.callback(time.sleep, 0.3)
+            send(signal.SIGTERM)
+
+    with pytest.raises(Stopped), stop_at_once():
+        work()
+    assert closed == [True]

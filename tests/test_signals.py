@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 from children import GONE, in_a_fork, lose_streams
@@ -174,10 +173,11 @@ def test_what_is_tidied_up_on_the_way_out_is_left_in_peace() -> None:
     closed = []
 
     def work() -> None:
-        with ExitStack() as stack:
-            stack.callback(lambda: closed.append(True))
-            stack.callback(time.sleep, 0.3)
+        try:
             send(signal.SIGTERM)
+        finally:
+            time.sleep(0.3)
+            closed.append(True)
 
     with pytest.raises(Stopped), stop_at_once():
         work()

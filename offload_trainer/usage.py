@@ -62,7 +62,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         (
             ("--dtype NAME", "fp16, bf16 or fp32; for a .gguf file fp16, fp32 or q8_0; fp16 otherwise"),
             ("--max-shard-size SIZE", "largest file of a directory, such as 500MB; 5GB otherwise"),
-            ("--check", "read a directory back and compare every tensor"),
+            ("--check", "read every header of a directory back, and compare a sample of the tensors"),
             (
                 "--mixed",
                 "take a run's page files although it died within an update: some weights are a step further than "

@@ -81,7 +81,10 @@ class Training:
         for flight in flights:
             self.check_end(flight)
         if all(flight.command.code == 0 for flight in flights):
-            self.world.check_drives([drive for flight in flights for drive in flight.drives], trials)
+            trained = [
+                flight for flight in flights if "done before" not in flight.command.text
+            ]  # else nothing is leased
+            self.world.check_drives([drive for flight in trained for drive in flight.drives], trials)
 
     def start(self, trial: Trial, fate: str) -> Flight:
         placement, drives = self.placement(trial)

@@ -21,8 +21,8 @@ def test_a_look_at_a_free_directory_keeps_no_run_out_of_it(tmp_path: Path, monke
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         monkeypatch.setattr(run_directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
-        with held(tmp_path, Log(loud=False)):
-            pass
+        with held(tmp_path, Log(loud=False)), pytest.raises(BlockingIOError):
+            fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,10 @@ def constructed() -> Iterator[tuple[str, torch.Tensor]]:
     yield "N(0, 1) x 1e-6 to 1 along the block", normal * slope
     seen = torch.rand(normal.shape, generator=random) < 0.03
     yield "the same, each element in 3 % of the steps", normal * slope * seen
-    shrinking = 0.01 * normal * torch.logspace(2, -4, steps)[:, None]
-    shrinking[:, one] = sizes
-    yield "N(0, 1) that falls to a millionth, one of 256 constant", shrinking
+    for long in (200, 400, 1000):
+        shrinking = 0.01 * torch.randn(long, 256 * blocks, generator=random) * torch.logspace(2, -4, long)[:, None]
+        shrinking[:, one] = sizes
+        yield f"N(0, 1) that falls to a millionth in {long} steps, one of 256 constant", shrinking
 
 
 def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[float, float]) -> float:
@@ -89,13 +90,14 @@ def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[flo
 def _store(form: str, first: torch.Tensor, second: torch.Tensor, step: int) -> None:
     """Leave in the moments what is left of them once they have been stored."""
     for values, signed in ((first, True), (second, False)):
+        noise = Noise(0, step).bits(str(signed), 0, 0)
         if form == "bf16":
             small = torch.empty(values.numel(), dtype=torch.bfloat16)
-            moments.encode_bf16(values, small, noise=Noise(0, step).bits(str(signed), 0, 0))
+            moments.encode_bf16(values, small, noise=noise)
             moments.decode_bf16(small, values)
         if form == "8bit":
             codes, scales = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(-(-values.numel() // 256))
-            moments.encode_8bit(values, codes, scales, signed=signed)
+            moments.encode_8bit(values, codes, scales, signed=signed, noise=None if signed else noise)
             moments.decode_8bit(codes, scales, values, signed=signed)
 
 
@@ -151,7 +153,7 @@ def _measure(job: Any, *, theirs: bool) -> dict[str, Any]:
 
 def main() -> int:
     out, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 60
-    lines = ["Largest update in units of the rate, gradients made for it, 200 steps:", ""]
+    lines = ["Largest update in units of the rate, gradients made for it, 200 steps where no number is given:", ""]
     lines += [" | ".join(["gradients", "betas", *FORMS]), " | ".join(["---"] * (2 + len(FORMS)))]
     for name, gradients in constructed():
         for betas in ((0.9, 0.95), (0.9, 0.999)):

@@ -286,7 +286,7 @@ class TieredEngine:
         return found
 
     def _noise(self) -> Noise | None:
-        if self._store.states != "bf16":
+        if self._store.states == "fp32":
             return None
         return Noise(seed=self._config.train.seed, step=max(self._steps.values()))
 

@@ -199,23 +199,50 @@ struct Bits {
     uint32_t keys[2];
 };
 
+}
+
+namespace {
+
+// 16 random bits for each of `count` elements from `at` on.
+void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict to) {
+    while (count) {  // up to where the upper half of the element's number changes
+        const uint64_t element = of.first + at;
+        const uint32_t low = uint32_t(element), key = of.keys[0];
+        const uint32_t second = of.keys[1] + uint32_t(element >> 32) * 0x9e3779b9u;
+        const int64_t here = std::min(count, (int64_t(1) << 32) - low);
+        for (int64_t i = 0; i < here; i++) {
+            uint32_t x = low + uint32_t(i) + key;
+            x = (x ^ x >> 16) * 0x7feb352du + second;
+            x = (x ^ x >> 15) * 0x846ca68bu;
+            to[i] = (x ^ x >> 16) & 0xffff;
+        }
+        at += here, count -= here, to += here;
+    }
+}
+
+// The greatest magnitude of a block, in bits: as integers they are in the order of the numbers, NaN above all.
+uint32_t greatest_magnitude(const float* values, int64_t count) {
+    uint32_t greatest = 0;
+    for (int64_t i = 0; i < count; i++) greatest = std::max(greatest, bits(values[i]) & MAGNITUDE);
+    return greatest;
+}
+
+}  // namespace
+
+extern "C" {
+
 void encode_bf16(const float* __restrict values, const Bits* bits_of, uint16_t* __restrict out, int64_t n,
                  int64_t* next) {
-    const uint32_t key = bits_of->keys[0];
+    alignas(64) uint32_t chance[BLOCK];
     for (int64_t start, stop; claim(next, n, &start, &stop);)
-        while (start < stop) {  // up to where the upper half of the element's number changes
-            const uint64_t element = bits_of->first + start;
-            const uint32_t low = uint32_t(element), second = bits_of->keys[1] + uint32_t(element >> 32) * 0x9e3779b9u;
-            const int64_t count = std::min(stop - start, (int64_t(1) << 32) - low);
+        for (int64_t at = start; at < stop; at += BLOCK) {
+            const int64_t count = std::min(BLOCK, stop - at);
+            draw(*bits_of, at, count, chance);
             for (int64_t i = 0; i < count; i++) {
-                uint32_t x = low + uint32_t(i) + key;
-                x = (x ^ x >> 16) * 0x7feb352du + second;
-                x = (x ^ x >> 15) * 0x846ca68bu;
-                const uint32_t word = bits(values[start + i]);
-                const uint32_t rounded = (word + ((x ^ x >> 16) & 0xffff)) >> 16;
-                out[start + i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
+                const uint32_t word = bits(values[at + i]);
+                const uint32_t rounded = (word + chance[i]) >> 16;
+                out[at + i] = uint16_t((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : rounded);
             }
-            start += count;
         }
 }
 
@@ -230,8 +257,7 @@ void encode_8bit(const float* __restrict values, const uint32_t* __restrict tabl
     for (int64_t start, stop; claim(next, n, &start, &stop);)
         for (int64_t at = start; at < stop; at += BLOCK) {
             const int64_t end = std::min(at + BLOCK, stop);
-            uint32_t greatest = 0;  // of magnitudes as integers, which are in the order of the numbers, NaN above all
-            for (int64_t i = at; i < end; i++) greatest = std::max(greatest, bits(values[i]) & MAGNITUDE);
+            const uint32_t greatest = greatest_magnitude(values + at, end - at);
             const float scale = number(greatest);
             absmax[at / BLOCK] = scale;
             if (greatest == 0 || greatest >= INFINITE) {
@@ -247,6 +273,44 @@ void encode_8bit(const float* __restrict values, const uint32_t* __restrict tabl
 #pragma GCC unroll 8
             for (int64_t i = 0; i < end - at; i++) entry[i] = table[entry[i]];
             for (int64_t i = 0; i < end - at; i++) codes[at + i] = uint8_t((entry[i] + rest[i]) >> 16 ^ flip[i]);
+        }
+}
+
+struct Cell {  // between two codes
+    float end, way;
+};
+
+void encode_8bit_by_chance(const float* __restrict values, const uint32_t* __restrict lower,
+                           const Cell* __restrict cells, const Bits* bits_of, uint8_t* __restrict codes,
+                           float* __restrict absmax, int64_t n, int64_t* next) {
+    alignas(64) uint32_t chance[BLOCK], code[BLOCK];
+    alignas(64) float scaled[BLOCK];
+    alignas(64) Cell cell[BLOCK];
+    for (int64_t start, stop; claim(next, n, &start, &stop);)
+        for (int64_t at = start; at < stop; at += BLOCK) {
+            const int64_t count = std::min(BLOCK, stop - at);
+            const uint32_t greatest = greatest_magnitude(values + at, count);
+            const float scale = number(greatest);
+            absmax[at / BLOCK] = scale;
+            if (greatest == 0 || greatest >= INFINITE) {
+                std::memset(codes + at, 0, count);
+                continue;
+            }
+            draw(*bits_of, at, count, chance);
+            for (int64_t i = 0; i < count; i++) {
+                scaled[i] = values[at + i] / scale;
+                code[i] = bits(scaled[i]) >> 16;
+            }
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < count; i++) code[i] = lower[code[i]];
+            for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < count; i++) std::memcpy(cell + i, cells + code[i], sizeof *cell);
+            for (int64_t i = 0; i < count; i++) {
+                const float threshold = float(int32_t(chance[i] * 2 + 1)) * 0x1p-17f;
+                const uint32_t chosen = code[i] + (scaled[i] - cell[i].end > threshold * cell[i].way);
+                codes[at + i] = uint8_t(chosen | (chosen == 0 && scaled[i] > 0));
+            }
         }
 }
 

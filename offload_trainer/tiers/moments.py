@@ -1,11 +1,11 @@
-"""Adam's moments in two bytes or one: bf16 rounded by chance, and bitsandbytes' blockwise 8-bit format.
+"""Adam's moments in two bytes or one: bf16, and bitsandbytes' blockwise 8-bit format, both rounded by chance.
 
     fp32 values ──encode──> small ──decode──> fp32 values
 
-A running average that moves by less than half of bf16's last place would stand still if it were rounded to nearest;
+A running average that moves by less than half of the last place would stand still if it were rounded to nearest;
 rounded up as often as its distance says, it is right on average. The 8-bit format is a table of 256 values in [-1, 1]
 or [0, 1], finer near zero, times the greatest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via
-Block-wise Quantization, https://arxiv.org/abs/2110.02861).
+Block-wise Quantization, https://arxiv.org/abs/2110.02861). Its first moments forget so fast that the nearest will do.
 
 The functions here define what is computed; `NativeMoments` computes the same bits faster.
 """
@@ -76,7 +76,15 @@ class Moments(Protocol):
 
     def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None: ...
 
-    def encode_8bit(self, values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None: ...
+    def encode_8bit(
+        self,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        absmax: torch.Tensor,
+        *,
+        signed: bool,
+        noise: Bits | None = None,
+    ) -> None: ...
 
     def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None: ...
 
@@ -104,17 +112,29 @@ def decode_bf16(values: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(values)
 
 
-def encode_8bit(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None:
-    """Encode `values` (fp32[n]) as `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]); the nearest code is taken.
+def encode_8bit(
+    values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool, noise: Bits | None = None
+) -> None:
+    """Encode `values` (fp32[n]) as `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]).
 
-    `signed` says which table. Where a block holds an infinity or a NaN, all of it decodes to NaN.
+    `signed` says which table. The nearest code is taken; with `noise`, for values without a sign, one of the two that
+    are around, the upper with the probability of the way to it. Only zero becomes zero. Where a block holds an infinity
+    or a NaN, all of it decodes to NaN.
     """
     n = values.numel()
     blocks = torch.nn.functional.pad(values, (0, -n % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
     torch.amax(blocks.abs(), dim=1, out=absmax)
     usable = (absmax.isfinite() & (absmax > 0))[:, None]
-    scaled = torch.where(usable, blocks / absmax[:, None], 0.0)
-    codes.copy_(torch.bucketize(scaled, _bounds(signed)).view(-1)[:n])
+    scaled = torch.where(usable, blocks / absmax[:, None], 0.0).view(-1)[:n]
+    if noise is None:
+        codes.copy_(torch.bucketize(scaled, _bounds(signed)))
+        return
+    assert not signed
+    lower = torch.bucketize(scaled, dynamic_map(False)[1:], right=True)
+    end, way = _cells()[lower].T
+    threshold = (random_bits(noise, n) * 2 + 1) * 2.0**-17  # the middles of 2^16 parts of [0, 1]
+    upper = scaled - end > threshold * way
+    codes.copy_(torch.where((lower == 0) & (scaled > 0), 1, lower + upper))
 
 
 def decode_8bit(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
@@ -146,9 +166,22 @@ class NativeMoments:
         assert values.numel() == out.numel()
         self._library.call("decode_bf16", values, out, n=out.numel())
 
-    def encode_8bit(self, values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> None:
-        assert values.numel() == codes.numel() <= absmax.numel() * BLOCK_8BIT
-        self._library.call("encode_8bit", values, _code_table(signed), codes, absmax, n=values.numel())
+    def encode_8bit(
+        self,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        absmax: torch.Tensor,
+        *,
+        signed: bool,
+        noise: Bits | None = None,
+    ) -> None:
+        n = values.numel()
+        assert n == codes.numel() <= absmax.numel() * BLOCK_8BIT
+        if noise is None:
+            self._library.call("encode_8bit", values, _nearest(signed), codes, absmax, n=n)
+        else:
+            assert not signed
+            self._library.call("encode_8bit_by_chance", values, _lower(), _cells(), noise, codes, absmax, n=n)
 
     def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
         assert out.numel() == codes.numel() <= absmax.numel() * BLOCK_8BIT
@@ -195,24 +228,39 @@ def _bounds(signed: bool) -> torch.Tensor:
 
 
 @functools.cache
-def _code_table(signed: bool) -> torch.Tensor:
-    """adam.cpp's way from a number in [-1, 1] to its code: int32[2, 0x3F81], by sign and the top half of its magnitude.
+def _cells() -> torch.Tensor:
+    """fp32[256, 2]: what each code without a sign stands for, and the way from there to the next; from one it is 0."""
+    values = dynamic_map(False)
+    return torch.stack([values, torch.diff(values, append=values[-1:])], dim=1).contiguous()
 
-    Numbers whose top halves agree are so close that one bound at most lies between them. So an entry holds the code of
-    the least of them in its upper half, and in its lower half what is wanting to the next code: the number's own lower
-    half is added, and where it is past the bound it carries. Negative numbers have their codes counted from 255 down,
-    so that these too grow with the magnitude.
+
+@functools.cache
+def _nearest(signed: bool) -> torch.Tensor:
+    """adam.cpp's way from a number in [-1, 1] to the nearest code: int32[2, 0x3F81], `_search_table` of each sign.
+
+    Negative numbers have their codes counted from 255 down, so that these too grow with the magnitude. A positive
+    number at a bound has the lower code, and a negative one as well, which counted down is the higher.
+    """
+    bounds = _bounds(signed)
+    return torch.stack([_search_table(bounds, above=False), _search_table(-bounds.flip(0), above=True)])
+
+
+@functools.cache
+def _lower() -> torch.Tensor:
+    """The same for the greatest code that is no more than a number without a sign: int32[0x3F81]."""
+    return _search_table(dynamic_map(False)[1:], above=True)
+
+
+def _search_table(bounds: torch.Tensor, *, above: bool) -> torch.Tensor:
+    """How many of `bounds` (fp32[255], ascending) a number in [0, 1] is past, by the top half of its bits.
+
+    At a bound itself it is past it where `above` says so. Numbers whose top halves agree are so close that one bound at
+    most lies between them. So an entry (int32) holds the count for the least of them in its upper half, and in its
+    lower half what is wanting to the next: the number's own lower half is added, and where it is past it carries.
     """
     top = torch.arange(0x3F81, dtype=torch.int32) << 16
     least, greatest = top.view(torch.float32), (top | 0xFFFF).view(torch.float32)
-    bounds = _bounds(signed)
-    halves = []
-    # A positive number at a bound has the lower code, and a negative one as well, which counted down is the higher.
-    for first, last, ends, at_bound in (
-        (torch.bucketize(least, bounds), torch.bucketize(greatest, bounds), bounds, 0),
-        (255 - torch.bucketize(-least, bounds), 255 - torch.bucketize(-greatest, bounds), -bounds.flip(0), 1),
-    ):
-        assert int((last - first).max()) <= 1
-        past = (ends[first.clamp(max=254)].view(torch.int32) & 0xFFFF) + 1 - at_bound
-        halves.append((first << 16) + torch.where(last > first, 0x10000 - past, 0))
-    return torch.stack(halves).int()
+    first, last = (torch.bucketize(numbers, bounds, right=above) for numbers in (least, greatest))
+    assert int((last - first).max()) <= 1
+    past = (bounds[first.clamp(max=254)].view(torch.int32) & 0xFFFF) + (0 if above else 1)
+    return ((first << 16) + torch.where(last > first, 0x10000 - past, 0)).int()

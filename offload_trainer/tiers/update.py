@@ -169,8 +169,8 @@ class Updater:
     def update(self, stretches: Sequence[Sequence[Stretch]], *, scale: float, lr: float, noise: Noise | None) -> None:
         """One step: `stretches` of each unit, gradients times `scale`. All of it is in its home when this returns.
 
-        `noise` is for bf16 moments. Raises TrainerError where a drive fails; the state is then partly of the step
-        before and partly of this one.
+        `noise` is for bf16 and 8-bit moments. Raises TrainerError where a drive fails; the state is then partly of the
+        step before and partly of this one.
         """
         self.read_ahead()
         with self._lock:
@@ -225,6 +225,7 @@ class Updater:
             first, second = fields["exp_avg"], fields["exp_avg_sq"]
             self._adam(parts, fields["master"], first, second, grad, new, scale=scale, lr=lr)
             return
+        assert noise is not None
         for start in range(0, page.elements, _CHUNK):
             for part in within(parts, start, min(start + _CHUNK, page.elements)):
                 # Only these: what is stored in 8 bits does not outlive being widened and narrowed as it was.
@@ -233,7 +234,7 @@ class Updater:
                 whole = [replace(part, start=0, end=size)]
                 self._adam(whole, fields["master"][piece], first, second, grad[piece], new[piece], scale=scale, lr=lr)
                 for kind, values in zip(_MOMENTS, wide, strict=True):
-                    bits = noise.bits(kind, page.unit, page.start + piece.start) if noise else None
+                    bits = noise.bits(kind, page.unit, page.start + piece.start)
                     self._narrow(fields, kind, piece, values, noise=bits)
 
     def _adam(
@@ -279,14 +280,15 @@ class Updater:
         chunk: slice,
         wide: torch.Tensor,
         *,
-        noise: Bits | None,
+        noise: Bits,
     ) -> None:
         if self._store.states == "bf16":
-            assert noise is not None
             self._moments.encode_bf16(wide, fields[kind][chunk], noise=noise)
+        elif kind == "exp_avg":
+            self._moments.encode_8bit(wide, fields[kind][chunk], _scales(fields, kind, chunk), signed=True)
         else:
             scales = _scales(fields, kind, chunk)
-            self._moments.encode_8bit(wide, fields[kind][chunk], scales, signed=kind == "exp_avg")
+            self._moments.encode_8bit(wide, fields[kind][chunk], scales, signed=False, noise=noise)
 
 
 def _scales(fields: dict[str, torch.Tensor], kind: str, chunk: slice) -> torch.Tensor:

@@ -31,7 +31,8 @@ from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_by
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.account import StoreAccount
-from offload_trainer.tiers.device import CpuDevice, CudaDevice, Device
+from offload_trainer.tiers.cuda import CudaDevice
+from offload_trainer.tiers.device import CpuDevice, Device
 from offload_trainer.tiers.gradients import Gradients, clip_factor
 from offload_trainer.tiers.kernels import Adam, choose_kernel
 from offload_trainer.tiers.memory import return_now, return_what_is_freed

@@ -25,9 +25,10 @@ from offload_trainer.schedule import learning_rate
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers import moments
-from offload_trainer.tiers.kernels import Adam, TorchKernel
+from offload_trainer.tiers.adam import Adam, update_stretch
 from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.removal import scratch
+from offload_trainer.tiers.torch_adam import TorchKernel
 
 FORMS = ("fp32", "bf16", "8bit", "bitsandbytes")
 LR = 1e-3  # of the constructed gradients; the largest update is in units of it
@@ -79,9 +80,8 @@ def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[flo
             weight.grad = gradient.clone()
             theirs.step()
         else:
-            kernel.update(
-                weight.data, first, second, gradient.contiguous(), None, scale=1.0, lr=LR, decay=0.0, step=step
-            )
+            state = (weight.data, first, second, gradient.contiguous(), None)
+            update_stretch(kernel, *state, scale=1.0, lr=LR, decay=0.0, step=step)
             _store(form, first, second, step)
         largest = max(largest, float((weight.detach() - before).abs().max()) / LR)
     return largest

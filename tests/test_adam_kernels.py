@@ -12,8 +12,10 @@ import torch
 
 from offload_trainer.engine.kernels import load_cpu_adam
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers import kernels
-from offload_trainer.tiers.kernels import Adam, DeepSpeedKernel, Kernel, NativeKernel, TorchKernel
+from offload_trainer.tiers import kernels, native_adam, torch_adam
+from offload_trainer.tiers.adam import Adam, Kernel, update_stretch
+from offload_trainer.tiers.native_adam import NativeKernel
+from offload_trainer.tiers.torch_adam import DeepSpeedKernel, TorchKernel
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 
@@ -42,7 +44,8 @@ def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: i
     for step in range(1, steps + 1):
         for start, end in zip([0, *cuts], [*cuts, n], strict=True):
             master, exp_avg, exp_avg_sq = (tensor[start:end] for tensor in state)
-            kernel.update(
+            update_stretch(
+                kernel,
                 *(master, exp_avg, exp_avg_sq, grad[start:end], out[start:end]),
                 **{"scale": 0.37, "lr": 1e-3 * step, "decay": 0.1, "step": step},
             )
@@ -52,7 +55,7 @@ def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: i
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
 def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CHUNK", 4096)
+    monkeypatch.setattr(torch_adam, "CHUNK", 4096)
     n = 80_000  # many chunks, two of adam.cpp's pieces, and whole vectors
     grad = numbers(n, seed=4).clamp(-6e4, 6e4).to(dtype)
     before = grad.clone()
@@ -95,7 +98,7 @@ def test_native_has_the_bits_of_torch(n: int, betas: tuple[float, float]) -> Non
         for kernel in (TorchKernel(adam), NativeKernel(adam)):
             state = state_of(n)
             out = None if wanted is None else torch.empty(n, dtype=wanted)
-            kernel.update(*state, grad.to(given), out, scale=scale, lr=3e-4, decay=decay, step=11)
+            update_stretch(kernel, *state, grad.to(given), out, scale=scale, lr=3e-4, decay=decay, step=11)
             results.append([*state, *([] if out is None else [out])])
         assert all(map(same_bits, *results))
 
@@ -106,7 +109,7 @@ def test_native_carries_what_is_not_finite() -> None:
     for kernel in (TorchKernel(ADAM), NativeKernel(ADAM)):
         state = [torch.ones(25), torch.zeros(25), torch.zeros(25)]
         out = torch.empty(25, dtype=torch.bfloat16)
-        kernel.update(state[0], state[1], state[2], grad, out, scale=1.0, lr=1e-3, decay=0.1, step=1)
+        update_stretch(kernel, state[0], state[1], state[2], grad, out, scale=1.0, lr=1e-3, decay=0.1, step=1)
         results.append([*state, out])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -117,7 +120,8 @@ def test_native_reads_every_fp16_gradient() -> None:
     grad = grad[grad.isfinite()]
     exp_avg = torch.zeros(grad.numel())  # with beta1 = 0 it becomes the gradient itself
     kernel = NativeKernel(Adam((0.0, 0.9), 1e-8))
-    kernel.update(torch.zeros_like(exp_avg), exp_avg, exp_avg + 1, grad, None, scale=1.0, lr=0.0, decay=0.0, step=1)
+    state = (torch.zeros_like(exp_avg), exp_avg, exp_avg + 1)
+    update_stretch(kernel, *state, grad, None, scale=1.0, lr=0.0, decay=0.0, step=1)
     assert torch.equal(exp_avg, grad.float())
 
 
@@ -132,7 +136,7 @@ def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     expected = master.to(dtype)
     out = torch.empty_like(expected)
     zeros = [torch.zeros_like(master) for _ in range(3)]
-    NativeKernel(ADAM).update(master, zeros[0], zeros[1], zeros[2], out, scale=1.0, lr=0.0, decay=0.0, step=1)
+    update_stretch(NativeKernel(ADAM), master, *zeros, out, scale=1.0, lr=0.0, decay=0.0, step=1)
     nan = expected.isnan()
     assert torch.equal(out.isnan(), nan)
     assert same_bits(out[~nan], expected[~nan])
@@ -159,16 +163,18 @@ def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pyt
     source = tmp_path / "adam.cpp"
     source.write_text('#error "not today"\n')
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels, "_SOURCE", source)
+    monkeypatch.setattr(native_adam, "_SOURCE", source)
     with pytest.raises(TrainerError, match="not today"):
         NativeKernel(ADAM)
 
 
-def test_a_kernel_that_is_off_by_one_bit_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_a_kernel_that_is_off_by_one_bit_is_not_taken(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(NativeKernel):
-        def update(self, master: torch.Tensor, *others: object, **settings: object) -> None:
-            super().update(master, *others, **settings)  # type: ignore[arg-type]
-            master.view(torch.int32)[-1] ^= 1
+        def update_page(self, fields: dict[str, torch.Tensor], *others: object, **settings: object) -> None:
+            super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
+            if settings["states"] == states:
+                fields["exp_avg_sq"].view(torch.uint8)[-1] ^= 1
 
     monkeypatch.setattr(kernels, "NativeKernel", Off)
     kernel, words = kernels.choose_kernel("auto", ADAM)
@@ -177,7 +183,7 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_taken(monkeypatch: pytest.Monkey
 
 
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
-    code = "from offload_trainer.tiers import kernels; kernels.NativeLibrary()"
+    code = "from offload_trainer.tiers.native_adam import NativeLibrary; NativeLibrary()"
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OFFLOAD_TRAINER_CACHE": str(tmp_path)})
         for _ in range(2)
@@ -210,5 +216,5 @@ def test_bits_of_deepspeed_also_after_a_resume() -> None:
     weight.grad = grad.float() * 0.37
     optimizer.step()
     resumed = DeepSpeedKernel(ADAM, load_cpu_adam())
-    resumed.update(state[0], state[1], state[2], grad, None, scale=0.37, lr=5e-3, decay=0.1, step=6)
+    update_stretch(resumed, state[0], state[1], state[2], grad, None, scale=0.37, lr=5e-3, decay=0.1, step=6)
     assert same_bits(state[0], weight.data)

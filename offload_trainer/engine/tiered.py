@@ -31,10 +31,11 @@ from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_by
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.account import StoreAccount
+from offload_trainer.tiers.adam import Adam, Stretch
 from offload_trainer.tiers.cuda import CudaDevice
 from offload_trainer.tiers.device import CpuDevice, Device
 from offload_trainer.tiers.gradients import Gradients, clip_factor
-from offload_trainer.tiers.kernels import Adam, choose_kernel
+from offload_trainer.tiers.kernels import choose_kernel
 from offload_trainer.tiers.memory import return_now, return_what_is_freed
 from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.store import PageStore, size_of_home
@@ -47,7 +48,7 @@ from offload_trainer.tiers.transfer import (
     Transfers,
     async_io_handle,
 )
-from offload_trainer.tiers.update import Stretch, Updater
+from offload_trainer.tiers.update import Updater
 from offload_trainer.tiers.weights import Weights
 
 

@@ -13,7 +13,8 @@ import torch
 
 from offload_trainer.engine.kernels import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
-from offload_trainer.tiers.kernels import Adam, Kernel, choose_kernel
+from offload_trainer.tiers.adam import Adam, Kernel, update_stretch
+from offload_trainer.tiers.kernels import choose_kernel
 from offload_trainer.tiers.memory import host_buffer
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
@@ -48,7 +49,8 @@ def kernel_update(kernel: Kernel, b: Buffers) -> Step:
     """One of the tiered engine's kernels."""
 
     def update(step: int) -> None:
-        kernel.update(b.master, b.exp_avg, b.exp_avg_sq, b.grad, b.out, scale=_SCALE, lr=_LR, decay=_DECAY, step=step)
+        state = (b.master, b.exp_avg, b.exp_avg_sq, b.grad, b.out)
+        update_stretch(kernel, *state, scale=_SCALE, lr=_LR, decay=_DECAY, step=step)
 
     return update
 

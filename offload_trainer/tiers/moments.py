@@ -7,7 +7,7 @@ rounded up as often as its distance says, it is right on average. The 8-bit form
 or [0, 1], finer near zero, times the greatest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via
 Block-wise Quantization, https://arxiv.org/abs/2110.02861). Its first moments forget so fast that the nearest will do.
 
-The functions here define what is computed; `NativeMoments` computes the same bits faster.
+The functions here define what is computed; adam.cpp computes the same bits faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Protocol
 import torch
 
 from offload_trainer.plan.layout import BLOCK_8BIT
-from offload_trainer.tiers.kernels import Kernel, NativeKernel, NativeLibrary
 
 _PIECE = 2**16  # elements whose random bits are mixed at a time, in the cache
 _INFINITY = 0x7F800000  # the bits of fp32's infinity; a NaN's magnitude is above it
@@ -89,11 +88,6 @@ class Moments(Protocol):
     def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None: ...
 
 
-def moments_for(kernel: Kernel) -> Moments:
-    """The fast functions where the native kernel is used, else torch's."""
-    return NativeMoments(kernel.library) if isinstance(kernel, NativeKernel) else TorchMoments()
-
-
 def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
     """Round `values` (fp32[n]) to `out` (bf16[n]), up in magnitude with the probability of what is cut off.
 
@@ -131,7 +125,7 @@ def encode_8bit(
         return
     assert not signed
     lower = torch.bucketize(scaled, dynamic_map(False)[1:], right=True)
-    end, way = _cells()[lower].T
+    end, way = cells()[lower].T
     threshold = (random_bits(noise, n) * 2 + 1) * 2.0**-17  # the middles of 2^16 parts of [0, 1]
     upper = scaled - end > threshold * way
     codes.copy_(torch.where((lower == 0) & (scaled > 0), 1, lower + upper))
@@ -150,42 +144,6 @@ class TorchMoments:
     decode_bf16 = staticmethod(decode_bf16)
     encode_8bit = staticmethod(encode_8bit)
     decode_8bit = staticmethod(decode_8bit)
-
-
-class NativeMoments:
-    """The same, to the bit, by adam.cpp."""
-
-    def __init__(self, library: NativeLibrary) -> None:
-        self._library = library
-
-    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
-        assert values.numel() == out.numel()
-        self._library.call("encode_bf16", values, noise, out, n=values.numel())
-
-    def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        assert values.numel() == out.numel()
-        self._library.call("decode_bf16", values, out, n=out.numel())
-
-    def encode_8bit(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        absmax: torch.Tensor,
-        *,
-        signed: bool,
-        noise: Bits | None = None,
-    ) -> None:
-        n = values.numel()
-        assert n == codes.numel() <= absmax.numel() * BLOCK_8BIT
-        if noise is None:
-            self._library.call("encode_8bit", values, _nearest(signed), codes, absmax, n=n)
-        else:
-            assert not signed
-            self._library.call("encode_8bit_by_chance", values, _lower(), _cells(), noise, codes, absmax, n=n)
-
-    def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
-        assert out.numel() == codes.numel() <= absmax.numel() * BLOCK_8BIT
-        self._library.call("decode_8bit", codes, absmax, dynamic_map(signed), out, n=out.numel())
 
 
 # -- tables of the 8-bit format --------------------------------------------------------------------------------------
@@ -228,14 +186,14 @@ def _bounds(signed: bool) -> torch.Tensor:
 
 
 @functools.cache
-def _cells() -> torch.Tensor:
+def cells() -> torch.Tensor:
     """fp32[256, 2]: what each code without a sign stands for, and the way from there to the next; from one it is 0."""
     values = dynamic_map(False)
     return torch.stack([values, torch.diff(values, append=values[-1:])], dim=1).contiguous()
 
 
 @functools.cache
-def _nearest(signed: bool) -> torch.Tensor:
+def nearest_table(signed: bool) -> torch.Tensor:
     """adam.cpp's way from a number in [-1, 1] to the nearest code: int32[2, 0x3F81], `_search_table` of each sign.
 
     Negative numbers have their codes counted from 255 down, so that these too grow with the magnitude. A positive
@@ -246,7 +204,7 @@ def _nearest(signed: bool) -> torch.Tensor:
 
 
 @functools.cache
-def _lower() -> torch.Tensor:
+def lower_table() -> torch.Tensor:
     """The same for the greatest code that is no more than a number without a sign: int32[0x3F81]."""
     return _search_table(dynamic_map(False)[1:], above=True)
 

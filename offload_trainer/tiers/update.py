@@ -15,32 +15,19 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from offload_trainer.plan.layout import BLOCK_8BIT, RAM
+from offload_trainer.plan.layout import RAM
+from offload_trainer.tiers.adam import Kernel, PageNoise, Stretch, within
 from offload_trainer.tiers.gradients import Gradients
-from offload_trainer.tiers.kernels import Kernel
 from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.moments import Bits, Noise, moments_for
+from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.snapshot import PageSnapshot
 from offload_trainer.tiers.store import PageStore
 from offload_trainer.tiers.transfer import Ticket
 from offload_trainer.tiers.weights import Weights
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_CHUNK = 1 << 20  # elements of 16-bit or 8-bit moments that are widened at a time; they stay in the cache
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Elements [start, end) of a unit that are updated alike: weight decay, and the count of this step."""
-
-    start: int
-    end: int
-    decay: float
-    step: int
 
 
 @dataclass
@@ -62,7 +49,6 @@ class Updater:
         self, store: PageStore, weights: Weights, gradients: Gradients, kernel: Kernel, *, slots: int, pinned: bool
     ) -> None:
         self._store, self._weights, self._gradients, self._kernel = store, weights, gradients, kernel
-        self._moments = moments_for(kernel)
         pages = store.pages
         self._staying = [number for number in range(len(pages)) if self._stays(number)]
         self._moving = [number for number in range(len(pages)) if not self._stays(number)]
@@ -221,78 +207,16 @@ class Updater:
         if out is None:  # weights without a gradient keep their value, and go home with the others
             _copy_rest(fields["master"], new, parts)
         grad = gradient[stretch] if gradient is not None else job.gradient  # type: ignore[union-attr]
-        if self._store.states == "fp32":
-            first, second = fields["exp_avg"], fields["exp_avg_sq"]
-            self._adam(parts, fields["master"], first, second, grad, new, scale=scale, lr=lr)
-            return
-        assert noise is not None
-        for start in range(0, page.elements, _CHUNK):
-            for part in within(parts, start, min(start + _CHUNK, page.elements)):
-                # Only these: what is stored in 8 bits does not outlive being widened and narrowed as it was.
-                piece, size = slice(start + part.start, start + part.end), part.end - part.start
-                first, second = wide = [self._widen(fields, kind, piece) for kind in _MOMENTS]
-                whole = [replace(part, start=0, end=size)]
-                self._adam(whole, fields["master"][piece], first, second, grad[piece], new[piece], scale=scale, lr=lr)
-                for kind, values in zip(_MOMENTS, wide, strict=True):
-                    bits = noise.bits(kind, page.unit, page.start + piece.start)
-                    self._narrow(fields, kind, piece, values, noise=bits)
-
-    def _adam(
-        self,
-        parts: Sequence[Stretch],
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        gradient: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        lr: float,
-    ) -> None:
-        """The kernel on each of `parts` of these tensors of one length."""
-        for part in parts:
-            here = slice(part.start, part.end)
-            self._kernel.update(
-                master[here],
-                exp_avg[here],
-                exp_avg_sq[here],
-                gradient[here],
-                out[here],
-                scale=scale,
-                lr=lr,
-                decay=part.decay,
-                step=part.step,
-            )
-
-    def _widen(self, fields: dict[str, torch.Tensor], kind: str, chunk: slice) -> torch.Tensor:
-        """fp32 values of 16-bit or 8-bit moments."""
-        wide = torch.empty(chunk.stop - chunk.start)
-        if self._store.states == "bf16":
-            self._moments.decode_bf16(fields[kind][chunk], wide)
-            return wide
-        self._moments.decode_8bit(fields[kind][chunk], _scales(fields, kind, chunk), wide, signed=kind == "exp_avg")
-        return wide
-
-    def _narrow(
-        self,
-        fields: dict[str, torch.Tensor],
-        kind: str,
-        chunk: slice,
-        wide: torch.Tensor,
-        *,
-        noise: Bits,
-    ) -> None:
-        if self._store.states == "bf16":
-            self._moments.encode_bf16(wide, fields[kind][chunk], noise=noise)
-        elif kind == "exp_avg":
-            self._moments.encode_8bit(wide, fields[kind][chunk], _scales(fields, kind, chunk), signed=True)
-        else:
-            scales = _scales(fields, kind, chunk)
-            self._moments.encode_8bit(wide, fields[kind][chunk], scales, signed=False, noise=noise)
-
-
-def _scales(fields: dict[str, torch.Tensor], kind: str, chunk: slice) -> torch.Tensor:
-    return fields[f"{kind}_scales"][chunk.start // BLOCK_8BIT : chunk.stop // BLOCK_8BIT]
+        self._kernel.update_page(
+            fields,
+            grad,
+            new,
+            parts,
+            states=self._store.states,
+            scale=scale,
+            lr=lr,
+            noise=None if noise is None else PageNoise(noise, page.unit, page.start),
+        )
 
 
 def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]) -> None:
@@ -302,15 +226,6 @@ def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]
         if part.start > end:
             out[end : part.start].copy_(master[end : part.start])
         end = part.end
-
-
-def within(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:
-    """The parts of `stretches` inside [start, end), counted from `start`."""
-    return [
-        Stretch(max(part.start, start) - start, min(part.end, end) - start, part.decay, part.step)
-        for part in stretches
-        if part.start < end and part.end > start
-    ]
 
 
 def _together(tickets: Sequence[Ticket]) -> Ticket:

@@ -1,0 +1,139 @@
+"""One page in one call: parts that are updated alike, in every form of moments, by every kernel with torch's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_trainer.tiers import moments
+from offload_trainer.tiers.adam import Adam, Kernel, PageNoise, Stretch
+from offload_trainer.tiers.kernels import matches_torch, random_page
+from offload_trainer.tiers.moments import Noise
+from offload_trainer.tiers.native_adam import NativeKernel
+from offload_trainer.tiers.torch_adam import TorchKernel
+
+ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
+N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
+PARTS = [Stretch(256, 4096, 0.1, 7), Stretch(4096, 4352, 0.0, 7), Stretch(66_048, N, 0.1, 300)]
+NOISE = PageNoise(Noise(1, 2), unit=3, first=4096)
+KERNELS = [TorchKernel, NativeKernel]
+MARK = 61440.0  # no weight is that large; exact in 16 bits
+STATES = ["fp32", "bf16", "8bit"]
+
+Page = tuple[dict[str, torch.Tensor], torch.Tensor]  # fields, new weights
+
+
+def cut(name: str, field: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    per = 256 if "scales" in name else 1
+    return field[start // per : -(-end // per)]
+
+
+def updated(
+    kernel: Kernel,
+    parts: list[Stretch],
+    *,
+    states: str,
+    start: int = 0,
+    end: int = N,
+    given: torch.dtype = torch.bfloat16,
+    wanted: torch.dtype | None = torch.bfloat16,
+) -> Page:
+    """Elements [start, end) of a page, updated as a page of their own."""
+    fields, grad = random_page(N, states=states)
+    here = {name: cut(name, tensor, start, end).clone() for name, tensor in fields.items()}
+    out = torch.full((end - start,), MARK, dtype=wanted or torch.bfloat16)
+    kernel.update_page(
+        here,
+        grad.clamp(-6e4, 6e4).to(given)[start:end],
+        None if wanted is None else out,
+        parts,
+        states=states,
+        scale=0.37,
+        lr=1e-3,
+        noise=None if states == "fp32" else PageNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
+    )
+    return here, out
+
+
+def same(one: Page, other: Page) -> bool:
+    tensors = ((*fields.values(), out) for fields, out in (one, other))
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*tensors, strict=True))
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) -> None:
+    """8-bit moments too, which widened and narrowed again would not be the same."""
+    before, _ = random_page(N, states=states)
+    fields, out = updated(kind(ADAM), PARTS, states=states)
+    outside = torch.ones(N, dtype=torch.bool)
+    for part in PARTS:
+        outside[part.start : part.end] = False
+    assert (out[outside] == MARK).all()
+    assert (out[~outside] != MARK).all()
+    for name, tensor in fields.items():
+        left = outside[::256] if "scales" in name else outside
+        assert torch.equal(tensor[left], before[name][left])
+        assert (tensor[~left] != before[name][~left]).float().mean() > 0.1, name
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_page_without_parts_stays(kind: type[Kernel], states: str) -> None:
+    before, _ = random_page(N, states=states)
+    fields, out = updated(kind(ADAM), [], states=states)
+    assert same((fields, out), (before, torch.full_like(out, MARK)))
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
+    """The definition, from moments.py's functions and torch's AdamW."""
+    part = Stretch(0, N, 0.1, 7)
+    (fields, out), (before, grad) = updated(TorchKernel(ADAM), [part], states=states), random_page(N, states=states)
+    weight = torch.nn.Parameter(before["master"].clone())
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, betas=ADAM.betas, eps=ADAM.eps, weight_decay=0.1, fused=True)
+    wide = {kind: torch.empty(N) for kind in ("exp_avg", "exp_avg_sq")}
+    for kind, values in wide.items():
+        if states == "8bit":
+            moments.decode_8bit(before[kind], before[f"{kind}_scales"], values, signed=kind == "exp_avg")
+        else:
+            values.copy_(before[kind])
+    optimizer.state[weight] = {"step": torch.tensor(float(part.step - 1)), **wide}
+    weight.grad = grad.clamp(-6e4, 6e4).bfloat16().float() * 0.37
+    optimizer.step()
+    expected = {"master": weight.data}
+    for kind, values in wide.items():
+        expected[kind], noise = torch.empty_like(before[kind]), NOISE.bits(kind)
+        if states == "fp32":
+            expected[kind] = values
+        elif states == "bf16":
+            moments.encode_bf16(values, expected[kind], noise=noise)
+        else:
+            scales = expected[f"{kind}_scales"] = torch.empty(N // 256)
+            signed = kind == "exp_avg"
+            moments.encode_8bit(values, expected[kind], scales, signed=signed, noise=None if signed else noise)
+    assert same((fields, out), ({name: expected[name] for name in fields}, weight.data.bfloat16()))
+
+
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32, None])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("states", STATES)
+def test_native_has_the_bits_of_torch(states: str, given: torch.dtype, wanted: torch.dtype | None) -> None:
+    one, other = (updated(kind(ADAM), PARTS, states=states, given=given, wanted=wanted) for kind in KERNELS)
+    assert same(one, other)
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_bits_do_not_depend_on_where_a_unit_is_cut(kind: type[Kernel], states: str) -> None:
+    kernel, alike = kind(ADAM), (0.1, 7)
+    fields, out = updated(kernel, [Stretch(0, N, *alike)], states=states)
+    for start, end in ((0, 256), (256, 69_888), (69_888, N)):
+        page = updated(kernel, [Stretch(0, end - start, *alike)], states=states, start=start, end=end)
+        whole = {name: cut(name, tensor, start, end) for name, tensor in fields.items()}
+        assert same(page, (whole, out[start:end]))
+
+
+def test_the_check_at_the_start_passes() -> None:
+    assert matches_torch(NativeKernel(ADAM))
+    assert matches_torch(NativeKernel(Adam((0.3, 0.5), 1e-6)))

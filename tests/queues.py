@@ -1,0 +1,154 @@
+"""A stand-in for CUDA's streams and events, under the real `CudaDevice`: what was queued runs late, or when waited for.
+
+    with queued(monkeypatch) as cuda:  engine(..., device=cuda.device(staging_bytes=..., stagings=2))
+
+Copies with `non_blocking` inside `torch.cuda.stream(...)` are put into that stream's queue; an event is a place in a
+queue. The CPU computes at once, so the stream that computes has no queue: what it waits for is carried out there and
+then. All else runs at random times, each queue in its order, and never before what it waits for. So a missing wait
+shows as a wrong number, and `log` has what was done, in order.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from offload_trainer.tiers import memory
+from offload_trainer.tiers.cuda import CudaDevice
+
+
+class FakeCuda:
+    """All streams, and the order in which their work was done."""
+
+    def __init__(self, *, seed: int = 0, haste: float = 0.1) -> None:
+        """`haste`: how likely a queue moves on by itself whenever anything is asked of this."""
+        self.log: list[str] = []
+        self.lock = threading.RLock()
+        self.current = threading.local()
+        self.streams: list[FakeStream] = []
+        self.compute = FakeStream(self, "compute")
+        self.recorded: set[int] = set()  # addresses of what `record_stream` was told of
+        self._random, self._haste = random.Random(seed), haste
+
+    def device(self, *, staging_bytes: int = 0, stagings: int = 0) -> CudaDevice:
+        return CudaDevice(torch.device("cpu"), staging_bytes=staging_bytes, stagings=stagings)
+
+    def stream_now(self) -> FakeStream:
+        return getattr(self.current, "stream", self.compute)
+
+    def put(self, stream: FakeStream, kind: str, work: Any) -> None:
+        with self.lock:
+            if stream is self.compute:
+                self.carry_out(stream, kind, work)
+                return
+            stream.queue.append((kind, work))
+            for one in self.streams:
+                while one.queue and self._random.random() < self._haste and self._may_move(one):
+                    self.carry_out(one, *one.queue.popleft())
+
+    def _may_move(self, stream: FakeStream) -> bool:
+        kind, work = stream.queue[0]
+        return kind != "wait" or work.done
+
+    def carry_out(self, stream: FakeStream, kind: str, work: Any) -> None:
+        if kind == "wait":
+            self.run_until(work)
+        elif kind == "record":
+            work.done = True
+        else:
+            self.log.append(f"{stream.name} {kind}")
+            work()
+
+    def run_until(self, event: FakeEvent) -> None:
+        """Carry out what has to be done before the event, and no more."""
+        with self.lock:
+            while event.stream is not None and not event.done:
+                self.carry_out(event.stream, *event.stream.queue.popleft())
+
+
+class FakeStream:
+    """torch.cuda.Stream"""
+
+    def __init__(self, cuda: FakeCuda, name: str = "") -> None:
+        self.cuda, self.queue = cuda, deque[tuple[str, Any]]()
+        self.name = name or f"stream {len(cuda.streams)}"
+        cuda.streams.append(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.put(self, "wait", event)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent(self.cuda)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.cuda.run_until(self.record_event())
+
+
+class FakeEvent:
+    """torch.cuda.Event"""
+
+    def __init__(self, cuda: FakeCuda, **_: Any) -> None:
+        self.cuda, self.done = cuda, False
+        self.stream: FakeStream | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.stream, self.done = stream or self.cuda.stream_now(), False
+        self.cuda.put(self.stream, "record", self)
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        (stream or self.cuda.stream_now()).wait_event(self)
+
+    def query(self) -> bool:
+        return self.done or self.stream is None
+
+    def synchronize(self) -> None:
+        self.cuda.run_until(self)
+
+
+@contextmanager
+def queued(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> Iterator[FakeCuda]:
+    """torch's CUDA streams, events and asynchronous copies are the stand-in's in here."""
+    cuda, copy = FakeCuda(seed=seed, haste=haste), torch.Tensor.copy_
+
+    def fake_copy(into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        stream = cuda.stream_now()
+        if not non_blocking or stream is cuda.compute:
+            return copy(into, values)
+        cuda.put(stream, "copy", lambda: copy(into, values))
+        return into
+
+    @contextmanager
+    def stream(one: FakeStream) -> Iterator[None]:
+        before = cuda.stream_now()
+        cuda.current.stream = one
+        try:
+            yield
+        finally:
+            cuda.current.stream = before
+
+    @contextmanager
+    def device(_: Any) -> Iterator[None]:
+        yield
+
+    with patch.context() as inner:
+        inner.setattr(torch.cuda, "Stream", lambda *_, **__: FakeStream(cuda))
+        inner.setattr(torch.cuda, "Event", lambda **words: FakeEvent(cuda, **words))
+        inner.setattr(torch.cuda, "current_stream", lambda *_: cuda.stream_now())
+        inner.setattr(torch.cuda, "stream", stream)
+        inner.setattr(torch.cuda, "device", device)
+        inner.setattr(torch.Tensor, "copy_", fake_copy)
+        inner.setattr(torch.Tensor, "record_stream", lambda tensor, _: cuda.recorded.add(tensor.data_ptr()))
+        inner.setattr(memory, "_register", lambda _: None)
+        yield cuda

@@ -97,7 +97,10 @@ def _raise_until_heard(number: int, *, unsaved: bool = False) -> None:
 
 @contextmanager
 def _quiet_where_lost() -> Iterator[None]:
-    """Inside, nothing is printed of a Stopped that got lost, since it is raised again; after it, none is."""
+    """Inside, nothing is printed of a Stopped that got lost, since it is raised again; after it, none is.
+
+    What was made another error on its way out is itself again.
+    """
     told, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
 
     def tell(lost: Any) -> None:
@@ -107,10 +110,22 @@ def _quiet_where_lost() -> Iterator[None]:
     sys.unraisablehook = tell
     try:
         yield
+    except Exception as error:
+        stopped = _turned_into(error)
+        if stopped is None:
+            raise
+        raise stopped from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
         sys.unraisablehook = told
+
+
+def _turned_into(error: BaseException | None) -> Stopped | None:
+    """The Stopped that was made this error: Python 3.11 makes a RuntimeError of all that `__set_name__` raises."""
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__cause__
+    return error
 
 
 def _restore_defaults() -> None:

@@ -7,7 +7,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from children import GONE, in_a_fork, lose_streams
@@ -166,6 +166,46 @@ def test_a_second_one_that_a_library_swallows_is_raised_again() -> None:
 
     with pytest.raises(Stopped, match="unsaved"), waiting(say=None):
         work()
+
+
+def _in_set_name(number: int) -> None:
+    """While a class is made, as where a module with dataclasses is imported; Python 3.11 makes it a RuntimeError."""
+
+    class Named:
+        def __set_name__(self, owner: type, name: str) -> None:
+            send(number)
+
+    type("Owner", (), {"field": Named()})
+
+
+def _in_a_conversion(number: int) -> None:
+    try:
+        send(number)
+    except BaseException as error:
+        raise OSError("a library's own") from error
+
+
+@pytest.mark.parametrize("interrupted", [_in_set_name, _in_a_conversion])
+def test_a_stop_that_is_made_another_error_is_a_stop(interrupted: Callable[[int], None]) -> None:
+    with pytest.raises(Stopped, match="stopped by SIGTERM") as caught, stop_at_once():
+        interrupted(signal.SIGTERM)
+    assert exit_code(caught.value) == 143
+    with waiting(say=None):
+        send(signal.SIGINT)
+        with pytest.raises(Stopped, match="stopped by SIGTERM"), stop_at_once():
+            interrupted(signal.SIGTERM)
+
+
+def _tidied_in_vain() -> None:
+    try:
+        send(signal.SIGTERM)
+    finally:
+        raise OSError("no space")
+
+
+def test_an_error_while_a_stop_is_tidied_up_stays_one() -> None:
+    with pytest.raises(OSError, match="no space"), stop_at_once():
+        _tidied_in_vain()
 
 
 def test_what_is_tidied_up_on_the_way_out_is_left_in_peace() -> None:

@@ -168,8 +168,10 @@ class PlacementSection(_Section):
     params: Home = Field("auto", description="home of the 16-bit weights")
     optimizer: Home = Field("auto", description="home of master weights and moments")
     nvme: tuple[str, ...] = Field((), description="directories on drives that state may live on")
-    gradients: Literal["auto", "cpu", "nvme"] = Field(
-        "auto", description="tiered only: home of a step's gradients; auto: RAM, or a drive where RAM is too small"
+    gradients: Home = Field(
+        "auto",
+        description="tiered only: home of a step's gradients; auto: the GPU where several micro-batches are added up "
+        "and it has room, else RAM, or a drive where RAM is too small",
     )
     ram_fraction: Fraction | Auto = Field(
         "auto", description="tiered only: share of the optimizer state kept in RAM; auto: as much as fits"

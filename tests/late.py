@@ -71,9 +71,10 @@ class LateDevice:
         bytes_of(into).fill_(0xFF)
         return late(lambda: into.copy_(values))
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> None:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         into.fill_(float("nan"))
         self._downloads.append(late(lambda: into.copy_(values)))
+        return self._downloads[-1]
 
     def finish(self) -> None:
         for ticket in self._downloads:

@@ -213,3 +213,23 @@ def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(given, indent=1) + "\n")
     assert json.loads(path.read_text()) == given
+
+
+def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
+    """Their item, in 4 bytes or 2; nothing comes out in the backward, and all of it, once, in the update."""
+    shape, words = SHAPES["gpt2-xl"], ("--engine", "tiered", "--accumulate", "4", "--micro-batch", "1")
+    trained = sum(unit.trained for unit in units_of(shape))
+    for extra, size in (([], 4), (["optim.accumulate_dtype=model"], 2)):
+        plan = make_plan(wish(*words, *extra), shape, machine(gpu=24 * GB))
+        assert isinstance(plan.sizes, TierSizes)
+        assert plan.sizes.gradients == "gpu"
+        assert "gradients gpu" in plan.homes
+        held = [(item.tier, item.bytes) for item in plan.items if item.name == "gradients"]
+        assert held == [("gpu", size * trained)]
+        out = {moved.phase: moved.written for moved in plan.traffic if moved.place == "device"}
+        assert not out.get("backward")
+        assert out["update"] == size * trained
+    assert make_plan(wish(*words), shape, machine(gpu=8 * GB)).sizes.gradients == "cpu"  # type: ignore[union-attr]
+    assert make_plan(wish(*words), shape, machine()).sizes.gradients == "cpu"  # type: ignore[union-attr]
+    once = make_plan(wish("--engine", "tiered"), shape, machine(gpu=24 * GB))
+    assert once.sizes.gradients == "cpu"  # type: ignore[union-attr]

@@ -50,6 +50,7 @@ def drives(folder: Path, count: int) -> list[Path]:
 HOMES = {
     "resident": ["--params", "gpu"],
     "in RAM": ["--params", "cpu", "tiered.unit_buffers=2"],
+    "sums on the device": ["--params", "cpu", "placement.gradients=gpu", "tiered.unit_buffers=2"],
     "on the drive": ["--params", "nvme", "tiered.unit_buffers=2"],
     "all on the drive": [
         "--params",
@@ -95,6 +96,7 @@ PLACES = {
     "share 1": ["--ram-fraction", "1"],
     "weights in RAM": ["--params", "cpu"],
     "weights on the drive": ["--params", "nvme", "--optimizer", "nvme", "tiered.page_buffers=2"],
+    "gradients on the device": ["--optimizer", "nvme", "--ram-fraction", "0.5", "placement.gradients=gpu"],
     "all on the drive": HOMES["all on the drive"],
     "checked": ["--optimizer", "nvme", "tiered.checksums=true"],
 }
@@ -122,7 +124,7 @@ def test_deepspeeds_io_does_not_change_a_bit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["optim.accumulate_dtype=fp32"], ["optim.accumulate_dtype=model"]])
-@pytest.mark.parametrize("home", ["resident", "all on the drive"])
+@pytest.mark.parametrize("home", ["resident", "sums on the device", "all on the drive"])
 def test_accumulation(words: list[str], home: str, folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     wished = ["--accumulate", "3", *words]
@@ -199,7 +201,8 @@ def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(home: s
 def test_a_block_unused_in_the_last_micro_batch_counts_in_the_norm(folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     results = []
-    for words in (["--engine", "plain"], HOMES["resident"], HOMES["all on the drive"]):
+    homes = ("resident", "sums on the device", "all on the drive")
+    for words in (["--engine", "plain"], *(HOMES[home] for home in homes)):
         with engine(model, "--accumulate", "2", *words, drives=drives(folder, 1)) as trained:
             skip, whole = skip_last_block(trained, {1}), trained._module.forward
 
@@ -211,7 +214,7 @@ def test_a_block_unused_in_the_last_micro_batch_counts_in_the_norm(folder: Path)
             forward.calls = 1
             trained._module.forward = forward
             results.append(train(trained, batches(4), accumulate=2))
-    assert results[1:] == [results[0]] * 2
+    assert results[1:] == [results[0]] * len(homes)
 
 
 # -- fp16 ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from offload_trainer.config import TrainConfig, engine_of, wishes_of_tiered
 from offload_trainer.errors import UserError
@@ -20,7 +19,15 @@ from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import MARGIN, STATE_IN_RAM, TierSizes, tier_sizes, tiered_items, with_share_that_fits
+from offload_trainer.plan.tiered import (
+    MARGIN,
+    STATE_IN_RAM,
+    GradientHome,
+    TierSizes,
+    tier_sizes,
+    tiered_items,
+    with_share_that_fits,
+)
 from offload_trainer.plan.time import forecast
 from offload_trainer.plan.traffic import Traffic, deepspeed_traffic, tiered_traffic
 from offload_trainer.plan.zero import Placement, Tier, drive_stretch, zero_sizes
@@ -149,8 +156,11 @@ def _leaves_share_open(config: TrainConfig) -> bool:
     return place.optimizer == "auto" and place.ram_fraction == "auto" and bool(place.nvme)
 
 
-def _tiered_candidates(config: TrainConfig, machine: MachineProfile) -> list[tuple[Placement, Literal["cpu", "nvme"]]]:
-    """Homes of weights and gradients, from the fastest to the roomiest."""
+def _tiered_candidates(config: TrainConfig, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
+    """Homes of weights and gradients, from the fastest to the roomiest.
+
+    Sums of several micro-batches are best kept where they are added, on the GPU.
+    """
     place = config.placement
     if place.params != "auto":
         params: list[Tier] = [place.params]
@@ -158,12 +168,14 @@ def _tiered_candidates(config: TrainConfig, machine: MachineProfile) -> list[tup
         params = ["gpu", "nvme"]  # the device's memory is RAM already
     else:
         params = ["gpu", "cpu", "nvme"]
-    candidates: list[tuple[Placement, Literal["cpu", "nvme"]]] = []
+    candidates: list[tuple[Placement, GradientHome]] = []
     for home in params:
         placement = Placement(home, "nvme" if place.optimizer == "nvme" else "cpu")
         if place.gradients != "auto":
             candidates.append((placement, place.gradients))
         else:
+            if machine.gpu is not None and config.train.accumulate > 1:
+                candidates.append((placement, "gpu"))
             candidates.append((placement, "cpu"))
             if home == "nvme":
                 candidates.append((placement, "nvme"))

@@ -155,14 +155,19 @@ class Homes:
 def homes_of(
     units: Sequence[Unit], *, params: str, gradients: str, page: int, ram_fraction: float, speeds: Sequence[float]
 ) -> Homes:
-    """`params` ("gpu", "cpu", "nvme") and `gradients` ("cpu", "nvme") for what is not small, the rest as `pages_of`."""
+    """`params` and `gradients` ("gpu", "cpu", "nvme") for what is not small, the rest as `pages_of`.
+
+    The sums of small units are on the device where all are, and in RAM otherwise.
+    """
     moved = [unit for unit in units if not unit.small]
     drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
     place = {"gpu": DEVICE, "cpu": RAM}
     return Homes(
         pages=pages_of(units, page=page, ram_fraction=ram_fraction, speeds=speeds),
         weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
-        gradients=tuple(RAM if unit.small or gradients == "cpu" else drive[unit] for unit in units),
+        gradients=tuple(
+            place[gradients] if gradients in place else RAM if unit.small else drive[unit] for unit in units
+        ),
     )
 
 

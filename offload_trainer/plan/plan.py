@@ -48,7 +48,7 @@ class Plan:
             return str(self.placement)
         share = self.sizes.ram_fraction
         state = "RAM" if share == 1 else "nvme" if share == 0 else f"{share:.1%} RAM, else nvme"
-        gradients = ", gradients nvme" if self.sizes.gradients == "nvme" else ""
+        gradients = "" if self.sizes.gradients == "cpu" else f", gradients {self.sizes.gradients}"
         return f"params {self.placement.params}, optimizer {state}{gradients}"
 
     @property

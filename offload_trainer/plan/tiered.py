@@ -22,12 +22,15 @@ GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a 
 SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
 
 
+GradientHome = Literal["gpu", "cpu", "nvme"]
+
+
 @dataclass(frozen=True)
 class TierSizes:
     """What the engine is built with."""
 
     ram_fraction: float  # share of the optimizer state in RAM
-    gradients: Literal["cpu", "nvme"]
+    gradients: GradientHome
     states: str  # how moments are stored
     page: int  # elements
     page_buffers: int
@@ -38,7 +41,7 @@ class TierSizes:
 
 
 def tier_sizes(
-    config: TrainConfig, placement: Placement, machine: MachineProfile, *, gradients: Literal["cpu", "nvme"]
+    config: TrainConfig, placement: Placement, machine: MachineProfile, *, gradients: GradientHome
 ) -> TierSizes:
     """The sizes that `config` asks for; an `auto` share is all or nothing here, as `placement.optimizer` says.
 
@@ -177,16 +180,14 @@ def _weight_items(
 
 
 def _gradient_items(units: Sequence[Unit], homes: Sequence[int], *, tiers: dict[int, str], g: int) -> list[Item]:
+    why = f"{g} B a trained parameter"
     held = _held([g * unit.trained for unit in units], homes)
-    inside = held.pop(RAM, 0)
-    if not held:
-        return [Item("ram", "gradients", inside, f"{g} B a trained parameter")]
-    away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home != RAM}
-    staging, words = _buffers(away, GRADIENT_BUFFERS)
-    return [
-        Item("ram", "gradients", inside + g * staging, f"{words} on their way"),
-        *(Item(tiers[home], "gradients", size, f"{g} B a trained parameter") for home, size in held.items()),
-    ]
+    items = [Item(tiers[home], "gradients", size, why) for home, size in held.items()]
+    away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home >= 0}
+    if away:
+        staging, words = _buffers(away, GRADIENT_BUFFERS)
+        items.append(Item("ram", "gradient buffers", g * staging, f"{words} on their way"))
+    return items
 
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:

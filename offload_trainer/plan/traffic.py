@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.plan.layout import DEVICE, RAM, Unit, page_bytes, units_of
+from offload_trainer.plan.layout import DEVICE, Unit, page_bytes, units_of
 from offload_trainer.plan.memory import item_bytes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered import TierSizes, gradient_bytes, homes_in
@@ -43,11 +43,14 @@ def tiered_traffic(
     for page in homes.pages:
         state = page_bytes(page.elements, states=sizes.states)
         move(page.home, "update", read=state, written=state)
-        move(homes.weights[page.unit], "update", written=e * page.elements)
-        move(homes.gradients[page.unit], "update", read=g * page.elements)
-        if homes.weights[page.unit] != DEVICE:
-            continue
-        move(DEVICE, "update", read=e * page.elements)
+        if homes.weights[page.unit] == DEVICE:
+            move(DEVICE, "update", read=e * page.elements)
+        else:
+            move(homes.weights[page.unit], "update", written=e * page.elements)
+        if homes.gradients[page.unit] == DEVICE:
+            move(DEVICE, "update", written=g * page.elements)
+        else:
+            move(homes.gradients[page.unit], "update", read=g * page.elements)
     forward, backward = _orders(units)
     away = {unit.index for unit in units if homes.weights[unit.index] != DEVICE}
     fetched = _fetches(units, away, [*forward, *backward] * micro, blocks=sizes.unit_buffers)
@@ -57,13 +60,14 @@ def tiered_traffic(
         phase = "forward" if place % (len(forward) + len(backward)) < len(forward) else "backward"
         move(homes.weights[unit], phase, read=e * units[unit].elements)
         move(DEVICE, phase, read=e * units[unit].elements)
-    collected = {unit.index for unit in units if homes.gradients[unit.index] != RAM}
+    collected = {unit.index for unit in units if homes.gradients[unit.index] >= 0}
     written: set[int] = set()
     for unit in _visits(units, collected, list(reversed(forward)) * micro):
         size = g * units[unit].trained
         move(homes.gradients[unit], "backward", read=size if unit in written else 0, written=size)
         written.add(unit)
-    move(DEVICE, "backward", written=e * shape.trainable * micro)
+    handed_over = [place.weight for unit in units if homes.gradients[unit.index] != DEVICE for place in unit.places]
+    move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
     names = {DEVICE: "device"} | dict(enumerate(drives))
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in moved.items() if home in names]
 

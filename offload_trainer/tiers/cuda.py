@@ -24,6 +24,7 @@ class CudaDevice:
         self._through: list[_CudaArrival | None] = [None] * len(self._stagings)  # what each was last used for
         self._next = 0
         self._waiter = Workers(1, "event")
+        self._downloaded = Workers(1, "downloaded")
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(elements, dtype=dtype, device=self.place)
@@ -61,17 +62,23 @@ class CudaDevice:
         self._waiter.put(ending(ticket, event.synchronize))
         return ticket
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> None:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         self._outward.wait_event(self.mark())
         with torch.cuda.device(self.place), torch.cuda.stream(self._outward):
             into.copy_(values, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            event.record(self._outward)
         values.record_stream(self._outward)  # its memory is not given to others before the copy is through
+        ticket = Ticket()
+        self._downloaded.put(ending(ticket, event.synchronize))
+        return ticket
 
     def finish(self) -> None:
         self._outward.synchronize()
 
     def close(self) -> None:
         self._waiter.close()
+        self._downloaded.close()
 
 
 class _CudaArrival:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.transfer import Ticket, Workers, ending
+from offload_trainer.tiers.transfer import Ticket, Workers, done, ending
 
 Read = Callable[[torch.Tensor], Ticket]  # fills a host tensor from a drive
 
@@ -47,8 +47,8 @@ class Device(Protocol):
 
     def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket: ...
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy `values` (on the device) to host memory, in place once `finish` returns."""
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        """Copy `values` (on the device), as it is after what was computed so far, to host memory of any thread."""
         ...
 
     def finish(self) -> None:
@@ -82,8 +82,9 @@ class CpuDevice:
         self._copies.put(ending(ticket, lambda: _copy(values, into)))
         return ticket
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> None:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         into.copy_(values)
+        return done()
 
     def finish(self) -> None:
         pass

@@ -1,4 +1,5 @@
-"""A step's gradients on their way from autograd to the update: into host memory, or through a buffer to a drive.
+"""A step's gradients on their way from autograd to the update: their sums are kept on the device, in host memory,
+or, through a buffer, on a drive.
 
 Each weight's gradient is added to its place in its unit as soon as autograd has it, and autograd's copy is let go.
 Norms are taken on the device on the way; `norm` adds them up in the model's order, so that neither the homes
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_trainer.plan.layout import RAM, Place, Unit
+from offload_trainer.plan.layout import DEVICE, Place, Unit
 from offload_trainer.tiers.device import Device
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.store import UnitStore
@@ -55,7 +56,8 @@ class Gradients:
         pinned = device.is_cuda
         trained = [unit.trained for unit in units]
         self.store = UnitStore(trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned)
-        away = [unit for unit in units if homes[unit.index] != RAM]
+        self._on_device = _Resident(units, homes, device=device, dtype=dtype)
+        away = [unit for unit in units if homes[unit.index] >= 0]
         self._stagings = {
             True: self._make([unit for unit in away if unit.block], stagings, pinned=pinned),
             False: self._make([unit for unit in away if not unit.block], 1, pinned=pinned),
@@ -75,6 +77,10 @@ class Gradients:
         """Add a weight's gradient of this micro-batch; `last`: it is the step's last one, so its norm counts."""
         unit, place = self._place[name]
         flat = gradient.detach().reshape(-1)
+        resident = self.on_device(unit.index)
+        if resident is not None:
+            self._add_on_device(name, flat, resident[place.start : place.start + flat.numel()], last=last)
+            return
         target = self._collecting(unit)[place.start : place.start + flat.numel()]
         if name not in self._arrived:
             self._arrived.add(name)
@@ -84,6 +90,15 @@ class Gradients:
             return
         self._device.finish()
         target.add_(flat.to(target.device))
+        if last:
+            self._norms[name] = norm_of(target)
+
+    def _add_on_device(self, name: str, flat: torch.Tensor, target: torch.Tensor, *, last: bool) -> None:
+        if name in self._arrived:
+            target.add_(flat)
+        else:
+            self._arrived.add(name)
+            target.copy_(flat)
         if last:
             self._norms[name] = norm_of(target)
 
@@ -146,9 +161,23 @@ class Gradients:
         """What was taken on the way, or, for a weight that the last micro-batch did not use, the norm of its sums."""
         if name not in self._norms:
             unit, place = self._place[name]
-            self._norms[name] = norm_of(self.store.get(unit.index, place.start, place.weight.numel))
-            self.store.put_away()
+            resident = self.on_device(unit.index)
+            if resident is None:
+                self._norms[name] = norm_of(self.store.get(unit.index, place.start, place.weight.numel))
+            else:
+                self._norms[name] = norm_of(resident[place.start : place.start + place.weight.numel])
         return self._norms[name].to(self._device.place)
+
+    def on_device(self, unit: int) -> torch.Tensor | None:
+        """A unit's sums, `trained` of them, where they live on the device: an update there reads them in place."""
+        return self._on_device.of_unit.get(unit)
+
+    def read(self, unit: int, start: int, buffer: torch.Tensor) -> Ticket:
+        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive."""
+        resident = self.on_device(unit)
+        if resident is not None:
+            return self._device.download(resident[start : start + buffer.numel()], buffer)
+        return self.store.read(unit, start, buffer)
 
     @property
     def arrived(self) -> frozenset[str]:
@@ -160,6 +189,16 @@ class Gradients:
         self._norms.clear()
         self._arrived.clear()
         self._written.clear()
+
+
+class _Resident:
+    """Sums that stay on the device: one flat tensor, a part of it for each unit whose home it is."""
+
+    def __init__(self, units: Sequence[Unit], homes: Sequence[int], *, device: Device, dtype: torch.dtype) -> None:
+        held = [unit for unit in units if homes[unit.index] == DEVICE]
+        memory = device.buffer(sum(unit.trained for unit in held), dtype)
+        parts = memory.split([unit.trained for unit in held])
+        self.of_unit = {unit.index: part for unit, part in zip(held, parts, strict=True)}
 
 
 def clip_factor(norm: float, *, limit: float) -> float:

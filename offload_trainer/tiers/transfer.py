@@ -126,6 +126,13 @@ class Ticket:
             action(self._error)
 
 
+def done() -> Ticket:
+    """A ticket of what has ended already."""
+    ticket = Ticket()
+    ticket.finish_part()
+    return ticket
+
+
 def ending(ticket: Ticket, work: Callable[[], object]) -> Callable[[], None]:
     """`work` as a job for a thread: a part of the ticket ends with it, also with what it raises."""
 

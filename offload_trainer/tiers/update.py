@@ -26,7 +26,7 @@ from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.snapshot import PageSnapshot
 from offload_trainer.tiers.store import PageStore
-from offload_trainer.tiers.transfer import Ticket
+from offload_trainer.tiers.transfer import Ticket, done
 from offload_trainer.tiers.weights import Weights
 
 
@@ -128,7 +128,7 @@ class Updater:
         """Read the gradient as well, and report the page when all of it is there."""
         page = self._store.pages[job.number]
         if self._gradients.store.host(page.unit) is None:
-            job.loaded.append(self._gradients.store.read(page.unit, page.start, job.gradient))
+            job.loaded.append(self._gradients.read(page.unit, page.start, job.gradient))
         _together(job.loaded).then(lambda error: self._ready.put(error or job))
 
     def _send(self, job: _Job) -> None:
@@ -231,9 +231,7 @@ def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]
 def _together(tickets: Sequence[Ticket]) -> Ticket:
     """Done when all of them are."""
     if not tickets:
-        ticket = Ticket()
-        ticket.finish_part()
-        return ticket
+        return done()
     ticket = Ticket(parts=len(tickets))
     for one in tickets:
         one.then(ticket.finish_part)

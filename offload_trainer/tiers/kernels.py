@@ -42,12 +42,16 @@ def choose_kernel(name: str, adam: Adam, *, load_op: Callable[[], Any] | None = 
     return native, "AdamW on the CPU: the native kernel, built for this machine and checked to give torch's bits."
 
 
-def matches_torch(kernel: Kernel, *, device: str = "cpu") -> bool:
-    """Whether `kernel` gives the bits of `TorchKernel`, tried on some thousands of random numbers of all magnitudes.
+def matches_torch(kernel: Kernel) -> bool:
+    """Whether `kernel`, of the CPU, gives the bits of `TorchKernel`."""
+    return gives_the_bits_of(TorchKernel(kernel.adam), kernel)
 
-    Of each form of moments, in parts with gaps between them, on `device`.
+
+def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
+    """Whether `kernel` on `device` gives the bits of `reference`, tried on thousands of numbers of all magnitudes.
+
+    Of each form of moments, in parts with gaps between them.
     """
-    reference = TorchKernel(kernel.adam)
     for states in FIELDS:
         for n, dtype, decay in ((1, torch.float32, 0.0), (1003, torch.float16, 0.1), (70_001, torch.bfloat16, 0.1)):
             middle = n // 2 // 256 * 256
@@ -59,7 +63,7 @@ def matches_torch(kernel: Kernel, *, device: str = "cpu") -> bool:
                 out = torch.zeros(n, dtype=dtype, device=place)
                 candidate.update_page(
                     fields,
-                    grad.to(place, dtype),
+                    grad.to(place, dtype, copy=True),
                     out,
                     parts or [Stretch(0, n, decay, 7)],
                     states=states,
@@ -74,12 +78,16 @@ def matches_torch(kernel: Kernel, *, device: str = "cpu") -> bool:
 
 
 def random_page(n: int, *, states: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Fields and a gradient (fp32[n]) of all magnitudes, zeros among them, whose moments go together as in training."""
+    """Fields and a gradient (fp32[n]) of all magnitudes, zeros and subnormals among them.
+
+    The moments go together as in training.
+    """
     random = torch.Generator().manual_seed(1)
     size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
     master, grad, exp_avg, exp_avg_sq = torch.randn(4, n, generator=random) * size
     for numbers in (grad, exp_avg):
         numbers[torch.rand(n, generator=random) < 0.01] = 0.0
+        numbers[torch.rand(n, generator=random) < 0.01] *= 1e-38
     exp_avg_sq = exp_avg_sq.square()
     if states == "fp32":
         return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad

@@ -1,0 +1,325 @@
+// AdamW over pages of optimizer state in a GPU's memory, with the bits of adam.cpp.
+//
+//     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
+//                                                  master (fp32, in place) -> out (16 bit)
+//
+// cuda_adam.py has NVRTC compile this for the device at hand, with FUSES as adam.cpp has it. A warp takes 256 elements,
+// which share a scale in 8 bits, so that every byte crosses the memory bus once and nobody waits for other warps.
+// Each operation is an intrinsic that rounds to nearest even by itself: a compiler may fuse a product with a sum where
+// it sees operators, and that decides the last bit. Subnormal numbers count, so nothing here may be flushed to zero.
+// Only the bits of a NaN are a GPU's own: another one than the CPU's, in the same places.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+enum Type : u32 { NONE, F32, F16, BF16 };  // cuda_adam.py has the same numbers
+
+constexpr u32 BLOCK = 256;               // elements that a warp takes
+constexpr u32 LANES = 32, WARPS = 8;     // threads of a warp, warps of a thread block; cuda_adam.py has the latter
+constexpr u32 RUN = 4;                   // consecutive elements that a thread takes at a time: 16 bytes of fp32
+constexpr u32 RUNS = BLOCK / LANES / RUN;  // that a thread takes
+constexpr u32 PARTS = 64;                // cuda_adam.py has the same
+
+// -- what cuda_adam.py gives, field by field as there ----------------------------------------------------------------
+
+struct Part {  // elements [start, end) of the page that are updated alike
+    u32 start, end;
+    float keep;             // 1 - lr x decay
+    float root_correction;  // sqrt(1 - beta2 ^ step)
+    float minus_step_size;  // -lr / (1 - beta1 ^ step)
+};
+
+struct Cell {  // between two codes
+    float end, way;
+};
+
+struct Moment {  // the first or the second
+    void* values;
+    float* scales;     // of 8 bits, as are these:
+    const float* map;  // what each code stands for
+    u32 keys[2];       // of the random bits
+};
+
+struct Page {
+    float* master;
+    Moment moments[2];
+    const void* grad;
+    void* out;
+    const u32* nearest;  // moments.py, nearest_table(True)
+    const u32* lower;    // moments.py, lower_table()
+    const Cell* cells;   // moments.py, cells()
+    u64 first;           // element of the unit
+    Type grad_type, out_type;
+    float scale;        // of the gradient
+    float lerp;         // 1 - beta1 where that is below 1/2, else -beta1
+    u32 from_gradient;  // whether `lerp` starts from the gradient (1 - beta1 not below 1/2) or from exp_avg
+    float beta2;
+    float rest2;  // 1 - beta2
+    float eps;
+    u32 begin;  // a multiple of BLOCK; no part begins before
+    u32 parts;
+    Part part[PARTS];  // ascending; each starts at a multiple of BLOCK, and ends at one or where the page does
+};
+
+// -- numbers ----------------------------------------------------------------------------------------------------------
+
+constexpr u32 MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
+
+__device__ inline u32 bits(float value) { return __float_as_uint(value); }
+__device__ inline float number(u32 word) { return __uint_as_float(word); }
+
+__device__ inline float fused(float a, float b, float c) {
+#if FUSES
+    return __fmaf_rn(a, b, c);
+#else
+    return __fadd_rn(__fmul_rn(a, b), c);
+#endif
+}
+
+// The four conversions are adam.cpp's, and explained there.
+
+__device__ inline float from_bf16(u16 word) { return number(u32(word) << 16); }
+
+// `below` is added below the last place, and what it carries over rounds up.
+__device__ inline u16 cut_bf16(float value, u32 below) {
+    const u32 word = bits(value);
+    return u16((word & MAGNITUDE) > INFINITE ? word >> 16 | 0x40 : (word + below) >> 16);
+}
+
+__device__ inline u16 to_bf16(float value) { return cut_bf16(value, 0x7fff + (bits(value) >> 16 & 1)); }
+
+__device__ inline float from_f16(u16 word) {
+    const u32 magnitude = u32(word & 0x7fff) << 13;
+    const u32 finite = bits(__fmul_rn(number(magnitude), 0x1p112f));
+    return number((magnitude >= 0x0f800000 ? magnitude | INFINITE : finite) | u32(word & 0x8000) << 16);
+}
+
+__device__ inline u16 to_f16(float value) {
+    const u32 magnitude = bits(value) & MAGNITUDE;
+    const u32 normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);
+    const u32 subnormal = bits(__fadd_rn(number(magnitude), 0.5f)) - bits(0.5f);
+    u32 word = magnitude < 0x38800000 ? subnormal : normal < 0x7c00 ? normal : 0x7c00;
+    word = magnitude > INFINITE ? 0x7e00 | (magnitude >> 13 & 0x3ff) : word;
+    return u16(word | (bits(value) >> 16 & 0x8000));
+}
+
+// 16 random bits for an element of a unit; moments.py, random_bits.
+__device__ inline u32 chance(const u32 keys[2], u64 element) {
+    u32 x = u32(element) + keys[0];
+    x = (x ^ x >> 16) * 0x7feb352du + keys[1] + u32(element >> 32) * 0x9e3779b9u;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return (x ^ x >> 16) & 0xffff;
+}
+
+// -- runs of elements, and of what they are stored as -----------------------------------------------------------------
+
+template <typename T>
+struct alignas(RUN * sizeof(T)) Run {
+    T of[RUN];
+};
+
+// The first `count` are there; a whole run is one access.
+template <typename T>
+__device__ inline Run<T> load(const void* values, u32 at, u32 count) {
+    const T* from = static_cast<const T*>(values) + at;
+    if (count == RUN) return *reinterpret_cast<const Run<T>*>(from);
+    Run<T> run;
+#pragma unroll
+    for (u32 i = 0; i < RUN; i++) run.of[i] = i < count ? from[i] : T(0);
+    return run;
+}
+
+template <typename T>
+__device__ inline void store(const Run<T>& run, void* values, u32 at, u32 count) {
+    T* to = static_cast<T*>(values) + at;
+    if (count == RUN) {
+        *reinterpret_cast<Run<T>*>(to) = run;
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < RUN; i++)
+        if (i < count) to[i] = run.of[i];
+}
+
+// A run of gradients, as it was read.
+union Read {
+    Run<float> whole;
+    Run<u16> half;
+};
+
+__device__ inline Read load_gradient(const Page& page, u32 at, u32 count) {
+    Read read;
+    if (page.grad_type == F32)
+        read.whole = load<float>(page.grad, at, count);
+    else
+        read.half = load<u16>(page.grad, at, count);
+    return read;
+}
+
+__device__ inline float gradient(const Page& page, const Read& read, u32 i) {
+    if (page.grad_type == F32) return read.whole.of[i];
+    return page.grad_type == BF16 ? from_bf16(read.half.of[i]) : from_f16(read.half.of[i]);
+}
+
+__device__ inline void store_rounded(const Page& page, const Run<float>& master, u32 at, u32 count) {
+    if (page.out_type == NONE) return;
+    if (page.out_type == F32) return store(master, page.out, at, count);
+    Run<u16> rounded;
+#pragma unroll
+    for (u32 i = 0; i < RUN; i++) rounded.of[i] = page.out_type == BF16 ? to_bf16(master.of[i]) : to_f16(master.of[i]);
+    store(rounded, page.out, at, count);
+}
+
+// -- moments as stored: float, u16 (bf16) or u8 (a code) ----------------------------------------------------------------
+
+__device__ inline float widened(const Moment&, float value, float) { return value; }
+__device__ inline float widened(const Moment&, u16 value, float) { return from_bf16(value); }
+__device__ inline float widened(const Moment& moment, u8 code, float scale) {
+    return __fmul_rn(moment.map[code], scale);
+}
+
+__device__ inline u8 nearest_code(const Page& page, float scaled) {
+    const u32 word = bits(scaled), negative = word >> 31;
+    const u32 entry = page.nearest[negative * 0x3f81 + (word >> 16 & 0x7fff)];
+    return u8((entry + (word & 0xffff)) >> 16 ^ (0 - negative));
+}
+
+__device__ inline u8 code_by_chance(const Page& page, float scaled, u32 random) {
+    const u32 entry = page.lower[min(bits(scaled) >> 16, 0x3f80u)];  // it is in [0, 1], but for what was made to break
+    const u32 code = (entry + (bits(scaled) & 0xffff)) >> 16;
+    const Cell cell = page.cells[code];
+    const float threshold = __fmul_rn(__uint2float_rn(random * 2 + 1), 0x1p-17f);
+    const u32 chosen = code + (__fsub_rn(scaled, cell.end) > __fmul_rn(threshold, cell.way));
+    return u8(chosen | (chosen == 0 && scaled > 0));
+}
+
+// The greatest magnitude of a warp's values, in bits: as integers they are in the order of the numbers, NaN above all.
+__device__ inline u32 greatest_magnitude(const Run<float> runs[RUNS], const u32 counts[RUNS]) {
+    u32 greatest = 0;
+#pragma unroll
+    for (u32 r = 0; r < RUNS; r++)
+#pragma unroll
+        for (u32 i = 0; i < RUN; i++)
+            if (i < counts[r]) greatest = max(greatest, bits(runs[r].of[i]) & MAGNITUDE);
+#pragma unroll
+    for (u32 other = LANES / 2; other; other /= 2) greatest = max(greatest, __shfl_xor_sync(~0u, greatest, other));
+    return greatest;
+}
+
+// Stored all at a time: a thread's runs are LANES x RUN elements apart, the first at `at`.
+template <bool SECOND>
+__device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32 at, const u32 counts[RUNS], float) {
+#pragma unroll
+    for (u32 r = 0; r < RUNS; r++) store(runs[r], page.moments[SECOND].values, at + r * LANES * RUN, counts[r]);
+}
+
+template <bool SECOND>
+__device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32 at, const u32 counts[RUNS], u16) {
+    const Moment& moment = page.moments[SECOND];
+#pragma unroll
+    for (u32 r = 0; r < RUNS; r++) {
+        const u32 here = at + r * LANES * RUN;
+        Run<u16> rounded;
+#pragma unroll
+        for (u32 i = 0; i < RUN; i++)
+            rounded.of[i] = cut_bf16(runs[r].of[i], chance(moment.keys, page.first + here + i));
+        store(rounded, moment.values, here, counts[r]);
+    }
+}
+
+template <bool SECOND>
+__device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32 at, const u32 counts[RUNS], u8) {
+    const Moment& moment = page.moments[SECOND];
+    const u32 greatest = greatest_magnitude(runs, counts);
+    const float scale = number(greatest);
+    const bool usable = greatest != 0 && greatest < INFINITE;
+    if (at % BLOCK == 0) moment.scales[at / BLOCK] = scale;
+#pragma unroll
+    for (u32 r = 0; r < RUNS; r++) {
+        const u32 here = at + r * LANES * RUN;
+        Run<u8> codes;
+#pragma unroll
+        for (u32 i = 0; i < RUN; i++) {
+            const float scaled = usable ? __fdiv_rn(runs[r].of[i], scale) : 0.0f;  // which has the code of zero
+            codes.of[i] = SECOND ? code_by_chance(page, scaled, chance(moment.keys, page.first + here + i))
+                                 : nearest_code(page, scaled);
+        }
+        store(codes, moment.values, here, counts[r]);
+    }
+}
+
+// -- the update ---------------------------------------------------------------------------------------------------------
+
+// Operation by operation adam.cpp's `adam`.
+__device__ inline void adam(const Page& page, const Part& part, float g, float& master, float& exp_avg,
+                            float& exp_avg_sq) {
+    const float m = fused(page.lerp, __fsub_rn(g, exp_avg), page.from_gradient ? g : exp_avg);
+    const float v = fused(__fmul_rn(page.rest2, g), g, __fmul_rn(exp_avg_sq, page.beta2));
+    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), part.root_correction), page.eps);
+    exp_avg = m;
+    exp_avg_sq = v;
+    master = __fadd_rn(__fmul_rn(master, part.keep), __fdiv_rn(__fmul_rn(part.minus_step_size, m), denominator));
+}
+
+// A warp's 256 elements from `block` on; `WHOLE` where all of them are in the part.
+template <typename T, bool WHOLE>
+__device__ inline void update_block(const Page& page, const Part& part, u32 block) {
+    const u32 at = block + threadIdx.x % LANES * RUN;
+    u32 counts[RUNS];
+    Read grad[RUNS];
+    Run<T> first[RUNS], second[RUNS];
+    Run<float> master[RUNS], exp_avg[RUNS], exp_avg_sq[RUNS];
+    float scales[2] = {};
+#pragma unroll
+    for (u32 m = 0; m < 2; m++)
+        if (sizeof(T) == 1) scales[m] = page.moments[m].scales[block / BLOCK];
+#pragma unroll
+    for (u32 r = 0; r < RUNS; r++) {  // all is asked for before anything is waited for
+        const u32 here = at + r * LANES * RUN;
+        counts[r] = WHOLE ? RUN : here < part.end ? min(RUN, part.end - here) : 0;
+        grad[r] = load_gradient(page, here, counts[r]);
+        first[r] = load<T>(page.moments[0].values, here, counts[r]);
+        second[r] = load<T>(page.moments[1].values, here, counts[r]);
+        master[r] = load<float>(page.master, here, counts[r]);
+    }
+#pragma unroll
+    for (u32 r = 0; r < RUNS; r++) {
+        const u32 here = at + r * LANES * RUN;
+#pragma unroll
+        for (u32 i = 0; i < RUN; i++) {
+            exp_avg[r].of[i] = widened(page.moments[0], first[r].of[i], scales[0]);
+            exp_avg_sq[r].of[i] = widened(page.moments[1], second[r].of[i], scales[1]);
+            const float g = __fmul_rn(gradient(page, grad[r], i), page.scale);
+            adam(page, part, g, master[r].of[i], exp_avg[r].of[i], exp_avg_sq[r].of[i]);
+        }
+        store(master[r], page.master, here, counts[r]);
+        store_rounded(page, master[r], here, counts[r]);
+    }
+    narrow<false>(page, exp_avg, at, counts, T());
+    narrow<true>(page, exp_avg_sq, at, counts, T());
+}
+
+template <typename T>
+__device__ inline void update(const Page& page) {
+    const u32 block = page.begin + (blockIdx.x * WARPS + threadIdx.x / LANES) * BLOCK;
+    u32 p = 0;
+    while (p < page.parts && page.part[p].end <= block) p++;
+    if (p == page.parts || block < page.part[p].start) return;  // the whole warp, or `__shfl_xor_sync` would wait
+    const Part part = page.part[p];
+    if (part.end - block >= BLOCK)
+        update_block<T, true>(page, part, block);
+    else
+        update_block<T, false>(page, part, block);
+}
+
+extern "C" {
+
+__global__ void __launch_bounds__(LANES* WARPS) adam_fp32(const __grid_constant__ Page page) { update<float>(page); }
+
+__global__ void __launch_bounds__(LANES* WARPS) adam_bf16(const __grid_constant__ Page page) { update<u16>(page); }
+
+__global__ void __launch_bounds__(LANES* WARPS) adam_8bit(const __grid_constant__ Page page) { update<u8>(page); }
+
+}

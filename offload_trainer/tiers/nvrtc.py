@@ -1,0 +1,177 @@
+"""CUDA C compiled at run time and launched on torch's streams: NVRTC, which comes with torch, and the driver.
+
+    source ──NVRTC──> code for the device ──driver──> kernels ──launch──> torch's current stream
+
+Through ctypes, since torch's own way (torch.cuda._compile_kernel) is private and another one in each version. Neither
+needs nvcc, a C++ compiler, nor headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from offload_trainer.errors import TrainerError
+
+# Subnormal numbers count; division and root round to nearest; no product is fused with a sum but where it says so.
+_EXACT = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
+
+
+def find_nvrtc(major: str | None = None) -> ctypes.CDLL:
+    """NVRTC of CUDA `major` (torch's own if none is given), beside torch, where the loader looks, or in CUDA_HOME.
+
+    TrainerError where there is none.
+    """
+    if major is None:
+        if torch.version.cuda is None:
+            raise TrainerError("this torch was not built for CUDA")
+        major = torch.version.cuda.split(".")[0]
+    for path in _places(major):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    package = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"
+    raise TrainerError(f"libnvrtc.so.{major} is neither beside torch nor where the loader looks: pip install {package}")
+
+
+def _places(major: str) -> Iterator[str]:
+    nvidia = importlib.util.find_spec("nvidia")
+    packages = [Path(place) for place in (nvidia.submodule_search_locations or ())] if nvidia else []
+    beside = [place / name / "lib" for place in packages for name in ("cuda_nvrtc", f"cu{major}")]
+    for folder in (*beside, Path(torch.__file__).parent / "lib"):
+        yield from map(str, sorted(folder.glob(f"libnvrtc*[0-9a-z].so.{major}*")))
+    yield f"libnvrtc.so.{major}"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    yield f"{home}/lib64/libnvrtc.so.{major}"
+
+
+class Nvrtc:
+    """The compiler. TrainerError, with its words, where it fails."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    @property
+    def version(self) -> str:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
+    def architectures(self) -> list[int]:
+        """Capabilities that it compiles for, ascending: 90 for sm_90."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        found = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", found)
+        return sorted(found)
+
+    def compile_for(self, capability: int, source: bytes, *, name: str, defines: Mapping[str, int]) -> bytes:
+        """Code for a device of `capability`: for it alone, or, where it is younger than NVRTC, PTX for the driver."""
+        known = [architecture for architecture in self.architectures() if architecture <= capability]
+        if not known:
+            raise TrainerError(
+                f"NVRTC {self.version} compiles for sm_{self.architectures()[0]} and up, not sm_{capability}"
+            )
+        return self.compile(source, name=name, defines=defines, architecture=known[-1], ptx=known[-1] != capability)
+
+    def compile(self, source: bytes, *, name: str, defines: Mapping[str, int], architecture: int, ptx: bool) -> bytes:
+        """The code of `source`, C++17 without headers: a cubin, or PTX as text that ends with a zero."""
+        target = f"--gpu-architecture={'compute' if ptx else 'sm'}_{architecture}"
+        options = [target, "--std=c++17", *_EXACT, *(f"-D{key}={value}" for key, value in defines.items())]
+        program = ctypes.c_void_p()
+        self._call("nvrtcCreateProgram", ctypes.byref(program), source, name.encode(), 0, None, None)
+        try:
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            if self._library.nvrtcCompileProgram(program, len(options), given) != 0:
+                log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
+                raise TrainerError(f"NVRTC {self.version} cannot compile {name} ({target}): {log[:2000]}")
+            return self._bytes("PTX" if ptx else "CUBIN", program)
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._library, name)(*arguments)
+        if result != 0:
+            raise TrainerError(f"NVRTC: {name}: {self._library.nvrtcGetErrorString(result).decode()}")
+
+
+def gpu_of(place: torch.device) -> Gpu:
+    """The device that torch calls `place`. TrainerError where it is not NVIDIA's, or has no NVRTC or driver."""
+    if torch.version.hip:
+        raise TrainerError("kernels are compiled for NVIDIA's GPUs only, and this torch was built for ROCm")
+    nvrtc = Nvrtc(find_nvrtc())
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TrainerError(f"the driver's library cannot be loaded: {error}") from error
+    index = torch.cuda.current_device() if place.index is None else place.index
+    major, minor = torch.cuda.get_device_capability(index)
+    return Gpu(torch.device("cuda", index), 10 * major + minor, nvrtc=nvrtc, driver=driver)
+
+
+class Gpu:
+    """A CUDA device that torch computes on, as the driver sees it. TrainerError with the name of what goes wrong."""
+
+    def __init__(self, place: torch.device, capability: int, *, nvrtc: Nvrtc, driver: ctypes.CDLL) -> None:
+        """`capability`: 90 for sm_90."""
+        self.place, self.capability, self.nvrtc, self._driver = place, capability, nvrtc, driver
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        driver.cuLaunchKernel.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
+        driver.cuGetErrorName.argtypes = (ctypes.c_int, pointer)
+        self._call("cuInit", 0)
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), place.index or 0)
+        self._context = pointer()  # the one that torch uses
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def stream(self) -> int:
+        """torch's current stream."""
+        return torch.cuda.current_stream(self.place).cuda_stream
+
+    def load(self, source: Path, names: Sequence[str], *, defines: Mapping[str, int]) -> dict[str, ctypes.c_void_p]:
+        """The kernels called `names` (extern "C") of `source`, compiled and on the device; for `launch`."""
+        code = self.nvrtc.compile_for(self.capability, source.read_bytes(), name=source.name, defines=defines)
+        module, found = ctypes.c_void_p(), {}
+        with self._current():
+            self._call("cuModuleLoadData", ctypes.byref(module), code)
+            for name in names:
+                found[name] = ctypes.c_void_p()
+                self._call("cuModuleGetFunction", ctypes.byref(found[name]), module, name.encode())
+        return found
+
+    def launch(self, kernel: ctypes.c_void_p, argument: ctypes.Structure, *, blocks: int, threads: int) -> None:
+        """Put `kernel` on torch's current stream, with a copy of `argument` as it is now."""
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        with self._current():
+            self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, self.stream(), arguments, None)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """The context is the calling thread's: a new thread has none, and torch.cuda.device does not always set one."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._driver, name)(*arguments)
+        if result != 0:
+            words = ctypes.c_char_p()
+            self._driver.cuGetErrorName(result, ctypes.byref(words))
+            raise TrainerError(f"CUDA: {name}: {(words.value or b'error ' + str(result).encode()).decode()}")

@@ -1,0 +1,171 @@
+"""What can be known of adam.cu: without a GPU what NVRTC makes of it, with one its bits and its speed as well.
+
+    check_cuda_kernel.py [--nvrtc LIBRARY ...] [--elements 4194304] [--json FILE]
+
+    compiled  by each NVRTC (those given, else torch's): for the GPU, or without one for each kind of card, in both
+              forms (with and without FMA)
+    code      in PTX each operation on fp32 rounds to nearest even by itself, none flushes to zero, and a product is
+              fused with a sum twice for each element, or never
+    bits      on the GPU: those of the CPU's kernel, on pages of each form of moments
+    speed     on the GPU: pages in turn, more than its caches hold; GB/s counts what must be read and written
+
+Exits 1 where something is wrong, 3 where there was nothing to check with. NVRTC alone: pip download --no-deps
+nvidia-cuda-nvrtc-cu12, then unzip; no GPU, driver or CUDA build of torch is needed to compile.
+"""
+
+import argparse
+import ctypes
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.plan.layout import FIELDS, bytes_of_state
+from offload_trainer.tiers import cuda_adam
+from offload_trainer.tiers.adam import Adam, PageNoise, Stretch
+from offload_trainer.tiers.cuda_adam import CudaKernel, choose_cuda_kernel
+from offload_trainer.tiers.kernels import choose_kernel, random_page
+from offload_trainer.tiers.moments import Noise
+from offload_trainer.tiers.nvrtc import Nvrtc, find_nvrtc
+
+ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
+CARDS = {70, 75, 80, 86, 89, 90, 100, 120}  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
+SOURCE = Path(cuda_adam.__file__).with_name("adam.cu")
+# What may be done with fp32 in PTX: rounded to nearest even each time, or not arithmetic at all.
+EXACT = re.compile(r"(add|sub|mul|div|sqrt|fma)\.rn\.f32|cvt\.rn\.f32\.u32|(ld|st|mov|selp|setp|neg|abs)\b.*")
+
+
+def faults_of(ptx: str, *, fuses: bool) -> list[str]:
+    """What is wrong with the code."""
+    operations = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]*f32[\w.]*)\s", ptx, flags=re.MULTILINE)
+    faults = sorted({name for name in operations if not EXACT.fullmatch(name) or "ftz" in name})
+    roots, fused = operations.count("sqrt.rn.f32"), operations.count("fma.rn.f32")  # an element has one root
+    if not roots or fused != (2 * roots if fuses else 0):
+        faults.append(f"{fused} FMA for {roots} elements")
+    if ".local" in ptx:
+        faults.append("registers spilled to memory")
+    return faults
+
+
+def check_compiler(nvrtc: Nvrtc, cards: set[int]) -> list[dict]:
+    """A row for each of `cards` that this NVRTC knows."""
+    rows, source = [], SOURCE.read_bytes()
+    for card in sorted(cards & set(nvrtc.architectures())):
+        row = {"nvrtc": nvrtc.version, "card": f"sm_{card}", "faults": []}
+        for fuses in (True, False):
+            text, code = (
+                nvrtc.compile(source, name=SOURCE.name, defines={"FUSES": int(fuses)}, architecture=card, ptx=ptx)
+                for ptx in (True, False)
+            )
+            row["faults"] += faults_of(text.rstrip(b"\0").decode(), fuses=fuses)
+            row["bytes"] = len(code)
+        rows.append(row)
+    return rows
+
+
+def updated(kernel, page, *, states: str, place: torch.device) -> list[torch.Tensor]:
+    fields, grad = page
+    n = grad.numel()
+    here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
+    out = torch.zeros(n, dtype=torch.bfloat16, device=place)
+    parts = [Stretch(0, n // 512 * 256, 0.1, 7), Stretch(n // 512 * 256 + 256, n, 0.0, 9)]
+    kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(states))
+    return [tensor.cpu().view(torch.uint8) for tensor in (*here.values(), out)]
+
+
+def settings(states: str) -> dict:
+    noise = None if states == "fp32" else PageNoise(Noise(1, 2), 3, 2**32 - 4096)
+    return {"states": states, "scale": 0.37, "lr": 1e-3, "noise": noise}
+
+
+def different_bytes(kernel: CudaKernel, beside, *, states: str, n: int, place: torch.device) -> int:
+    page = random_page(n, states=states)
+    ours = updated(kernel, page, states=states, place=place)
+    theirs = updated(beside, page, states=states, place=torch.device("cpu"))
+    return sum(int((one != other).sum()) for one, other in zip(ours, theirs, strict=True))
+
+
+def speed(kernel: CudaKernel, *, states: str, n: int, place: torch.device, rounds: int = 20) -> dict:
+    """Of pages in turn, 1 GiB of state in all, each in one part; what the host does for a launch as well."""
+    fields, grad = random_page(n, states=states)
+    count = max(2, int(2**30 / (bytes_of_state(states) * n)))
+    pages = [{name: tensor.to(place, copy=True) for name, tensor in fields.items()} for _ in range(count)]
+    grads = [grad.bfloat16().to(place) for _ in range(count)]
+    outs = [torch.empty_like(grads[0]) for _ in range(count)]
+    part, given = [Stretch(0, n, 0.1, 7)], settings(states)
+
+    def run() -> None:
+        for page, gradient, out in zip(pages, grads, outs, strict=True):
+            kernel.update_page(page, gradient, out, part, **given)
+
+    run()
+    torch.cuda.synchronize(place)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun = time.perf_counter()
+    begin.record()
+    for _ in range(rounds):
+        run()
+    end.record()
+    hosted = time.perf_counter() - begun
+    torch.cuda.synchronize(place)
+    seconds = begin.elapsed_time(end) / 1e3
+    moved = 2 * bytes_of_state(states) + 2 + 2  # the state both ways, the gradient in, the weight out
+    updates = rounds * count
+    return {
+        "GB/s": round(updates * n * moved / seconds / 1e9, 1),
+        "M parameters/s": round(updates * n / seconds / 1e6),
+        "us a page on the GPU": round(seconds / updates * 1e6, 1),
+        "us a page on the host": round(hosted / updates * 1e6, 1),
+    }
+
+
+def check_gpu(n: int) -> list[dict]:
+    place, (beside, words) = torch.device("cuda", torch.cuda.current_device()), choose_kernel("auto", ADAM)
+    print(words)
+    kernel, words = choose_cuda_kernel(place, beside)
+    print(words)
+    if kernel is None:
+        return [{"gpu": torch.cuda.get_device_name(place), "faults": [words]}]
+    rows = []
+    for states in FIELDS:
+        off = different_bytes(kernel, beside, states=states, n=n, place=place)
+        row = {"gpu": torch.cuda.get_device_name(place), "moments": states, "elements": n}
+        row["faults"] = [f"{off} bytes differ from the CPU's"] if off else []
+        rows.append(row | speed(kernel, states=states, n=n, place=place))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvrtc", nargs="*", type=Path, default=[])
+    parser.add_argument("--elements", type=int, default=2**22)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: list[dict] = []
+    libraries = [ctypes.CDLL(str(path)) for path in options.nvrtc]
+    try:
+        libraries = libraries or [find_nvrtc()]
+    except TrainerError as error:
+        print(f"nothing is compiled: {error}", file=sys.stderr)
+    here = torch.cuda.is_available()
+    major, minor = torch.cuda.get_device_capability() if here else (0, 0)
+    for library in libraries:
+        rows += check_compiler(Nvrtc(library), {10 * major + minor} if here else CARDS)
+    if here:
+        rows += check_gpu(options.elements)
+    else:
+        print("there is no GPU: no bits, no speed", file=sys.stderr)
+    for row in rows:
+        print("  ".join(f"{key}: {value}" for key, value in row.items() if key != "faults"), end="  ")
+        print("; ".join(row["faults"]) or "right")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if any(row["faults"] for row in rows) else 0 if rows else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

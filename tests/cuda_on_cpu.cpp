@@ -1,0 +1,214 @@
+// The CUDA driver and NVRTC, as far as nvrtc.py calls them, over adam.cu compiled for the CPU.
+//
+// A thread block is as many fibers, which take turns at what waits for others (here only shuffles): upwards in one
+// block, downwards in the next. Where a lane would wait for one that has left, or nobody made the context current, the
+// launch fails. The intrinsics are IEEE operations, one by one: built with -ffp-contract=off.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(threads)
+
+namespace {
+
+struct Index {
+    unsigned x;
+} threadIdx, blockIdx;
+
+float __fadd_rn(float a, float b) { return a + b; }
+float __fsub_rn(float a, float b) { return a - b; }
+float __fmul_rn(float a, float b) { return a * b; }
+float __fdiv_rn(float a, float b) { return a / b; }
+float __fsqrt_rn(float a) { return std::sqrt(a); }
+float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+float __uint2float_rn(unsigned a) { return float(a); }
+unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
+
+unsigned __float_as_uint(float value) {
+    unsigned word;
+    std::memcpy(&word, &value, sizeof word);
+    return word;
+}
+
+float __uint_as_float(unsigned word) {
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+// -- fibers -----------------------------------------------------------------------------------------------------------
+
+constexpr size_t STACK = 64 << 10;
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(STACK);
+    bool done;
+    unsigned waits, given;
+};
+
+std::vector<Fiber> fibers;
+ucontext_t turns;
+bool broken;
+void (*body)();
+
+void pass() {
+    Fiber& self = fibers[threadIdx.x];
+    swapcontext(&self.context, &turns);
+}
+
+void run_fiber() {
+    body();
+    fibers[threadIdx.x].done = true;
+    pass();
+}
+
+void run_block(unsigned threads, bool upwards) {
+    if (fibers.size() < threads) fibers.resize(threads);
+    for (unsigned t = 0; t < threads; t++) {
+        Fiber& fiber = fibers[t];
+        fiber.done = false, fiber.waits = 0;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = STACK;
+        makecontext(&fiber.context, run_fiber, 0);
+    }
+    for (bool all = false; !all;) {
+        all = true;
+        for (unsigned i = 0; i < threads; i++) {
+            threadIdx.x = upwards ? i : threads - 1 - i;
+            if (fibers[threadIdx.x].done) continue;
+            all = false;
+            swapcontext(&turns, &fibers[threadIdx.x].context);
+        }
+    }
+}
+
+unsigned __shfl_xor_sync(unsigned mask, unsigned value, unsigned lanes) {
+    const unsigned me = threadIdx.x;
+    fibers[me].given = value, fibers[me].waits++;
+    pass();
+    const Fiber& other = fibers[me ^ lanes];
+    broken |= mask != ~0u || other.done || other.waits != fibers[me].waits;
+    const unsigned result = other.given;
+    pass();
+    return result;
+}
+
+}  // namespace
+
+#define FUSES 1
+namespace with_fma {
+#include "adam.cu"
+}
+#undef FUSES
+#define FUSES 0
+#define adam_fp32 adam_fp32_without
+#define adam_bf16 adam_bf16_without
+#define adam_8bit adam_8bit_without
+namespace without_fma {
+#include "adam.cu"
+}
+#undef adam_fp32
+#undef adam_bf16
+#undef adam_8bit
+
+namespace {
+
+const void* argument;
+
+template <typename Page, void kernel(Page)>
+void call() {
+    kernel(*static_cast<const Page*>(argument));
+}
+
+struct Named {
+    std::string name;
+    void (*fused)();
+    void (*unfused)();
+};
+
+const Named KERNELS[] = {
+    {"adam_fp32", call<with_fma::Page, with_fma::adam_fp32>, call<without_fma::Page, without_fma::adam_fp32_without>},
+    {"adam_bf16", call<with_fma::Page, with_fma::adam_bf16>, call<without_fma::Page, without_fma::adam_bf16_without>},
+    {"adam_8bit", call<with_fma::Page, with_fma::adam_8bit>, call<without_fma::Page, without_fma::adam_8bit_without>},
+};
+
+struct Program {
+    std::string source, options;
+};
+
+thread_local int context_depth = 0;
+int launches = 0;
+std::string last_options;
+
+}  // namespace
+
+extern "C" {
+
+int emulated_launches() { return launches; }
+const char* emulated_options() { return last_options.c_str(); }
+
+// -- the driver -------------------------------------------------------------------------------------------------------
+
+int cuInit(unsigned) { return 0; }
+int cuDeviceGet(int* device, int) { return *device = 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &launches, 0; }
+int cuCtxPushCurrent_v2(void* context) { return context == &launches ? context_depth++, 0 : 201; }
+int cuCtxPopCurrent_v2(void**) { return context_depth-- > 0 ? 0 : 201; }
+int cuGetErrorName(int error, const char** name) {
+    *name = error == 201 ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR_LAUNCH_FAILED";
+    return 0;
+}
+int cuModuleLoadData(void** module, const void* image) {
+    *module = std::strstr(static_cast<const char*>(image), "-DFUSES=1") ? &broken : nullptr;
+    return context_depth ? 0 : 201;
+}
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+    for (const Named& kernel : KERNELS)
+        if (kernel.name == name) return *function = reinterpret_cast<void*>(module ? kernel.fused : kernel.unfused), 0;
+    return 500;
+}
+int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+                   void* stream, void** parameters, void**) {
+    if (!context_depth || stream != nullptr) return 201;
+    const with_fma::Page page = *static_cast<const with_fma::Page*>(parameters[0]);
+    argument = &page, body = reinterpret_cast<void (*)()>(function), broken = false, launches++;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block(threads, blockIdx.x % 2);
+    return broken ? 719 : 0;
+}
+
+// -- NVRTC ------------------------------------------------------------------------------------------------------------
+
+int nvrtcVersion(int* major, int* minor) { return *major = 1, *minor = 2, 0; }
+int nvrtcGetNumSupportedArchs(int* count) { return *count = 2, 0; }
+int nvrtcGetSupportedArchs(int* found) { return found[0] = 70, found[1] = 90, 0; }
+const char* nvrtcGetErrorString(int) { return "emulated error"; }
+int nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char**, const char**) {
+    *program = new Program{source, ""};
+    return 0;
+}
+int nvrtcCompileProgram(Program* program, int count, const char** options) {
+    for (int i = 0; i < count; i++) program->options += std::string(options[i]) + " ";
+    last_options = program->options;
+    return program->source.find("adam_8bit") == std::string::npos ? 6 : 0;
+}
+int nvrtcGetProgramLogSize(Program*, size_t* size) { return *size = 10, 0; }
+int nvrtcGetProgramLog(Program*, char* log) { return std::memcpy(log, "not today", 10), 0; }
+int nvrtcGetCUBINSize(Program* program, size_t* size) { return *size = program->options.size() + 1, 0; }
+int nvrtcGetCUBIN(Program* program, char* code) {
+    return std::memcpy(code, program->options.c_str(), program->options.size() + 1), 0;
+}
+int nvrtcGetPTXSize(Program* program, size_t* size) { return nvrtcGetCUBINSize(program, size); }
+int nvrtcGetPTX(Program* program, char* code) { return nvrtcGetCUBIN(program, code); }
+int nvrtcDestroyProgram(Program** program) { return delete *program, *program = nullptr, 0; }
+
+}

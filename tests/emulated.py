@@ -1,0 +1,46 @@
+"""A GPU for tests: adam.cu compiled for the CPU, behind a driver and an NVRTC of its own (cuda_on_cpu.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from offload_trainer.tiers import cuda_adam
+from offload_trainer.tiers.kernel_cache import built
+from offload_trainer.tiers.nvrtc import Gpu, Nvrtc
+
+_SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
+_KERNELS = Path(cuda_adam.__file__).with_name("adam.cu")
+
+
+@cache
+def library() -> ctypes.CDLL:
+    of = hashlib.sha256(_KERNELS.read_bytes()).hexdigest()
+    flags = ("-O2", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", f"-DOF_{of}")
+    found = ctypes.CDLL(str(built(_SOURCE, flags=(*flags, f"-I{_KERNELS.parent}"))))
+    found.emulated_options.restype = ctypes.c_char_p
+    return found
+
+
+class EmulatedGpu(Gpu):
+    """Its memory is the CPU's, and it is done when a launch returns."""
+
+    def __init__(self, capability: int = 90) -> None:
+        super().__init__(torch.device("cpu"), capability, nvrtc=Nvrtc(library()), driver=library())
+
+    def stream(self) -> int:
+        return 0
+
+    @staticmethod
+    def launches() -> int:
+        """So far, of all of them."""
+        return library().emulated_launches()
+
+    @staticmethod
+    def options() -> list[str]:
+        """NVRTC's, when it last compiled."""
+        return library().emulated_options().decode().split()

@@ -23,8 +23,6 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -82,11 +80,11 @@ def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
     renamings, converters = _kinds([rule.reverse_transform() for rule in rules[::-1]])
     members: dict[str, list[tuple[str, str | None]]] = {}
     for name in names:
-        first, pattern = apply_converters(name, converters)
+        first, pattern = rename_source_key(name, [], converters)
         members.setdefault(first, []).append((name, pattern))
 
     def rename(name: str) -> str:
-        return apply_renamings(name, renamings)
+        return rename_source_key(name, renamings, [])[0]
 
     return [_group(first, found, converters, model, rename=rename) for first, found in members.items()]
 

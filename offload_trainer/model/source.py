@@ -81,11 +81,9 @@ class ModelSource:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable[name])
         if wants_checkpointing(self.section, self.shape):
-            model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs={"use_reentrant": reentrant},
-                # Without a GPU they are in host memory already.
-                offload=self.section.offload_activations and torch.cuda.is_available(),
-            )
+            # Without a GPU they are in host memory already.
+            offload = self.section.offload_activations and torch.cuda.is_available()
+            _checkpoint(model, reentrant=reentrant, offload=offload)
             if reentrant:
                 # That variant gives no gradients at all where its input needs none: with frozen embeddings.
                 model.enable_input_require_grads()
@@ -118,6 +116,12 @@ class ModelSource:
 
     def _meta(self) -> PreTrainedModel:
         return meta_model(self.config, trust_remote_code=self.section.trust_remote_code)
+
+
+def _checkpoint(model: PreTrainedModel, *, reentrant: bool, offload: bool) -> None:
+    """Blocks keep their inputs only. transformers named the method anew after 5.17, and has `offload` from 5.17 on."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 
 
 class parameters_without_memory:

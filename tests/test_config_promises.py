@@ -249,7 +249,7 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
         facts["kernel"] = type(engine._updater._kernel).__name__
         facts["pages"] = len(engine._store.pages)
         facts["page buffers"] = len(engine._updater._slots)
-        facts["unit buffers"] = [len(ring) for ring in engine._stream._rings.values()] if engine._stream else []
+        facts["unit buffers"] = [slot.size for slot in engine._stream._rings.slots] if engine._stream else []
         facts["readers"] = len(getattr(getattr(engine._transfers, "_readers", None), "_threads", []))
     return state
 

@@ -296,15 +296,13 @@ def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, mo
 
 def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is able to fail: without the wait for a unit the numbers are wrong."""
-    need = Stream.need
+    start = Stream._start
 
-    def hasty(stream: Stream, unit: int):
-        slot = stream._slot_of.get(unit) or stream._start(unit)
-        if slot.arrival is not None:
-            slot.arrival = type("Arrived", (), {"wait": lambda self: None})()
-        return need(stream, unit)
+    def hasty(stream: Stream, unit: int, number: int) -> None:
+        start(stream, unit, number)
+        stream._slots[number].arrival = type("Arrived", (), {"wait": lambda self: None})()
 
-    monkeypatch.setattr(Stream, "need", hasty)
+    monkeypatch.setattr(Stream, "_start", hasty)
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *HOMES["in RAM"], drives=drives(folder, 1), device=LateDevice()) as ours:
         assert train(ours, batches(4)) != plain(model, 4)[0]

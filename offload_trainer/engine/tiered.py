@@ -189,7 +189,8 @@ class TieredEngine:
     def _make_stream(self, sizes: TierSizes) -> Stream | None:
         if all(self._weights.resident(unit.index) is not None for unit in self._units):
             return None
-        stream = Stream(self._weights, self._parameters, device=self._device, blocks=sizes.unit_buffers, others=1)
+        stream = Stream(self._weights, self._parameters, device=self._device, blocks=sizes.unit_buffers)
+        self._open.callback(stream.close)
         unit_of = {use: self._places[name][0].index for name, uses in self._parameters.items() for use in uses}
         model = self._module.model
         stream.attach(model, {n: unit_of[p] for n, p in model.named_parameters(remove_duplicate=False)})
@@ -225,23 +226,25 @@ class TieredEngine:
         losses = []
         for number, batch in enumerate(batches, 1):
             self._last_batch = number == len(batches)
-            with clock.phase("forward"), self._passing(backward=False):
+            with clock.phase("forward"), self._passing(backward=False, then=True):
                 inputs, targets = batch.inputs.to(self._device.place), batch.targets.to(self._device.place)
                 loss = self._module(inputs, targets, batch.seed)
                 losses.append(loss.detach())
-            with clock.phase("backward"), self._passing(backward=True):
+            with clock.phase("backward"), self._passing(backward=True, then=None if self._last_batch else False):
                 if self._last_batch:
                     self._updater.read_ahead()
                 return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
                 (loss * (scale / len(batches))).backward()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(lr=lr)
+            if self._stream:
+                self._stream.begin()
             return_now()
         mean = float(torch.stack(losses).mean())
         return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
 
-    def _passing(self, *, backward: bool) -> AbstractContextManager[Any]:
-        return self._stream.passing(backward=backward) if self._stream else nullcontext()
+    def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
+        return self._stream.passing(backward=backward, then=then) if self._stream else nullcontext()
 
     def _update(self, *, lr: float) -> float | None:
         """AdamW on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
@@ -295,13 +298,13 @@ class TieredEngine:
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
-        with self._passing(backward=False):
+        with self._passing(backward=False, then=False):
             return float(self._module(batch.inputs.to(self._device.place), batch.targets.to(self._device.place)))
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         self._module.eval()
-        with self._passing(backward=False):
+        with self._passing(backward=False, then=False):
             return self._module.next_logits(tokens.to(self._device.place)).float().cpu()
 
     def keep_account(self, drives: Sequence[Path], *, model: Path) -> None:

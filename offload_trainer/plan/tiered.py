@@ -13,6 +13,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
 from offload_trainer.plan.memory import PROCESS, Item, activation_items, item_bytes
+from offload_trainer.plan.rings import slot_sizes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
 
@@ -171,8 +172,9 @@ def _weight_items(
         return [Item(tiers[DEVICE], "weights", held[DEVICE], f"{e} B a parameter")]
     items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE, 0), "never moved")]
     items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
-    ring, words = _buffers({unit: unit.elements for unit in away}, sizes.unit_buffers)
-    items.append(Item(tiers[DEVICE], "weights in use", e * ring, words))
+    blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
+    words = f"{len(blocks)} blocks and {len(others)} other module{'s' * (len(others) != 1)}"
+    items.append(Item(tiers[DEVICE], "weights in use", e * (sum(blocks) + sum(others)), words))
     if tiers[DEVICE] == "gpu" and max(homes) >= 0:
         staging = 2 * e * max(unit.elements for unit in units)
         items.append(Item("ram", "weight staging", staging, "2 of the largest unit, between drive and GPU"))

@@ -1,6 +1,7 @@
 """Bytes that a step moves between drives and host memory, phase by phase. Pure arithmetic.
 
-The tiered engine's are exact: rings of buffers are walked here as `tiers/stream.py` and `tiers/gradients.py` walk them.
+The tiered engine's are exact: weights are fetched by the same rings (`plan/rings.py`), gradients walked as
+`tiers/gradients.py` walks them. What is fetched ahead of its phase counts where it is needed.
 DeepSpeed's are what was counted (docs/benchmarks/placements-354m.md).
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from offload_trainer.config import TrainConfig
 from offload_trainer.plan.layout import DEVICE, Unit, page_bytes, units_of
 from offload_trainer.plan.memory import item_bytes
+from offload_trainer.plan.rings import fetches
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered import TierSizes, gradient_bytes, homes_in
 from offload_trainer.plan.zero import Placement
@@ -52,11 +54,8 @@ def tiered_traffic(
         else:
             move(homes.gradients[page.unit], "update", read=g * page.elements)
     forward, backward = _orders(units)
-    away = {unit.index for unit in units if homes.weights[unit.index] != DEVICE}
-    fetched = _fetches(units, away, [*forward, *backward] * micro, blocks=sizes.unit_buffers)
-    for place, unit in enumerate(fetched):
-        if unit is None:
-            continue
+    away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
+    for unit, place in fetches(away, [*forward, *backward] * micro, blocks=sizes.unit_buffers):
         phase = "forward" if place % (len(forward) + len(backward)) < len(forward) else "backward"
         move(homes.weights[unit], phase, read=e * units[unit].elements)
         move(DEVICE, phase, read=e * units[unit].elements)
@@ -79,19 +78,6 @@ def _orders(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
     rest = [unit.index for unit in units if unit.index >= first]
     tied = [unit for unit in before if any(place.weight.uses > 1 for place in units[unit].places)]
     return before + rest + tied, list(reversed(rest + tied))
-
-
-def _fetches(units: Sequence[Unit], away: set[int], order: Sequence[int], *, blocks: int) -> list[int | None]:
-    """For each place in `order` the unit that has to be brought: what was not used for longest has made room."""
-    rings: dict[bool, list[int]] = {True: [], False: []}  # the one used longest ago first
-    fetched: list[int | None] = []
-    for unit in order:
-        kind = units[unit].block
-        ring, size = rings[kind], blocks if kind else 1
-        fetched.append(None if unit in ring or unit not in away else unit)
-        if unit in away:
-            rings[kind] = [*(other for other in ring if other != unit), unit][-size:]
-    return fetched
 
 
 def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int]) -> list[int]:

@@ -87,7 +87,7 @@ class Command:
                 if other >= 0:
                     os.close(other)
             if end == "terminal":
-                fcntl.ioctl(near, termios.TIOCSCTTY, 0)
+                self._take_terminal(near)
             for descriptor, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, near), (2, near)):
                 os.dup2(source, descriptor)
             for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
@@ -110,6 +110,14 @@ class Command:
                 sys.stderr.flush()
             finally:
                 os._exit(code)
+
+    def _take_terminal(self, near: int) -> None:
+        """In the fork. Where the terminal has been closed already, end as the kernel ends those that have it."""
+        try:
+            fcntl.ioctl(near, termios.TIOCSCTTY, 0)
+        except OSError:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGHUP)
 
     def ended(self) -> bool:
         """Whether it has; takes in what it has said."""

@@ -14,7 +14,6 @@ nvidia-cuda-nvrtc-cu12, then unzip; no GPU, driver or CUDA build of torch is nee
 """
 
 import argparse
-import ctypes
 import json
 import re
 import sys
@@ -30,7 +29,7 @@ from offload_trainer.tiers.adam import Adam, PageNoise, Stretch
 from offload_trainer.tiers.cuda_adam import CudaKernel, choose_cuda_kernel
 from offload_trainer.tiers.kernels import choose_kernel, random_page
 from offload_trainer.tiers.moments import Noise
-from offload_trainer.tiers.nvrtc import Nvrtc, find_nvrtc
+from offload_trainer.tiers.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 CARDS = {70, 75, 80, 86, 89, 90, 100, 120}  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
@@ -146,7 +145,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[dict] = []
-    libraries = [ctypes.CDLL(str(path)) for path in options.nvrtc]
+    libraries = [load_nvrtc(str(path.resolve())) for path in options.nvrtc]
     try:
         libraries = libraries or [find_nvrtc()]
     except TrainerError as error:

@@ -2,7 +2,7 @@
 //
 // A thread block is as many fibers, which take turns at what waits for others (here only shuffles): upwards in one
 // block, downwards in the next. Where a lane would wait for one that has left, or nobody made the context current, the
-// launch fails. The intrinsics are IEEE operations, one by one: built with -ffp-contract=off.
+// launch fails. The intrinsics are IEEE operations, one by one, with a GPU's NaN: built with -ffp-contract=off.
 
 #include <ucontext.h>
 
@@ -23,16 +23,6 @@ struct Index {
     unsigned x;
 } threadIdx, blockIdx;
 
-float __fadd_rn(float a, float b) { return a + b; }
-float __fsub_rn(float a, float b) { return a - b; }
-float __fmul_rn(float a, float b) { return a * b; }
-float __fdiv_rn(float a, float b) { return a / b; }
-float __fsqrt_rn(float a) { return std::sqrt(a); }
-float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-float __uint2float_rn(unsigned a) { return float(a); }
-unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
-unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
-
 unsigned __float_as_uint(float value) {
     unsigned word;
     std::memcpy(&word, &value, sizeof word);
@@ -44,6 +34,19 @@ float __uint_as_float(unsigned word) {
     std::memcpy(&value, &word, sizeof value);
     return value;
 }
+
+// A GPU knows one NaN. Rounded to bf16 as numbers are, it would be zero.
+float given(float value) { return value != value ? __uint_as_float(0x7fffffff) : value; }
+
+float __fadd_rn(float a, float b) { return given(a + b); }
+float __fsub_rn(float a, float b) { return given(a - b); }
+float __fmul_rn(float a, float b) { return given(a * b); }
+float __fdiv_rn(float a, float b) { return given(a / b); }
+float __fsqrt_rn(float a) { return given(std::sqrt(a)); }
+float __fmaf_rn(float a, float b, float c) { return given(std::fma(a, b, c)); }
+float __uint2float_rn(unsigned a) { return float(a); }
+unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
 // -- fibers -----------------------------------------------------------------------------------------------------------
 
@@ -147,22 +150,21 @@ struct Program {
 };
 
 thread_local int context_depth = 0;
-int launches = 0;
+int primary;  // its address is the context
 std::string last_options;
 
 }  // namespace
 
 extern "C" {
 
-int emulated_launches() { return launches; }
 const char* emulated_options() { return last_options.c_str(); }
 
 // -- the driver -------------------------------------------------------------------------------------------------------
 
 int cuInit(unsigned) { return 0; }
 int cuDeviceGet(int* device, int) { return *device = 0; }
-int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &launches, 0; }
-int cuCtxPushCurrent_v2(void* context) { return context == &launches ? context_depth++, 0 : 201; }
+int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &primary, 0; }
+int cuCtxPushCurrent_v2(void* context) { return context == &primary ? context_depth++, 0 : 201; }
 int cuCtxPopCurrent_v2(void**) { return context_depth-- > 0 ? 0 : 201; }
 int cuGetErrorName(int error, const char** name) {
     *name = error == 201 ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR_LAUNCH_FAILED";
@@ -181,7 +183,7 @@ int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned
                    void* stream, void** parameters, void**) {
     if (!context_depth || stream != nullptr) return 201;
     const with_fma::Page page = *static_cast<const with_fma::Page*>(parameters[0]);
-    argument = &page, body = reinterpret_cast<void (*)()>(function), broken = false, launches++;
+    argument = &page, body = reinterpret_cast<void (*)()>(function), broken = false;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block(threads, blockIdx.x % 2);
     return broken ? 719 : 0;
 }

@@ -36,11 +36,6 @@ class EmulatedGpu(Gpu):
         return 0
 
     @staticmethod
-    def launches() -> int:
-        """So far, of all of them."""
-        return library().emulated_launches()
-
-    @staticmethod
     def options() -> list[str]:
         """NVRTC's, when it last compiled."""
         return library().emulated_options().decode().split()

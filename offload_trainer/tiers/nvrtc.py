@@ -34,11 +34,19 @@ def find_nvrtc(major: str | None = None) -> ctypes.CDLL:
         major = torch.version.cuda.split(".")[0]
     for path in _places(major):
         try:
-            return ctypes.CDLL(path)
+            return load_nvrtc(path)
         except OSError:
             continue
     package = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"
     raise TrainerError(f"libnvrtc.so.{major} is neither beside torch nor where the loader looks: pip install {package}")
+
+
+def load_nvrtc(path: str) -> ctypes.CDLL:
+    """The library at `path`, and before it the one that it looks for by name only: 13.0 does not look beside itself."""
+    if Path(path).is_absolute():
+        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(path)
 
 
 def _places(major: str) -> Iterator[str]:

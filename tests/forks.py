@@ -76,6 +76,8 @@ class Forks:
             assert byte, "the parent of the forks has ended"
             line += byte
         said = json.loads(line)
+        if "started" in said:
+            self._codes.pop(said["started"], None)  # of a process that had this number before
         if "ended" in said:
             self._codes[said["ended"]] = said["code"]
         return said

@@ -24,16 +24,14 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.layout import FIELDS, bytes_of_state
-from offload_trainer.tiers import cuda_adam
 from offload_trainer.tiers.adam import Adam, PageNoise, Stretch
-from offload_trainer.tiers.cuda_adam import CudaKernel, choose_cuda_kernel
+from offload_trainer.tiers.cuda_adam import SOURCE, CudaKernel, choose_cuda_kernel, defines
 from offload_trainer.tiers.kernels import choose_kernel, random_page
 from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 CARDS = {70, 75, 80, 86, 89, 90, 100, 120}  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
-SOURCE = Path(cuda_adam.__file__).with_name("adam.cu")
 # What may be done with fp32 in PTX: rounded to nearest even each time, or not arithmetic at all.
 EXACT = re.compile(r"(add|sub|mul|div|sqrt|fma)\.rn\.f32|cvt\.rn\.f32\.u32|(ld|st|mov|selp|setp|neg|abs)\b.*")
 
@@ -57,7 +55,7 @@ def check_compiler(nvrtc: Nvrtc, cards: set[int]) -> list[dict]:
         row = {"nvrtc": nvrtc.version, "card": f"sm_{card}", "faults": []}
         for fuses in (True, False):
             text, code = (
-                nvrtc.compile(source, name=SOURCE.name, defines={"FUSES": int(fuses)}, architecture=card, ptx=ptx)
+                nvrtc.compile(source, name=SOURCE.name, defines=defines(fuses=fuses), architecture=card, ptx=ptx)
                 for ptx in (True, False)
             )
             row["faults"] += faults_of(text.rstrip(b"\0").decode(), fuses=fuses)

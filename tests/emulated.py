@@ -9,19 +9,27 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.tiers import cuda_adam
+from offload_trainer.tiers.cuda_adam import SOURCE, defines
 from offload_trainer.tiers.kernel_cache import built
 from offload_trainer.tiers.nvrtc import Gpu, Nvrtc
 
 _SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
-_KERNELS = Path(cuda_adam.__file__).with_name("adam.cu")
 
 
 @cache
 def library() -> ctypes.CDLL:
-    of = hashlib.sha256(_KERNELS.read_bytes()).hexdigest()
-    flags = ("-O2", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", f"-DOF_{of}")
-    found = ctypes.CDLL(str(built(_SOURCE, flags=(*flags, f"-I{_KERNELS.parent}"))))
+    bytes_of_page = defines(fuses=True)["PAGE_BYTES"]
+    of = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+    flags = (
+        "-O2",
+        "-march=native",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-shared",
+        "-fPIC",
+        f"-DPAGE_BYTES={bytes_of_page}",
+    )
+    found = ctypes.CDLL(str(built(_SOURCE, flags=(*flags, f"-DOF_{of}", f"-I{SOURCE.parent}"))))
     found.emulated_options.restype = ctypes.c_char_p
     return found
 

@@ -3,10 +3,11 @@
 //     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
 //                                                  master (fp32, in place) -> out (16 bit)
 //
-// cuda_adam.py has NVRTC compile this for the device at hand, with FUSES as adam.cpp has it. A warp takes 256 elements,
-// which share a scale in 8 bits, so that every byte crosses the memory bus once and nobody waits for other warps.
-// Each operation is an intrinsic that rounds to nearest even by itself: a compiler may fuse a product with a sum where
-// it sees operators, and that decides the last bit. Subnormal numbers count, so nothing here may be flushed to zero.
+// cuda_adam.py has NVRTC compile this for the device at hand, with FUSES as adam.cpp has it, and PAGE_BYTES, the size of
+// its own Page. A warp takes 256 elements, which share a scale in 8 bits, so that every byte crosses the memory bus once
+// and nobody waits for other warps. Each operation is an intrinsic that rounds to nearest even by itself: a compiler may
+// fuse a product with a sum where it sees operators, and that decides the last bit. Subnormal numbers count, so nothing
+// here may be flushed to zero.
 // Only the bits of a NaN are a GPU's own: another one than the CPU's, in the same places.
 
 typedef unsigned char u8;
@@ -62,6 +63,8 @@ struct Page {
     u32 parts;
     Part part[PARTS];  // ascending; each starts at a multiple of BLOCK, and ends at one or where the page does
 };
+
+static_assert(sizeof(Page) == PAGE_BYTES, "cuda_adam.py has another Page");
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 

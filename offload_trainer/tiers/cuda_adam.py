@@ -22,7 +22,7 @@ from offload_trainer.tiers.native_adam import step_constants
 from offload_trainer.tiers.nvrtc import Gpu, gpu_of
 from offload_trainer.tiers.store import field_dtype
 
-_SOURCE = Path(__file__).with_name("adam.cu")
+SOURCE = Path(__file__).with_name("adam.cu")
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # adam.cu's Type
 _WARPS, _LANES, _PARTS = 8, 32, 64  # as adam.cu has them
 
@@ -97,6 +97,11 @@ class _Page(ctypes.Structure):
     )
 
 
+def defines(*, fuses: bool) -> dict[str, int]:
+    """What adam.cu is compiled with. `fuses` as the CPU's kernel does, whose bits it gives."""
+    return {"FUSES": int(fuses), "PAGE_BYTES": ctypes.sizeof(_Page)}
+
+
 class CudaKernel:
     """adam.cu. One launch a page, on torch's current stream; the host waits for nothing.
 
@@ -108,7 +113,7 @@ class CudaKernel:
     def __init__(self, adam: Adam, gpu: Gpu, *, fuses: bool) -> None:
         """`fuses` as the CPU's kernel does, whose bits these are."""
         self.adam, self._gpu = adam, gpu
-        self._kernels = gpu.load(_SOURCE, [f"adam_{states}" for states in FIELDS], defines={"FUSES": int(fuses)})
+        self._kernels = gpu.load(SOURCE, [f"adam_{states}" for states in FIELDS], defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
         self._constants = functools.lru_cache(maxsize=8)(functools.partial(step_constants, adam))

@@ -31,7 +31,7 @@ from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
-CARDS = {70, 75, 80, 86, 89, 90, 100, 120}  # V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
+CARDS = {60, 70, 75, 80, 86, 89, 90, 100, 120}  # P100, V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
 # What may be done with fp32 in PTX: rounded to nearest even each time, or not arithmetic at all.
 EXACT = re.compile(r"(add|sub|mul|div|sqrt|fma)\.rn\.f32|cvt\.rn\.f32\.u32|(ld|st|mov|selp|setp|neg|abs)\b.*")
 

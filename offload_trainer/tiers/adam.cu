@@ -3,12 +3,16 @@
 //     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
 //                                                  master (fp32, in place) -> out (16 bit)
 //
-// cuda_adam.py has NVRTC compile this for the device at hand, with FUSES as adam.cpp has it, and PAGE_BYTES, the size of
-// its own Page. A warp takes 256 elements, which share a scale in 8 bits, so that every byte crosses the memory bus once
-// and nobody waits for other warps. Each operation is an intrinsic that rounds to nearest even by itself: a compiler may
-// fuse a product with a sum where it sees operators, and that decides the last bit. Subnormal numbers count, so nothing
-// here may be flushed to zero.
+// cuda_adam.py has NVRTC compile this for the device at hand, with FUSES as adam.cpp has it, and PAGE_BYTES, the size
+// of its own Page. A warp takes 256 elements, which share a scale in 8 bits, so that every byte crosses the memory bus
+// once and nobody waits for other warps. Each operation is an intrinsic that rounds to nearest even by itself: a
+// compiler may fuse a product with a sum where it sees operators, and that decides the last bit. Subnormal numbers
+// count, so nothing here may be flushed to zero.
 // Only the bits of a NaN are a GPU's own: another one than the CPU's, in the same places.
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define __grid_constant__
+#endif
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -175,7 +179,7 @@ __device__ inline void store_rounded(const Page& page, const Run<float>& master,
     store(rounded, page.out, at, count);
 }
 
-// -- moments as stored: float, u16 (bf16) or u8 (a code) ----------------------------------------------------------------
+// -- moments as stored: float, u16 (bf16) or u8 (a code) --------------------------------------------------------------
 
 __device__ inline float widened(const Moment&, float value, float) { return value; }
 __device__ inline float widened(const Moment&, u16 value, float) { return from_bf16(value); }
@@ -253,7 +257,7 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
     }
 }
 
-// -- the update ---------------------------------------------------------------------------------------------------------
+// -- the update -------------------------------------------------------------------------------------------------------
 
 // Operation by operation adam.cpp's `adam`.
 __device__ inline void adam(const Page& page, const Part& part, float g, float& master, float& exp_avg,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from offload_trainer.engine.kernels import load_cpu_adam
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.tiers import kernels, native_adam, torch_adam
 from offload_trainer.tiers.adam import Adam, Kernel, update_stretch
+from offload_trainer.tiers.kernel_cache import built
 from offload_trainer.tiers.native_adam import NativeKernel
 from offload_trainer.tiers.torch_adam import DeepSpeedKernel, TorchKernel
 
@@ -166,6 +168,15 @@ def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(native_adam, "_SOURCE", source)
     with pytest.raises(TrainerError, match="not today"):
         NativeKernel(ADAM)
+
+
+def test_a_changed_header_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    source, header = tmp_path / "adam.cpp", tmp_path / "formats.h"
+    source.write_text('#include "formats.h"\nextern "C" int answer() { return ANSWER; }\n')
+    for answer in (42, 43):
+        header.write_text(f"#define ANSWER {answer}\n")
+        assert ctypes.CDLL(str(built(source, flags=("-shared", "-fPIC")))).answer() == answer
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])

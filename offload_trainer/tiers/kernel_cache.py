@@ -31,11 +31,13 @@ _ELSEWHERE = "name a cache directory of your own with OFFLOAD_TRAINER_CACHE"
 def built(source: Path, *, flags: tuple[str, ...]) -> Path:
     """The library that `source` makes; compiled unless this source was, by these flags, for this CPU.
 
+    Headers beside it count as the source.
+
     TrainerError with the compiler's words, or with what is wrong with the cache.
     """
     compiler = os.environ.get("CXX", "g++")
-    text = source.read_bytes()
-    key = hashlib.sha256("\n".join((compiler, *flags, _cpu(), text.decode())).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256("\n".join((compiler, *flags, _cpu(), *texts)).encode()).hexdigest()[:16]
     library = cache_directory() / "kernels" / key / source.with_suffix(".so").name
     try:
         _make_private(library.parent)

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import sys
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -68,26 +67,6 @@ def _wrapped(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-class Moments(Protocol):
-    """The four functions below."""
-
-    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None: ...
-
-    def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None: ...
-
-    def encode_8bit(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        absmax: torch.Tensor,
-        *,
-        signed: bool,
-        noise: Bits | None = None,
-    ) -> None: ...
-
-    def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None: ...
-
-
 def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
     """Round `values` (fp32[n]) to `out` (bf16[n]), up in magnitude with the probability of what is cut off.
 
@@ -135,15 +114,6 @@ def decode_8bit(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *,
     """The values (`out`, fp32[n]) that `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]) stand for."""
     values = dynamic_map(signed)[codes.long()]
     torch.mul(values, absmax.repeat_interleave(BLOCK_8BIT)[: codes.numel()], out=out)
-
-
-class TorchMoments:
-    """The functions above."""
-
-    encode_bf16 = staticmethod(encode_bf16)
-    decode_bf16 = staticmethod(decode_bf16)
-    encode_8bit = staticmethod(encode_8bit)
-    decode_8bit = staticmethod(decode_8bit)
 
 
 # -- tables of the 8-bit format --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.tiers.adam import Adam, PageNoise, Stretch, within
-from offload_trainer.tiers.moments import Moments, TorchMoments
+from offload_trainer.tiers.moments import decode_8bit, decode_bf16, encode_8bit, encode_bf16
 
 # Elements that are converted, updated and copied out at a time: their 28 bytes each stay in the last cache, and each of
 # the three calls on them outlasts its own start. Of 2^13 to 2^21 the fastest (EPYC, 32 MB L3). A multiple of 256.
@@ -50,7 +50,7 @@ class TorchKernel:
         noise: PageNoise | None,
     ) -> None:
         update = partial(self._update, scale=scale, lr=lr)
-        update_widened(update, TorchMoments(), fields, grad, out, parts, states=states, noise=noise)
+        _update_widened(update, fields, grad, out, parts, states=states, noise=noise)
 
     def _update(
         self,
@@ -126,7 +126,7 @@ class DeepSpeedKernel:
         noise: PageNoise | None,
     ) -> None:
         update = partial(self._update, scale=scale, lr=lr)
-        update_widened(update, TorchMoments(), fields, grad, out, parts, states=states, noise=noise)
+        _update_widened(update, fields, grad, out, parts, states=states, noise=noise)
 
     def _update(
         self,
@@ -176,7 +176,7 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
 # -- moments that are not fp32 ---------------------------------------------------------------------------------------
 
 
-class Fp32Update(Protocol):
+class _Fp32Update(Protocol):
     """AdamW on fp32 tensors of one length."""
 
     def __call__(
@@ -192,9 +192,8 @@ class Fp32Update(Protocol):
     ) -> None: ...
 
 
-def update_widened(
-    update: Fp32Update,
-    moments: Moments,
+def _update_widened(
+    update: _Fp32Update,
     fields: Mapping[str, torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor | None,
@@ -211,13 +210,13 @@ def update_widened(
         if states == "fp32":
             first, second = fields["exp_avg"][here], fields["exp_avg_sq"][here]
         else:
-            first, second = (_widened(moments, fields, kind, here, states=states) for kind in ("exp_avg", "exp_avg_sq"))
+            first, second = (_widened(fields, kind, here, states=states) for kind in ("exp_avg", "exp_avg_sq"))
         new = None if out is None else out[here]
         update(master[here], first, second, grad[here], new, decay=part.decay, step=part.step)
         if states != "fp32":
             assert noise is not None
             for kind, values in (("exp_avg", first), ("exp_avg_sq", second)):
-                _narrow(moments, values, fields, kind, here, states=states, noise=noise)
+                _narrow(values, fields, kind, here, states=states, noise=noise)
 
 
 def _pieces(parts: Sequence[Stretch], elements: int) -> Iterator[Stretch]:
@@ -227,19 +226,16 @@ def _pieces(parts: Sequence[Stretch], elements: int) -> Iterator[Stretch]:
             yield Stretch(start + part.start, start + part.end, part.decay, part.step)
 
 
-def _widened(
-    moments: Moments, fields: Mapping[str, torch.Tensor], kind: str, here: slice, *, states: str
-) -> torch.Tensor:
+def _widened(fields: Mapping[str, torch.Tensor], kind: str, here: slice, *, states: str) -> torch.Tensor:
     wide = torch.empty(here.stop - here.start)
     if states == "bf16":
-        moments.decode_bf16(fields[kind][here], wide)
+        decode_bf16(fields[kind][here], wide)
     else:
-        moments.decode_8bit(fields[kind][here], _scales(fields, kind, here), wide, signed=kind == "exp_avg")
+        decode_8bit(fields[kind][here], _scales(fields, kind, here), wide, signed=kind == "exp_avg")
     return wide
 
 
 def _narrow(
-    moments: Moments,
     values: torch.Tensor,
     fields: Mapping[str, torch.Tensor],
     kind: str,
@@ -250,11 +246,11 @@ def _narrow(
 ) -> None:
     stored, bits = fields[kind][here], noise.bits(kind, here.start)
     if states == "bf16":
-        moments.encode_bf16(values, stored, noise=bits)
+        encode_bf16(values, stored, noise=bits)
     elif kind == "exp_avg":
-        moments.encode_8bit(values, stored, _scales(fields, kind, here), signed=True)
+        encode_8bit(values, stored, _scales(fields, kind, here), signed=True)
     else:
-        moments.encode_8bit(values, stored, _scales(fields, kind, here), signed=False, noise=bits)
+        encode_8bit(values, stored, _scales(fields, kind, here), signed=False, noise=bits)
 
 
 def _scales(fields: Mapping[str, torch.Tensor], kind: str, here: slice) -> torch.Tensor:

@@ -1,0 +1,232 @@
+// AdamW over host memory in one pass, with moments in fp32, bf16 or 8 bits.
+//
+//     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
+//
+// native_adam.py builds this with -O3 -march=native -ffp-contract=off. The loops are plain, for the compiler to
+// vectorise; a product is fused with a sum only where `fused` says so, since that decides the last bit. A block of
+// elements stays in the L1 cache from one loop to the next, so every byte crosses the memory bus once.
+
+#include "formats.h"
+#include "numbers.h"
+#include "threads.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t PIECE = 64 * BLOCK;  // elements that a thread claims at a time
+
+enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // native_adam.py has the same numbers
+
+// Stores that go past the caches: nothing reads `to` soon, and its old bytes need not be read to be overwritten.
+void stream(void* to, const void* from, int64_t size) {
+#ifdef __SSE2__
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+        const int64_t whole = size / 16;
+        for (int64_t i = 0; i < whole; i++)
+            _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_loadu_si128(static_cast<const __m128i*>(from) + i));
+        to = static_cast<char*>(to) + whole * 16;
+        from = static_cast<const char*>(from) + whole * 16;
+        size -= whole * 16;
+    }
+#endif
+    std::memcpy(to, from, size);
+}
+
+// Streamed stores become visible to other threads in no order unless fenced.
+inline void finish_stream() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+void read_gradient(const void* grad, Type type, int64_t at, int64_t count, float scale, float* __restrict to) {
+    const uint16_t* half = static_cast<const uint16_t*>(grad) + at;
+    const float* whole = static_cast<const float*>(grad) + at;
+    if (type == BF16)
+        for (int64_t i = 0; i < count; i++) to[i] = from_bf16(half[i]) * scale;
+    else if (type == F16)
+        for (int64_t i = 0; i < count; i++) to[i] = from_f16(half[i]) * scale;
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = whole[i] * scale;
+}
+
+void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t count, void* out) {
+    alignas(64) uint16_t rounded[BLOCK];
+    if (type == NONE) return;
+    if (type == F32) return stream(static_cast<float*>(out) + at, from, count * 4);
+    if (type == BF16)
+        for (int64_t i = 0; i < count; i++) rounded[i] = to_bf16(from[i]);
+    else
+        for (int64_t i = 0; i < count; i++) rounded[i] = to_f16(from[i]);
+    stream(static_cast<uint16_t*>(out) + at, rounded, count * 2);
+}
+
+// -- one block -------------------------------------------------------------------------------------------------------
+
+// The constants of one step, rounded to fp32 as torch rounds them. native_adam.py has the same fields.
+struct Step {
+    float scale;            // of the gradient
+    float keep;             // 1 - lr x decay
+    float lerp;             // 1 - beta1 where that is below 1/2, else -beta1
+    int32_t from_gradient;  // whether `lerp` starts from the gradient (1 - beta1 not below 1/2) or from exp_avg
+    float beta2;
+    float rest2;            // 1 - beta2
+    float root_correction;  // sqrt(1 - beta2 ^ step)
+    float eps;
+    float minus_step_size;  // -lr / (1 - beta1 ^ step)
+};
+
+inline float root_over(float v, const Divisor& correction) {
+    const float root = std::sqrt(v);
+    return root == std::numeric_limits<float>::infinity() ? root : quotient(root, correction);
+}
+
+// Operation by operation what the vectorised loop of torch's FusedAdamKernel.cpp does.
+void adam(const Step& s, const Divisor& correction, float* __restrict master, float* __restrict exp_avg,
+          float* __restrict exp_avg_sq, const float* __restrict grad, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const float g = grad[i];
+        const float m = fused(s.lerp, g - exp_avg[i], s.from_gradient ? g : exp_avg[i]);
+        const float v = fused(s.rest2 * g, g, exp_avg_sq[i] * s.beta2);
+        const float denominator = root_over(v, correction) + s.eps;
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+        master[i] = master[i] * s.keep + s.minus_step_size * m / denominator;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// native_adam.py has the same fields. Moments are F32, BF16 or CODES.
+struct Page {
+    float* master;
+    void *exp_avg, *exp_avg_sq;
+    float *exp_avg_scales, *exp_avg_sq_scales;
+    const void* grad;
+    void* out;
+    const Tables* tables;
+    Bits exp_avg_noise, exp_avg_sq_noise;
+    Type moments, grad_type, out_type;
+};
+
+struct Part {
+    int64_t start, end;  // elements of the page; a multiple of BLOCK, but for the last end
+    Step step;
+};
+
+}
+
+namespace {
+
+// `count` elements from `at` on, at most BLOCK.
+template <Type MOMENTS>
+void update_block(const Page& page, const Step& step, const Divisor& correction, int64_t at, int64_t count) {
+    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK];
+    alignas(64) uint32_t chance[BLOCK];
+    const int64_t block = at / BLOCK;
+    read_gradient(page.grad, page.grad_type, at, count, step.scale, grad);
+    if (MOMENTS == F32) {
+        float *exp_avg = static_cast<float*>(page.exp_avg) + at, *exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
+        adam(step, correction, page.master + at, exp_avg, exp_avg_sq, grad, count);
+    } else if (MOMENTS == BF16) {
+        uint16_t *exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
+        uint16_t *exp_avg_sq = static_cast<uint16_t*>(page.exp_avg_sq) + at;
+        decode_bf16(exp_avg, first, count);
+        decode_bf16(exp_avg_sq, second, count);
+        adam(step, correction, page.master + at, first, second, grad, count);
+        draw(page.exp_avg_noise, at, count, chance);
+        encode_bf16(first, chance, exp_avg, count);
+        draw(page.exp_avg_sq_noise, at, count, chance);
+        encode_bf16(second, chance, exp_avg_sq, count);
+    } else {
+        const Tables& tables = *page.tables;
+        uint8_t *exp_avg = static_cast<uint8_t*>(page.exp_avg) + at;
+        uint8_t *exp_avg_sq = static_cast<uint8_t*>(page.exp_avg_sq) + at;
+        decode_8bit(exp_avg, page.exp_avg_scales[block], tables.values[1], first, count);
+        decode_8bit(exp_avg_sq, page.exp_avg_sq_scales[block], tables.values[0], second, count);
+        adam(step, correction, page.master + at, first, second, grad, count);
+        encode_8bit(first, tables.nearest, exp_avg, page.exp_avg_scales + block, count);
+        draw(page.exp_avg_sq_noise, at, count, chance);
+        encode_8bit_by_chance(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
+    }
+    write_rounded(page.master + at, page.out_type, at, count, page.out);
+}
+
+// -- a page ----------------------------------------------------------------------------------------------------------
+
+inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }
+
+// What the threads of a call share: each claims the next piece of the parts until none is left.
+struct Call {
+    const Page& page;
+    const Part *parts, *end;
+    std::atomic<int64_t> next{0};
+};
+
+template <Type MOMENTS>
+void work(void* shared) {
+    Call& call = *static_cast<Call*>(shared);
+    const Part* part = call.parts;
+    int64_t before = 0;  // pieces of earlier parts
+    for (;;) {
+        const int64_t piece = call.next.fetch_add(1, std::memory_order_relaxed);
+        while (part != call.end && piece - before >= pieces_of(*part)) before += pieces_of(*part++);
+        if (part == call.end) break;
+        const Divisor correction(part->step.root_correction);
+        const int64_t start = part->start + (piece - before) * PIECE, end = std::min(start + PIECE, part->end);
+        for (int64_t at = start; at < end; at += BLOCK)
+            update_block<MOMENTS>(call.page, part->step, correction, at, std::min(BLOCK, end - at));
+    }
+    finish_stream();
+}
+
+}  // namespace
+
+extern "C" {
+
+void hire_threads(int32_t helpers) { the_crew().hire(helpers); }
+
+// Update the elements of `count` parts of a page, on up to `threads` threads.
+void update_page(const Page* page, const Part* parts, int64_t count, int32_t threads) {
+    Call call{*page, parts, parts + count};
+    int64_t pieces = 0;
+    for (int64_t i = 0; i < count; i++) pieces += pieces_of(parts[i]);
+    const auto function = page->moments == F32 ? work<F32> : page->moments == BF16 ? work<BF16> : work<CODES>;
+    the_crew().run(function, &call, int(std::min(int64_t(threads), pieces)) - 1);
+}
+
+// The formats by themselves, for the tests: on numbers that no step makes. `moments` is BF16 or CODES; `noise` is null
+// for first moments in 8 bits.
+
+void encode(Type moments, const float* values, int64_t n, const Tables* tables, const Bits* noise, void* out,
+            float* scales) {
+    alignas(64) uint32_t chance[BLOCK];
+    for (int64_t at = 0; at < n; at += BLOCK) {
+        const int64_t count = std::min(BLOCK, n - at);
+        uint8_t* codes = static_cast<uint8_t*>(out) + at;
+        if (noise) draw(*noise, at, count, chance);
+        if (moments == BF16)
+            encode_bf16(values + at, chance, static_cast<uint16_t*>(out) + at, count);
+        else if (noise)
+            encode_8bit_by_chance(values + at, *tables, chance, codes, scales + at / BLOCK, count);
+        else
+            encode_8bit(values + at, tables->nearest, codes, scales + at / BLOCK, count);
+    }
+}
+
+void decode(Type moments, const void* stored, const float* scales, int64_t n, const float* table, float* out) {
+    for (int64_t at = 0; at < n; at += BLOCK) {
+        const int64_t count = std::min(BLOCK, n - at);
+        if (moments == BF16)
+            decode_bf16(static_cast<const uint16_t*>(stored) + at, out + at, count);
+        else
+            decode_8bit(static_cast<const uint8_t*>(stored) + at, scales[at / BLOCK], table, out + at, count);
+    }
+}
+
+}

@@ -1,0 +1,72 @@
+"""The formats of native/ by themselves, called as the functions of moments.py are."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import torch
+
+from offload_trainer.tiers.moments import Bits, dynamic_map
+from offload_trainer.tiers.native_adam import TYPES, NativeLibrary, tables
+
+
+class Moments(Protocol):
+    """The functions of moments.py."""
+
+    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None: ...
+
+    def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def encode_8bit(
+        self,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        absmax: torch.Tensor,
+        *,
+        signed: bool,
+        noise: Bits | None = None,
+    ) -> None: ...
+
+    def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None: ...
+
+
+class NativeMoments:
+    def __init__(self) -> None:
+        self._functions = NativeLibrary().functions
+
+    def encode_bf16(self, values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
+        self._encode(values, out, None, noise)
+
+    def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        self._decode(values, None, out, None)
+
+    def encode_8bit(
+        self,
+        values: torch.Tensor,
+        codes: torch.Tensor,
+        absmax: torch.Tensor,
+        *,
+        signed: bool,
+        noise: Bits | None = None,
+    ) -> None:
+        assert signed == (noise is None), "first moments to nearest, second ones by chance"
+        self._encode(values, codes, absmax, noise)
+
+    def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
+        self._decode(codes, absmax, out, dynamic_map(signed))
+
+    def _encode(self, values: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, noise: Bits | None) -> None:
+        n, bits = ctypes.c_int64(values.numel()), noise and ctypes.byref(noise)
+        table = ctypes.byref(tables()[0])
+        self._functions.encode(TYPES[out.dtype], at(values), n, table, bits, at(out), at(scales))
+
+    def _decode(
+        self, stored: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor, table: torch.Tensor | None
+    ) -> None:
+        n = ctypes.c_int64(out.numel())
+        self._functions.decode(TYPES[stored.dtype], at(stored), at(scales), n, at(table), at(out))
+
+
+def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

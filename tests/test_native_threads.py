@@ -1,0 +1,195 @@
+"""The native kernel's threads: as many as asked for, for good; over forks, from several callers, to the very end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from children import in_a_fork
+
+from offload_trainer.tiers import native_adam
+from offload_trainer.tiers.adam import Adam, Stretch
+from offload_trainer.tiers.kernels import random_page
+from offload_trainer.tiers.native_adam import NativeKernel, numa_nodes, spread
+
+ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
+N = 1 << 18  # many pieces
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+class Page:
+    """One that is updated in fp32; `bytes` without torch, whose threads a fork has lost."""
+
+    def __init__(self) -> None:
+        self.fields, grad = random_page(N, states="fp32")
+        self.grad, self.out = grad.bfloat16(), torch.zeros(N, dtype=torch.bfloat16)
+
+    def update(self, kernel: NativeKernel, *, times: int = 1) -> bytes:
+        self.step(kernel, times=times)
+        return b"".join(bytes(tensor.numpy().data) for tensor in self.fields.values())
+
+    def step(self, kernel: NativeKernel, *, times: int = 1) -> None:
+        parts = [Stretch(0, N // 2, 0.1, 7), Stretch(N // 2, N, 0.0, 7)]
+        for _ in range(times):
+            kernel.update_page(self.fields, self.grad, self.out, parts, states="fp32", scale=0.5, lr=1e-3, noise=None)
+
+
+def expected(*, times: int = 1) -> bytes:
+    torch.set_num_threads(1)
+    found = Page().update(NativeKernel(ADAM), times=times)
+    torch.set_num_threads(3)
+    return found
+
+
+def test_a_forks_child_has_threads_of_its_own() -> None:
+    wanted, kernel = expected(), NativeKernel(ADAM)
+    pages = [Page() for _ in range(3)]
+    assert pages[0].update(kernel) == wanted
+
+    def child() -> int:
+        before = len(os.listdir("/proc/self/task"))
+        right = pages[1].update(kernel) == wanted
+        assert len(os.listdir("/proc/self/task")) == before + 2
+        return 0 if right else 1
+
+    assert in_a_fork(child) == 0
+    assert pages[2].update(kernel) == wanted
+
+
+def test_a_fork_while_another_thread_updates() -> None:
+    wanted, kernel, end = expected(), NativeKernel(ADAM), threading.Event()
+    busy, mine = Page(), Page()
+
+    def go_on() -> None:
+        while not end.is_set():
+            busy.update(kernel)
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    try:
+        for _ in range(20):
+            assert in_a_fork(lambda: 0 if mine.update(kernel) == wanted else 1) == 0
+    finally:
+        end.set()
+        other.join()
+
+
+def test_callers_take_turns() -> None:
+    wanted, kernel = expected(times=20), NativeKernel(ADAM)
+    results: list[bytes] = []
+    callers = [threading.Thread(target=lambda: results.append(Page().update(kernel, times=20))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert results == [wanted] * 4
+
+
+# -- in a process of its own -----------------------------------------------------------------------------------------
+
+BEFORE = f"""
+import os, resource, sys, threading
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from test_native_threads import ADAM, N, NativeKernel, Page, native_adam
+kernel, page, other = NativeKernel(ADAM), Page(), Page()
+tasks = lambda: set(os.listdir("/proc/self/task"))
+def status(task, word):
+    lines = open(f"/proc/self/task/{{task}}/status").read().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(word + ":"))
+torch.set_num_threads(3)
+before = tasks()
+"""
+
+
+def in_python(code: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", BEFORE + code]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_threads_stay_and_take_no_signals() -> None:
+    done = in_python("""
+page.update(kernel)
+first = tasks() - before
+assert len(first) == 2, first
+page.update(kernel, times=50)
+assert tasks() - before == first
+for task in first:
+    assert int(status(task, "SigBlk"), 16) & 1 << 14, "SIGTERM"
+torch.set_num_threads(5)  # which makes threads of its own
+before = tasks()
+page.update(kernel)
+assert len(tasks() - before) == 2
+print("done")
+""")
+    assert done.stdout == "done\n", done.stderr
+    assert done.returncode == 0
+
+
+def test_the_process_ends_while_they_work() -> None:
+    done = in_python("""
+threading.Thread(target=lambda: page.update(kernel, times=10**9), daemon=True).start()
+other.update(kernel, times=20)
+print("done")
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_a_system_that_has_no_more_threads() -> None:
+    done = in_python("""
+used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 19), resource.RLIM_INFINITY))  # no room for a stack
+page.step(kernel)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert tasks() == before
+other.update(kernel)
+assert len(tasks() - before) == 2
+assert all(torch.equal(a, b) for a, b in zip(page.fields.values(), other.fields.values()))
+print("done")
+""")
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_threads_stay_on_their_node() -> None:
+    done = in_python("""
+cpu = min(os.sched_getaffinity(0))
+native_adam.numa_nodes = lambda: [frozenset({cpu}), frozenset({cpu})]
+allowed = os.sched_getaffinity(0)
+page.update(kernel)
+assert os.sched_getaffinity(0) == allowed
+assert {status(task, "Cpus_allowed_list") for task in tasks() - before} == {str(cpu)}
+assert len(tasks() - before) == 2
+print("done")
+""")
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_on_one_node_the_system_places_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_adam, "numa_nodes", lambda: [frozenset({0, 1})])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("was told where to run"))
+    assert Page().update(NativeKernel(ADAM)) == expected()
+
+
+def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, cpus in (("node0", "0-3,8"), ("node1", "4-7"), ("node2", ""), ("node10", "9")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 8, 9})
+    nodes = numa_nodes(tmp_path)
+    assert nodes == [{1, 2, 8}, {5}, {9}]
+    assert numa_nodes(tmp_path / "none") == []
+    assert spread(5, nodes) == [nodes[0]] * 3 + [nodes[1], nodes[2]]
+    assert spread(2, nodes[1:]) == [nodes[1], nodes[2]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -49,8 +49,12 @@ class ModelSection(_Section):
         "auto",
         description="torch's variant of checkpointing; auto: reentrant for weights on NVMe, else non-reentrant",
     )
-    offload_activations: bool = Field(
-        False, description="keep checkpointed activations in host memory instead of on the GPU"
+    offload_activations: Annotated[
+        bool | Literal["cpu", "nvme"], AfterValidator(lambda wish: "cpu" if wish is True else wish)
+    ] = Field(
+        False,
+        description="keep what gradient checkpointing keeps in host memory (cpu, true) or on the drives (nvme) instead "
+        "of on the GPU; nvme: tiered only",
     )
     loss_chunk: PositiveInt = Field(
         1024,
@@ -264,7 +268,10 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
             "use --optimizer gpu, or optim.name=adamw with optim.states=8bit"
         )
     if config.model.checkpointing == "off" and config.model.offload_activations:
-        mistakes.append("model.offload_activations=true needs checkpointed activations: use model.checkpointing=on")
+        mistakes.append(
+            f"model.offload_activations={config.model.offload_activations} needs checkpointed activations: use "
+            "model.checkpointing=on"
+        )
     if config.optim.schedule != "wsd" and config.optim.decay_steps != "auto":
         mistakes.append(f"optim.decay_steps belongs to optim.schedule=wsd, not to {config.optim.schedule}")
     warmup = config.optim.warmup_steps
@@ -299,6 +306,8 @@ def wishes_of_tiered(config: TrainConfig, engine: str) -> list[str]:
         )
     if place.gradients != "auto":
         mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
+    if config.model.offload_activations == "nvme":
+        mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
     if config.optim.states != "fp32":
         mistakes.append(f"optim.states={config.optim.states} belongs to --engine tiered, not to {engine}")
     if config.optim.kernel != "auto":
@@ -322,6 +331,8 @@ def _tiered_mistakes(config: TrainConfig) -> list[str]:
         )
     if place.gradients == "nvme" and not place.nvme:
         mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
+    if config.model.offload_activations == "nvme" and not place.nvme:
+        mistakes.append("model.offload_activations=nvme needs a drive: add --nvme DIR")
     share = place.ram_fraction
     if share != "auto" and share < 1 and not place.nvme:
         mistakes.append(f"--ram-fraction {share:g} leaves state for a drive: add --nvme DIR")

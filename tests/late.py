@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.tiers.device import Read
+from offload_trainer.tiers.device import Read, Return
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.transfer import DriveFile, Ticket, bytes_of
 
@@ -70,6 +70,15 @@ class LateDevice:
     def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         bytes_of(into).fill_(0xFF)
         return late(lambda: into.copy_(values))
+
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        return self.upload(values, into)
+
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+        into.fill_(float("nan"))
+        ticket = Ticket()
+        ready.then(lambda error: late(lambda: into.copy_(source)).then(ticket.finish_part))
+        return Return(ticket, ticket)
 
     def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         into.fill_(float("nan"))

@@ -71,6 +71,7 @@ class DeepSpeedEngine:
             dtype=self._dtype,
             context=_zero_init(words, placement),
             reentrant=reentrant(config.model, placement, engine="deepspeed"),
+            offload=bool(config.model.offload_activations),
         )
         if placement.stage == 2:
             module.to(_device())

@@ -39,7 +39,7 @@ class PlainEngine:
     def __init__(self, source: ModelSource, config: TrainConfig, *, load_weights: bool = True) -> None:
         self._dtype = DTYPES[config.model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._module = source.build(dtype=self._dtype)
+        self._module = source.build(dtype=self._dtype, offload=bool(config.model.offload_activations))
         self._weights = dict(self._module.model.named_parameters())
         self._masters: dict[str, Any] = {
             weight.name: torch.zeros(weight.shape, device=self._device, requires_grad=True)

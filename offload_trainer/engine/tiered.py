@@ -25,12 +25,14 @@ from offload_trainer.engine.state import EngineState
 from offload_trainer.engine.tiered_state import TieredSnapshot, TieredState
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
-from offload_trainer.plan.auto import reentrant
+from offload_trainer.plan.auto import reentrant, row_length, wants_checkpointing
+from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.layout import Unit, page_bytes, units_of
 from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, gradients_apart, homes_in
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.account import StoreAccount
+from offload_trainer.tiers.activations import Activations
 from offload_trainer.tiers.adam import Adam, Stretch
 from offload_trainer.tiers.cuda import CudaDevice
 from offload_trainer.tiers.device import CpuDevice, Device
@@ -110,6 +112,7 @@ class TieredEngine:
         for name, value in source.buffers().items():
             _set_buffer(self._module.model, name, value.to(self._device.place))
         self._stream = self._make_stream(sizes)
+        self._activations = self._keep_inputs(source, drives)
         for name in self._trained:
             for parameter in self._parameters[name]:
                 parameter.register_post_accumulate_grad_hook(self._hand_over(name))
@@ -196,6 +199,19 @@ class TieredEngine:
         stream.attach(model, {n: unit_of[p] for n, p in model.named_parameters(remove_duplicate=False)})
         return stream
 
+    def _keep_inputs(self, source: ModelSource, drives: Sequence[Path]) -> Activations | None:
+        """Where what gradient checkpointing keeps goes, if it does not stay on the device."""
+        home = self._config.model.offload_activations
+        if not home or not wants_checkpointing(self._config.model, source.shape):
+            return None
+        inputs = kept_inputs(self._config, source.shape, seq_len=row_length(self._config, source.shape))
+        drives = drives if home == "nvme" else ()
+        files = self._files(drives, "activations", [inputs.size] * inputs.count, inputs.homes(len(drives)))
+        kept = Activations(inputs, device=self._device, files=files, transfers=self._transfers, otherwise=self._stream)
+        self._open.callback(kept.close)
+        kept.attach(self._module.model)
+        return kept
+
     @torch.no_grad()
     def _load_weights(self, source: ModelSource) -> None:
         """Weights to their homes one at a time: as masters, and rounded to the run's dtype."""
@@ -226,7 +242,7 @@ class TieredEngine:
         losses = []
         for number, batch in enumerate(batches, 1):
             self._last_batch = number == len(batches)
-            with clock.phase("forward"), self._passing(backward=False, then=True):
+            with clock.phase("forward"), self._passing(backward=False, then=True), self._keeping():
                 inputs, targets = batch.inputs.to(self._device.place), batch.targets.to(self._device.place)
                 loss = self._module(inputs, targets, batch.seed)
                 losses.append(loss.detach())
@@ -242,6 +258,9 @@ class TieredEngine:
             return_now()
         mean = float(torch.stack(losses).mean())
         return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
+
+    def _keeping(self) -> AbstractContextManager[Any]:
+        return self._activations.forward() if self._activations else nullcontext()
 
     def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
         return self._stream.passing(backward=backward, then=then) if self._stream else nullcontext()

@@ -64,11 +64,13 @@ class ModelSource:
         dtype: torch.dtype,
         context: AbstractContextManager[Any] | None = None,
         reentrant: bool = False,
+        offload: bool = False,
     ) -> CausalLoss:
         """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
 
         `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`); `reentrant` is
-        torch's variant of checkpointing. Parameters that stay fixed and checkpointing are set; ties are in place.
+        torch's variant of checkpointing; `offload`: transformers keeps its inputs in host memory, on the stream that
+        computes. Parameters that stay fixed and checkpointing are set; ties are in place.
         """
         with context or nullcontext(), no_init_weights():
             model = AutoModelForCausalLM.from_config(
@@ -82,8 +84,7 @@ class ModelSource:
             parameter.requires_grad_(trainable[name])
         if wants_checkpointing(self.section, self.shape):
             # Without a GPU they are in host memory already.
-            offload = self.section.offload_activations and torch.cuda.is_available()
-            _checkpoint(model, reentrant=reentrant, offload=offload)
+            _checkpoint(model, reentrant=reentrant, offload=offload and torch.cuda.is_available())
             if reentrant:
                 # That variant gives no gradients at all where its input needs none: with frozen embeddings.
                 model.enable_input_require_grads()

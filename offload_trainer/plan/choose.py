@@ -16,6 +16,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.batches import micro_batches
+from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
@@ -263,7 +264,9 @@ def _laid_out(
     if engine == "plain":
         traffic: list[Traffic] = []
     elif isinstance(sizes, TierSizes):
-        traffic = tiered_traffic(config, shape, placement, sizes, drives=directories)
+        away = checkpointing and config.model.offload_activations
+        inputs = kept_inputs(config, shape, seq_len=seq_len) if away else None
+        traffic = tiered_traffic(config, shape, placement, sizes, drives=directories, inputs=inputs)
     else:
         traffic = deepspeed_traffic(config, shape, placement, drive=drive)
     tokens = config.train.micro_batch * config.train.accumulate * world * seq_len

@@ -7,6 +7,7 @@ measurements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
@@ -126,9 +127,16 @@ def plain_items(
 
 
 def activation_items(
-    config: TrainConfig, shape: ModelShape, *, device: str, world: int, checkpointing: bool, seq_len: int
+    config: TrainConfig,
+    shape: ModelShape,
+    *,
+    device: str,
+    world: int,
+    checkpointing: bool,
+    seq_len: int,
+    kept: Sequence[Item] = (),
 ) -> list[Item]:
-    """Activations of one micro-batch, and the logits of one chunk.
+    """Activations of one micro-batch, and the logits of one chunk. `kept`: the blocks' inputs, where they have homes.
 
     What autograd keeps of a block, without the attention matrix, which SDPA does not keep: of transformers' GPT-2 1.78
     times the inputs and outputs of its products, of Qwen3 1.65, of Llama 1.28 (counted through `saved_tensors_hooks`;
@@ -142,7 +150,7 @@ def activation_items(
         inputs = shape.layers * e * tokens * shape.hidden
         home = "ram" if config.model.offload_activations else device
         items = [
-            Item(home, "block inputs", inputs * world, "kept by gradient checkpointing"),
+            *(kept or [Item(home, "block inputs", inputs * world, "kept by gradient checkpointing")]),
             Item(device, "activations", block * world, "one block, recomputed in the backward"),
         ]
     else:

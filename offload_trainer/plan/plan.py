@@ -49,14 +49,17 @@ class Plan:
         share = self.sizes.ram_fraction
         state = "RAM" if share == 1 else "nvme" if share == 0 else f"{share:.1%} RAM, else nvme"
         gradients = "" if self.sizes.gradients == "cpu" else f", gradients {self.sizes.gradients}"
-        return f"params {self.placement.params}, optimizer {state}{gradients}"
+        inputs = f", block inputs {self.sizes.activations}" if self.checkpointing and self.sizes.activations else ""
+        return f"params {self.placement.params}, optimizer {state}{gradients}{inputs}"
 
     @property
     def uses_drives(self) -> bool:
         """Whether anything lives on a drive."""
         on_drive = "nvme" in (self.placement.params, self.placement.optimizer)
         if isinstance(self.sizes, TierSizes):
-            return self.placement.params == "nvme" or self.sizes.ram_fraction < 1 or self.sizes.gradients == "nvme"
+            inputs = self.checkpointing and self.sizes.activations == "nvme"
+            weights, gradients = self.placement.params == "nvme", self.sizes.gradients == "nvme"
+            return weights or gradients or inputs or self.sizes.ram_fraction < 1
         return on_drive
 
     @property

@@ -11,6 +11,7 @@ from typing import Literal
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.plan.kept import input_items, kept_inputs
 from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
 from offload_trainer.plan.memory import PROCESS, Item, activation_items, item_bytes
 from offload_trainer.plan.rings import slot_sizes
@@ -32,6 +33,7 @@ class TierSizes:
 
     ram_fraction: float  # share of the optimizer state in RAM
     gradients: GradientHome
+    activations: bool | Literal["cpu", "nvme"]  # home of what gradient checkpointing keeps; False: the device
     states: str  # how moments are stored
     page: int  # elements
     page_buffers: int
@@ -61,6 +63,7 @@ def tier_sizes(
     return TierSizes(
         ram_fraction=share,
         gradients=gradients,
+        activations=config.model.offload_activations,
         states=config.optim.states,
         page=tiered.page_size,
         page_buffers=tiered.page_buffers,
@@ -127,10 +130,14 @@ def tiered_items(
     if stored and config.save.every != 0:
         why = f"{SAVE_BUFFERS} pages on their way from drives into a checkpoint"
         items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
+    inputs = kept_inputs(config, shape, seq_len=seq_len)
+    kept = input_items(config, inputs, device=device, drives=drives) if checkpointing else []
     if config.tiered.checksums or config.tiered.io == "async_io":
-        on_drives = sum(item.bytes for item in items if item.tier in drives)
+        on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
         items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
-    items += activation_items(config, shape, device=device, world=1, checkpointing=checkpointing, seq_len=seq_len)
+    items += activation_items(
+        config, shape, device=device, world=1, checkpointing=checkpointing, seq_len=seq_len, kept=kept
+    )
     return items
 
 

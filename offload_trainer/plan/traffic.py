@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.plan.kept import KeptInputs
 from offload_trainer.plan.layout import DEVICE, Unit, page_bytes, units_of
 from offload_trainer.plan.memory import item_bytes
 from offload_trainer.plan.rings import fetches
@@ -30,9 +31,15 @@ class Traffic:
 
 
 def tiered_traffic(
-    config: TrainConfig, shape: ModelShape, placement: Placement, sizes: TierSizes, *, drives: Sequence[str]
+    config: TrainConfig,
+    shape: ModelShape,
+    placement: Placement,
+    sizes: TierSizes,
+    *,
+    drives: Sequence[str],
+    inputs: KeptInputs | None = None,
 ) -> list[Traffic]:
-    """What the tiered engine moves."""
+    """What the tiered engine moves. `inputs`: of blocks, where they do not stay on the device."""
     units = units_of(shape)
     homes = homes_in(units, placement, sizes)
     e, g, micro = item_bytes(config.model.dtype), gradient_bytes(config), config.train.accumulate
@@ -67,6 +74,13 @@ def tiered_traffic(
         written.add(unit)
     handed_over = [place.weight for unit in units if homes.gradients[unit.index] != DEVICE for place in unit.places]
     move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
+    if inputs is not None:
+        every = micro * inputs.count * inputs.size
+        move(DEVICE, "forward", written=every)
+        move(DEVICE, "backward", read=every)
+        for number, home in enumerate(inputs.homes(len(drives)) if sizes.activations == "nvme" else ()):
+            move(home, "forward", written=micro * inputs.size)
+            move(home, "backward", read=micro * inputs.size if number in inputs.read_back else 0)
     names = {DEVICE: "device"} | dict(enumerate(drives))
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in moved.items() if home in names]
 

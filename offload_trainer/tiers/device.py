@@ -3,6 +3,7 @@
     fetch     host memory or a drive -> a ring buffer on the device     (weights, on their way while others compute)
     upload    host memory -> the device                                 (new weights from the update)
     download  the device -> host memory                                 (gradients)
+    keep, bring_back   the device -> host memory -> the device          (what gradient checkpointing keeps)
 
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that its code takes the same turns; a test makes them late and out of order, and each missing wait shows as a wrong
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +29,14 @@ class Arrival(Protocol):
     """Something on its way to the device; after `wait` whatever is computed next finds it there."""
 
     def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Return:
+    """Something on its way back to the device."""
+
+    arrival: Arrival
+    left: Ticket  # what it is copied from may be overwritten
 
 
 class Device(Protocol):
@@ -55,6 +65,14 @@ class Device(Protocol):
         """Wait for all downloads."""
         ...
 
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        """Copy `values` (on the device) to host memory behind what computes; their memory is held until then."""
+        ...
+
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+        """Fill `into` (on the device) from host memory that is filled once `ready`, not before `after` is passed."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -81,6 +99,16 @@ class CpuDevice:
         ticket = Ticket()
         self._copies.put(ending(ticket, lambda: _copy(values, into)))
         return ticket
+
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        held, ticket = [values], Ticket()
+        self._copies.put(ending(ticket, lambda: _copy(held.pop(), into)))  # let go of before the ticket is done
+        return ticket
+
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+        ticket, copy = Ticket(), lambda: _copy(source, into)
+        ready.then(lambda error: ticket.finish_part(error) if error else self._copies.put(ending(ticket, copy)))
+        return Return(ticket, ticket)
 
     def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         into.copy_(values)

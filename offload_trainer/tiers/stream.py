@@ -117,7 +117,7 @@ class Stream:
         """
         self._backward, self._then = backward, then
         self._before_last = self._last = None
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
         self._followed[backward, self._before_last, self._last] = _END
         self._look_ahead()
@@ -128,7 +128,7 @@ class Stream:
         self._before_last = self._last = None
         self._look_ahead()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return tensor.detach()  # itself would be a cycle where it is its node's own result
@@ -136,7 +136,7 @@ class Stream:
         assert unit is not None
         return _Saved(unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         if not isinstance(saved, _Saved):
             return saved
         return self.need(saved.unit).as_strided(saved.size, saved.stride, saved.offset)

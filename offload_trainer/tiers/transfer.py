@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,6 +126,16 @@ class Ticket:
             action(self._error)
 
 
+def together(tickets: Sequence[Ticket]) -> Ticket:
+    """Done when all of them are."""
+    if not tickets:
+        return done()
+    ticket = Ticket(parts=len(tickets))
+    for one in tickets:
+        one.then(ticket.finish_part)
+    return ticket
+
+
 def done() -> Ticket:
     """A ticket of what has ended already."""
     ticket = Ticket()
@@ -175,6 +185,7 @@ class Workers:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # and what it holds, before the next one comes
 
     def put(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)

@@ -26,7 +26,7 @@ from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.snapshot import PageSnapshot
 from offload_trainer.tiers.store import PageStore
-from offload_trainer.tiers.transfer import Ticket, done
+from offload_trainer.tiers.transfer import Ticket, together
 from offload_trainer.tiers.weights import Weights
 
 
@@ -129,7 +129,7 @@ class Updater:
         page = self._store.pages[job.number]
         if self._gradients.store.host(page.unit) is None:
             job.loaded.append(self._gradients.read(page.unit, page.start, job.gradient))
-        _together(job.loaded).then(lambda error: self._ready.put(error or job))
+        together(job.loaded).then(lambda error: self._ready.put(error or job))
 
     def _send(self, job: _Job) -> None:
         """Start what has changed on its way home; then the slot is filled again."""
@@ -137,7 +137,7 @@ class Updater:
         leaving = [self._store.write(job.number, job.state)] if page.home != RAM else []
         if self._weights.direct(page.unit) is None:
             leaving.append(self._weights.commit(page.unit, page.start, job.out))
-        ticket = _together(leaving)
+        ticket = together(leaving)
         self._leaving.append(ticket)
         ticket.then(lambda error: self._refill(job.slot, error))
 
@@ -226,13 +226,3 @@ def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]
         if part.start > end:
             out[end : part.start].copy_(master[end : part.start])
         end = part.end
-
-
-def _together(tickets: Sequence[Ticket]) -> Ticket:
-    """Done when all of them are."""
-    if not tickets:
-        return done()
-    ticket = Ticket(parts=len(tickets))
-    for one in tickets:
-        one.then(ticket.finish_part)
-    return ticket

@@ -1,0 +1,60 @@
+"""What gradient checkpointing keeps of a micro-batch: each block's input, in host memory or on drives if asked.
+
+The engine (`tiers/activations.py`) is built with these numbers, and the plan counts with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.plan.layout import aligned
+from offload_trainer.plan.memory import Item, item_bytes
+from offload_trainer.plan.shape import ModelShape
+
+INPUT_BUFFERS = 4  # host buffers that inputs pass through on their way to drives and back
+INPUTS_UNDER_WAY = 2  # that wait on the device to be copied away; the next one that comes back counts as one too
+
+
+@dataclass(frozen=True)
+class KeptInputs:
+    """`count` inputs of `size` bytes, a multiple of 4096."""
+
+    count: int
+    size: int
+
+    @property
+    def buffers(self) -> int:
+        """Before drives."""
+        return min(INPUT_BUFFERS, self.count)
+
+    def homes(self, drives: int) -> list[int]:
+        """The drive of each."""
+        return [number % drives for number in range(self.count)] if drives else []
+
+    @property
+    def read_back(self) -> range:
+        """Those that come back from a drive: the last ones are still in their buffers."""
+        return range(self.count - self.buffers)
+
+
+def kept_inputs(config: TrainConfig, shape: ModelShape, *, seq_len: int) -> KeptInputs:
+    size = item_bytes(config.model.dtype) * config.train.micro_batch * seq_len * shape.hidden
+    return KeptInputs(shape.layers, aligned(size))
+
+
+def input_items(config: TrainConfig, inputs: KeptInputs, *, device: str, drives: Sequence[str]) -> list[Item]:
+    """Their bytes where `model.offload_activations` sends them; nothing where it does not."""
+    home = config.model.offload_activations
+    if not home:
+        return []
+    name, count = "block inputs", inputs.count
+    items = [Item(device, name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} on their way out or back")]
+    if home == "cpu":
+        return [*items, Item("ram", name, count * inputs.size, "kept by gradient checkpointing")]
+    items.append(Item("ram", name, inputs.buffers * inputs.size, f"{inputs.buffers} on their way to drives or back"))
+    homes = inputs.homes(len(drives))
+    for number, drive in enumerate(drives):
+        items.append(Item(drive, name, homes.count(number) * inputs.size, "kept by gradient checkpointing"))
+    return items

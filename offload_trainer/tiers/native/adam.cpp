@@ -79,18 +79,27 @@ struct Step {
     float minus_step_size;  // -lr / (1 - beta1 ^ step)
 };
 
+// Both are computed before one is chosen: with a branch around either the loop would not be vectorised.
 inline float root_over(float v, const Divisor& correction) {
-    const float root = std::sqrt(v);
-    return root == std::numeric_limits<float>::infinity() ? root : quotient(root, correction);
+    const float root = std::sqrt(v), over = quotient(root, correction);
+    return root == std::numeric_limits<float>::infinity() ? root : over;
 }
 
+// What moments are to be multiplied by first.
+struct Scales {
+    float exp_avg, exp_avg_sq;
+};
+
 // Operation by operation what the vectorised loop of torch's FusedAdamKernel.cpp does.
-void adam(const Step& s, const Divisor& correction, float* __restrict master, float* __restrict exp_avg,
+template <bool SCALED>
+void adam(const Step& s, const Divisor& correction, Scales scales, float* __restrict master, float* __restrict exp_avg,
           float* __restrict exp_avg_sq, const float* __restrict grad, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const float g = grad[i];
-        const float m = fused(s.lerp, g - exp_avg[i], s.from_gradient ? g : exp_avg[i]);
-        const float v = fused(s.rest2 * g, g, exp_avg_sq[i] * s.beta2);
+        const float first = SCALED ? exp_avg[i] * scales.exp_avg : exp_avg[i];
+        const float second = SCALED ? exp_avg_sq[i] * scales.exp_avg_sq : exp_avg_sq[i];
+        const float m = fused(s.lerp, g - first, s.from_gradient ? g : first);
+        const float v = fused(s.rest2 * g, g, second * s.beta2);
         const float denominator = root_over(v, correction) + s.eps;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
@@ -132,13 +141,13 @@ void update_block(const Page& page, const Step& step, const Divisor& correction,
     read_gradient(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
         float *exp_avg = static_cast<float*>(page.exp_avg) + at, *exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
-        adam(step, correction, page.master + at, exp_avg, exp_avg_sq, grad, count);
+        adam<false>(step, correction, {}, page.master + at, exp_avg, exp_avg_sq, grad, count);
     } else if (MOMENTS == BF16) {
         uint16_t *exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
         uint16_t *exp_avg_sq = static_cast<uint16_t*>(page.exp_avg_sq) + at;
         decode_bf16(exp_avg, first, count);
         decode_bf16(exp_avg_sq, second, count);
-        adam(step, correction, page.master + at, first, second, grad, count);
+        adam<false>(step, correction, {}, page.master + at, first, second, grad, count);
         draw(page.exp_avg_noise, at, count, chance);
         encode_bf16(first, chance, exp_avg, count);
         draw(page.exp_avg_sq_noise, at, count, chance);
@@ -147,9 +156,10 @@ void update_block(const Page& page, const Step& step, const Divisor& correction,
         const Tables& tables = *page.tables;
         uint8_t *exp_avg = static_cast<uint8_t*>(page.exp_avg) + at;
         uint8_t *exp_avg_sq = static_cast<uint8_t*>(page.exp_avg_sq) + at;
-        decode_8bit(exp_avg, page.exp_avg_scales[block], tables.values[1], first, count);
-        decode_8bit(exp_avg_sq, page.exp_avg_sq_scales[block], tables.values[0], second, count);
-        adam(step, correction, page.master + at, first, second, grad, count);
+        const Scales scales{page.exp_avg_scales[block], page.exp_avg_sq_scales[block]};
+        decode_8bit(exp_avg, tables.values[1], first, count);
+        decode_8bit(exp_avg_sq, tables.values[0], second, count);
+        adam<true>(step, correction, scales, page.master + at, first, second, grad, count);
         encode_8bit(first, tables.nearest, exp_avg, page.exp_avg_scales + block, count);
         draw(page.exp_avg_sq_noise, at, count, chance);
         encode_8bit_by_chance(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
@@ -222,10 +232,12 @@ void encode(Type moments, const float* values, int64_t n, const Tables* tables, 
 void decode(Type moments, const void* stored, const float* scales, int64_t n, const float* table, float* out) {
     for (int64_t at = 0; at < n; at += BLOCK) {
         const int64_t count = std::min(BLOCK, n - at);
-        if (moments == BF16)
+        if (moments == BF16) {
             decode_bf16(static_cast<const uint16_t*>(stored) + at, out + at, count);
-        else
-            decode_8bit(static_cast<const uint8_t*>(stored) + at, scales[at / BLOCK], table, out + at, count);
+        } else {
+            decode_8bit(static_cast<const uint8_t*>(stored) + at, table, out + at, count);
+            for (int64_t i = at; i < at + count; i++) out[i] *= scales[at / BLOCK];
+        }
     }
 }
 

@@ -44,6 +44,17 @@ inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict
     }
 }
 
+// to[i] = table[index[i]], one by one: compilers that put vectors together from single loads take twice as long.
+template <class Index, class Entry>
+inline void look_up(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < count; i++) {
+        size_t place = index[i];
+        asm("" : "+r"(place));
+        std::memcpy(to + i, table + place, sizeof *to);
+    }
+}
+
 inline void encode_bf16(const float* __restrict values, const uint32_t* __restrict chance, uint16_t* __restrict out,
                         int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -57,11 +68,10 @@ inline void decode_bf16(const uint16_t* __restrict values, float* __restrict out
     for (int64_t i = 0; i < count; i++) out[i] = from_bf16(values[i]);
 }
 
-inline void decode_8bit(const uint8_t* __restrict codes, float scale, const float* __restrict table,
-                        float* __restrict out, int64_t count) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < count; i++) out[i] = table[codes[i]];
-    for (int64_t i = 0; i < count; i++) out[i] *= scale;
+// What the codes stand for, still to be multiplied by their scale.
+inline void decode_8bit(const uint8_t* __restrict codes, const float* __restrict table, float* __restrict out,
+                        int64_t count) {
+    look_up(table, codes, out, count);
 }
 
 // The greatest magnitude, in bits: as integers they are in the order of the numbers, NaN above all.
@@ -74,12 +84,11 @@ inline uint32_t greatest_magnitude(const float* values, int64_t count) {
 // Values, none greater than `scale`, as parts of it, correctly rounded where it matters: below 2^-40 all are alike, as
 // long as those that are not 0 stay so.
 inline void divide(const float* __restrict values, float scale, float* __restrict to, int64_t count) {
-    if (scale >= 0x1p-60f && scale <= 1.0f) {
-        const Divisor divisor(scale);
+    const Divisor divisor(scale);
+    if (scale >= 0x1p-60f && scale <= 1.0f)
         for (int64_t i = 0; i < count; i++) to[i] = quotient(values[i], divisor);
-    } else {
+    else
         for (int64_t i = 0; i < count; i++) to[i] = values[i] / scale;
-    }
 }
 
 // How tables that go by the top halves of numbers are read: the entry has the code for the least number with that half
@@ -101,8 +110,7 @@ inline void encode_8bit(const float* __restrict values, const uint32_t* __restri
         const uint32_t word = bits(scaled[i]);
         top[i] = uint16_t((word >> 31) * 0x3f81 + (word >> 16 & 0x7fff));  // a quotient's top half is at most 0x3f80
     }
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < count; i++) entry[i] = table[top[i]];
+    look_up(table, top, entry, count);
     for (int64_t i = 0; i < count; i++) {
         const uint32_t word = bits(scaled[i]);
         codes[i] = uint8_t((entry[i] + (word & 0xffff)) >> 16 ^ uint32_t(int32_t(word) >> 31));
@@ -124,11 +132,9 @@ inline void encode_8bit_by_chance(const float* __restrict values, const Tables& 
     }
     divide(values, *absmax, scaled, count);
     for (int64_t i = 0; i < count; i++) top[i] = uint16_t(bits(scaled[i]) >> 16);
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < count; i++) code[i] = tables.lower[top[i]];
+    look_up(tables.lower, top, code, count);
     for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < count; i++) std::memcpy(cell + i, tables.cells + code[i], sizeof *cell);
+    look_up(tables.cells, code, cell, count);
     for (int64_t i = 0; i < count; i++) {
         const float threshold = float(int32_t(chance[i] * 2 + 1));  // x 2^-17: the middles of 2^16 parts of [0, 1]
         codes[i] = uint8_t(code[i] + (scaled[i] - cell[i].end > threshold * cell[i].way));

@@ -1,6 +1,10 @@
 // fp32 and the 16-bit formats by their bits, and a division that leaves the divider alone.
 #pragma once
 
+#ifdef __AVX512BF16__  // CPUs that are not slowed down by the longest vectors, which compilers shun for the sake of others
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -5,7 +5,8 @@
 Copies with `non_blocking` inside `torch.cuda.stream(...)` are put into that stream's queue; an event is a place in a
 queue. The CPU computes at once, so the stream that computes has no queue: what it waits for is carried out there and
 then. All else runs at random times, each queue in its order, and never before what it waits for. So a missing wait
-shows as a wrong number, and `log` has what was done, in order.
+shows as a wrong number, and `log` has what was done, in order. One thing does not: a copy over what a kernel still
+reads. Such a copy has to stand behind a place in the queue of what computes; those that do not are in `bare`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class FakeCuda:
         self.current = threading.local()
         self.streams: list[FakeStream] = []
         self.compute = FakeStream(self, "compute")
+        self.bare: list[str] = []  # copies that were queued behind no mark of what computes
         self.recorded: set[int] = set()  # addresses of what `record_stream` was told of
         self._random, self._haste = random.Random(seed), haste
 
@@ -49,6 +51,9 @@ class FakeCuda:
                 self.carry_out(stream, kind, work)
                 return
             stream.queue.append((kind, work))
+            if kind == "copy" and not stream.behind_compute:
+                self.bare.append(stream.name)
+            stream.behind_compute = kind == "wait" and work.stream is self.compute
             for one in self.streams:
                 while one.queue and self._random.random() < self._haste and self._may_move(one):
                     self.carry_out(one, *one.queue.popleft())
@@ -78,6 +83,7 @@ class FakeStream:
 
     def __init__(self, cuda: FakeCuda, name: str = "") -> None:
         self.cuda, self.queue = cuda, deque[tuple[str, Any]]()
+        self.behind_compute = False  # what is put next
         self.name = name or f"stream {len(cuda.streams)}"
         cuda.streams.append(self)
 

@@ -268,6 +268,13 @@ def test_what_cannot_be_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         pass
 
 
+def test_a_plan_says_where_nothing_is_kept(folder: Path) -> None:
+    config = load_config(["--model", str(model_of(folder, tied=True)), "--scratch", "model.offload_activations=cpu"])
+    shape = resolve_model(config.model, seed=0).shape
+    plan = make_plan(config, shape, probe_machine(drives=(), output=str(folder)))
+    assert any(note.startswith("model.offload_activations=cpu moves nothing") for note in plan.notes)
+
+
 def test_the_plan_of_a_gpu_has_them_where_they_are() -> None:
     """gpt2-xl, 4 x 1024 tokens: 48 inputs of 13.1 MB each; off the GPU but for two."""
     shape, each = SHAPES["gpt2-xl"], 2 * 4 * 1024 * 1600

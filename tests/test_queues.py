@@ -13,6 +13,7 @@ from queues import FakeEvent, FakeStream, queued
 
 import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError
+from offload_trainer.tiers.cuda import CudaDevice
 from offload_trainer.tiers.transfer import Ticket
 
 ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
@@ -50,6 +51,7 @@ def test_queues_that_run_late_change_nothing(
             with engine(model, *words, drives=[drive], device=device) as ours:
                 assert train(ours, data, accumulate=accumulate) == expected
                 assert_same(masters(ours), weights)
+            assert home == "resident" or not cuda.bare  # there new weights arrive, when nothing computes
 
 
 WAITS = [[(FakeStream, "wait_event")], [(FakeEvent, "synchronize"), (FakeStream, "synchronize")]]
@@ -67,6 +69,17 @@ def test_a_missing_wait_would_show(
         monkeypatch.setattr(kind, wait, lambda *_: None)
     with queued(monkeypatch, haste=0.0) as cuda, engine(model, *HOMES["in RAM"], device=cuda.device()) as ours:
         assert train(ours, batches(3)) != expected
+
+
+def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = CudaDevice.fetch
+    monkeypatch.setattr(
+        CudaDevice, "fetch", lambda device, source, into, after: fetch(device, source, into, after=None)
+    )
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    with queued(monkeypatch) as cuda, engine(model, *HOMES["in RAM"], device=cuda.device()) as ours:
+        train(ours, batches(1))
+        assert cuda.bare
 
 
 def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:

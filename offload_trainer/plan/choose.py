@@ -296,7 +296,7 @@ def _laid_out(
             stretch=drive_stretch(shape, config.deepspeed, zero) if zero else 1.0,
         ),
         rejected=(),
-        notes=_notes(config, placement, traffic, engine=engine, machine=machine),
+        notes=_notes(config, placement, traffic, engine=engine, machine=machine, checkpointing=checkpointing),
     )
 
 
@@ -314,7 +314,13 @@ def _tiers(items: list[Item], machine: MachineProfile, *, world: int) -> dict[st
 
 
 def _notes(
-    config: TrainConfig, placement: Placement, traffic: Sequence[Traffic], *, engine: str, machine: MachineProfile
+    config: TrainConfig,
+    placement: Placement,
+    traffic: Sequence[Traffic],
+    *,
+    engine: str,
+    machine: MachineProfile,
+    checkpointing: bool,
 ) -> tuple[str, ...]:
     notes = list(machine.notes)
     for drive in machine.drives:
@@ -327,6 +333,11 @@ def _notes(
     if machine.gpu is not None and machine.rates.matmul and config.model.dtype not in machine.rates.matmul:
         known = ", ".join(machine.rates.matmul)
         notes.append(f"{machine.gpu} has no units for {config.model.dtype} (it has {known}): use --dtype fp16")
+    if config.model.offload_activations and not checkpointing:
+        notes.append(
+            f"model.offload_activations={config.model.offload_activations} moves nothing: gradient checkpointing is "
+            "off for a model of this size (model.checkpointing=on)"
+        )
     if machine.gpu is None:
         notes.append("no GPU here: the CPU computes, and its memory is RAM")
     if engine == "deepspeed":

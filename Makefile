@@ -13,6 +13,7 @@ demo: setup
 test: setup check
 	$(RUN)/python scripts/build_kernels.py
 	$(RUN)/python -m pytest -n 2
+	$(RUN)/python scripts/lowest_versions.py
 
 check: setup
 	$(RUN)/ruff check .
@@ -26,4 +27,4 @@ $(VENV)/.ready: requirements.lock pyproject.toml scripts/setup.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-run
+	rm -rf $(VENV) .venv-lowest demo-run

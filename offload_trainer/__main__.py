@@ -7,8 +7,15 @@ import sys
 def main() -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from offload_trainer.cli import main as command
+    try:
+        from offload_trainer.cli import main as command
+    except ImportError as error:
+        from offload_trainer.errors import explain
 
+        if (told := explain(error)) is None:
+            raise
+        print(f"offload-train: {told}", file=sys.stderr)
+        return 1
     return command()
 
 

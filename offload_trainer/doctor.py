@@ -6,7 +6,6 @@ the compiler's own words.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from offload_trainer.config import TrainConfig, engine_of
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.units import format_bytes
 
 State = Literal["ok", "warning", "failure"]
@@ -40,8 +40,10 @@ class Check:
 def examine(config: TrainConfig, *, threads_given: str | None = None) -> list[Check]:
     """All checks for a run with this configuration. `threads_given`: OMP_NUM_THREADS as this process was started."""
     stock = engine_of(config) == "deepspeed"
-    checks = [_threads(config, threads_given), _torch(), _native_kernel()]
+    checks = [_threads(config, threads_given), _torch(), *_packages(), _native_kernel()]
     checks += _stock_tools(needed=stock, drive=bool(config.placement.nvme))
+    if config.optim.name == "adamw8bit" and not is_installed("bitsandbytes"):
+        checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
     checks += _stale_locks()
     try:
         machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
@@ -98,6 +100,16 @@ def _torch() -> Check:
     return Check("torch", "ok", f"{found}, CUDA {torch.version.cuda}; {said}")
 
 
+def _packages() -> Iterator[Check]:
+    """Those that every run needs are here, or this would not run: what is left to see is how old they are."""
+    found = {name: too_old(name) for name in REQUIRED}
+    for name, old in found.items():
+        if old:
+            yield Check(f"package {name}", "failure", f"{old} is older than any that was tried", to_install(name))
+    if not any(found.values()):
+        yield Check("packages", "ok", ", ".join(f"{name} {version(name)}" for name in REQUIRED if name != "torch"))
+
+
 def _native_kernel() -> Check:
     from offload_trainer.engine.updates import ADAM
     from offload_trainer.tiers.kernels import choose_kernel
@@ -118,8 +130,9 @@ def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
     missing: State = "failure" if needed else "warning"
     only = "" if needed else " (only --engine deepspeed needs it)"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    if importlib.util.find_spec("deepspeed") is None:
-        yield Check("deepspeed", missing, f"not installed{only}", "pip install deepspeed")
+    if not is_installed("deepspeed"):
+        install = to_install("deepspeed", "ninja")
+        yield Check("deepspeed", "failure" if needed else "ok", f"not installed{only}", install if needed else "")
         return
     yield Check("deepspeed", "ok", version("deepspeed"))
     for tool, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):

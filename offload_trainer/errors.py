@@ -9,6 +9,8 @@ import errno
 import os
 import signal
 
+from offload_trainer.packages import explain_import
+
 
 class TrainerError(Exception):
     """Something stopped the run that is not a bug here: exit code 1."""
@@ -54,6 +56,8 @@ def explain(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT, with nothing to save"
+    if isinstance(error, ImportError):
+        return explain_import(error)
     if isinstance(error, OSError) and error.errno in _DISKS | _DOORS:
         told = f"{error.filename or 'a file'}: {reason(error)}"
         return told if error.errno in _DOORS else f"{told}. {_MEND}"

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.packages import is_installed, lacks
 
 
 def ranks_of_environment() -> tuple[int, int]:
@@ -56,9 +58,14 @@ def _names_hub(config: TrainConfig) -> bool:
 
 
 def start_ranks(config: TrainConfig, words: Sequence[str]) -> None:
-    """Replace this process by torchrun with `placement.gpus` ranks of the same command, if that is wanted."""
+    """Replace this process by torchrun with `placement.gpus` ranks of the same command, if that is wanted.
+
+    UserError, once and not from each rank, where the engine that trains with several is not installed.
+    """
     if config.placement.gpus == 1 or "RANK" in os.environ:
         return
+    if not is_installed("deepspeed"):
+        raise UserError(lacks(f"--gpus {config.placement.gpus}", "deepspeed"))
     command = [
         sys.executable,
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.placement.gpus)),

@@ -10,7 +10,7 @@ import pytest
 from conftest import ask
 
 from offload_trainer import doctor
-from offload_trainer.engine import kernels
+from offload_trainer.engine import kernels, updates  # noqa: F401  imported before its kernels are replaced
 from offload_trainer.errors import TrainerError
 from offload_trainer.machine.profile import DriveFacts
 from offload_trainer.settings import load_config

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "offload_trainer"
 
 FLOORS = {
     "errors": 0, "signals": 0, "streams": 0, "units": 0, "places": 0, "": 0,
-    "config": 0, "settings": 0, "readback": 0, "identity": 0, "machine.profile": 0,
+    "config": 0, "settings": 0, "readback": 0, "identity": 0, "packages": 0, "machine.profile": 0,
     "schedule": 1, "plan": 1,
     "tiers": 2,
     "machine.probe": 3, "machine.bench": 3, "machine.cache": 3, "model": 3, "data": 3, "engine": 3, "telemetry": 3,
@@ -32,7 +32,19 @@ ROOMS = {
     "gguf": {"export"},
 }
 LIBRARY_FREE = (
-    *("plan", "schedule", "config", "settings", "readback", "errors", "signals", "streams", "units", "places"),
+    *(
+        "plan",
+        "schedule",
+        "config",
+        "settings",
+        "readback",
+        "errors",
+        "signals",
+        "streams",
+        "units",
+        "places",
+        "packages",
+    ),
     "machine.profile",
 )
 

@@ -21,7 +21,7 @@ from torch import nn
 from offload_trainer.config import OptimSection, TrainConfig
 from offload_trainer.data.rows import Batch
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
-from offload_trainer.engine.kernels import load_kernels
+from offload_trainer.engine.kernels import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.state import KINDS, EngineState, StateNow, read_engine_state, read_tensors, state_files
 from offload_trainer.errors import TrainerError
@@ -37,8 +37,9 @@ def start_processes() -> tuple[int, int]:
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-    from deepspeed.utils import logger
+    with importing("deepspeed", wish="--engine deepspeed"):
+        import deepspeed
+        from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
     # A kernel for inference between processes of one machine; training never calls it and it takes 40 s to build.
@@ -295,7 +296,8 @@ def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torc
     """The update where the optimizer lives on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit one."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.name == "adamw8bit":
-        import bitsandbytes
+        with importing("bitsandbytes", wish="optim.name=adamw8bit"):
+            import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)

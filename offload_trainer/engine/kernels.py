@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.packages import is_installed, lacks, to_install
 from offload_trainer.plan.zero import Placement
 from offload_trainer.streams import write_now
 from offload_trainer.tiers.locks import NoLocks, turn
@@ -42,22 +43,42 @@ def load_kernels(placement: Placement) -> None:
 
 def load_cpu_adam() -> Any:
     """DeepSpeedCPUAdam's kernel, built or loaded."""
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+    with importing("deepspeed", wish="its kernel cpu_adam"):
+        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
     return _load(CPUAdamBuilder())
 
 
 def load_async_io() -> Any:
     """DeepSpeed's libaio kernel, built or loaded."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    with importing("deepspeed", wish="its kernel async_io"):
+        from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return _load(AsyncIOBuilder())
 
 
-def is_built(name: str) -> bool:
-    """Whether one of DeepSpeed's kernels lies compiled in torch's cache of extensions; builds nothing."""
+@contextmanager
+def importing(package: str, *, wish: str) -> Iterator[None]:
+    """TrainerError with what to do where one of the packages that are not part of every installation fails inside.
+
+    They raise more than ImportError: for a toolkit of CUDA that is not there, a library that does not load.
+    """
     try:
-        return (_build_directory(name) / f"{name}.so").exists()
+        yield
+    except Exception as error:
+        if not is_installed(package):
+            raise TrainerError(lacks(wish, package)) from error
+        told = " ".join(str(error).split())[:300]
+        raise TrainerError(
+            f"{wish} needs {package}, which is installed and cannot be imported: {told}; install it anew: "
+            f"{to_install(package)} --force-reinstall --no-deps"
+        ) from error
+
+
+def is_built(name: str) -> bool:
+    """Whether one of DeepSpeed's kernels lies compiled in torch's cache of extensions, loadable; builds nothing."""
+    try:
+        return is_installed("deepspeed") and (_build_directory(name) / f"{name}.so").exists()
     except OSError:  # torch makes the directory in order to name it
         return False
 

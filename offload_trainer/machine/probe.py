@@ -15,6 +15,7 @@ import psutil
 
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.packages import OPTIONAL, is_installed
 from offload_trainer.tiers.lease import root_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs", "beegfs")
@@ -36,6 +37,7 @@ def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> Machine
         cpu=_cpu(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         memlock_bytes=_memlock(),
+        packages=tuple(name for name in OPTIONAL if is_installed(name)),
     )
 
 

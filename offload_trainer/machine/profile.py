@@ -122,6 +122,7 @@ class MachineProfile:
     cpu: Line = "unknown"
     numa_nodes: Several = 1
     memlock_bytes: Count | None = None  # None: unlimited
+    packages: tuple[Line, ...] | None = None  # of those that only some wishes need, the installed; None: not known
     rates: Rates = field(default_factory=Rates)
     notes: tuple[Line, ...] = ()  # what a plan for it should say
 
@@ -130,6 +131,10 @@ class MachineProfile:
 
     def drive(self, directory: str) -> DriveFacts | None:
         return next((drive for drive in self.drives if drive.directory == directory), None)
+
+    def lacks(self, package: str) -> bool:
+        """Whether it is known not to be installed there."""
+        return self.packages is not None and package not in self.packages
 
 
 def profile_from_json(values: Any) -> MachineProfile:

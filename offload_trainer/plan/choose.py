@@ -14,6 +14,7 @@ from dataclasses import replace
 from offload_trainer.config import TrainConfig, engine_of, wishes_of_tiered
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.packages import lacks
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.kept import kept_inputs
@@ -120,7 +121,8 @@ def _tiered_plans(config: TrainConfig, shape: ModelShape, machine: MachineProfil
     Each with as much of the optimizer state in RAM as fits, unless that is given.
     """
     plans = []
-    if machine.gpu is not None and _leaves_optimizer_open(config) and config.placement.params in ("auto", "gpu"):
+    stock = machine.gpu is not None and not machine.lacks("deepspeed")
+    if stock and _leaves_optimizer_open(config) and config.placement.params in ("auto", "gpu"):
         everything = Placement("gpu", "gpu")
         plans.append(_laid_out(config, shape, machine, engine="deepspeed", placement=everything, sizes=None, world=1))
     for placement, gradients in _tiered_candidates(config, machine):
@@ -187,12 +189,30 @@ def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: s
     """Combinations that only this machine, or the launcher's number of ranks, makes impossible."""
     if world > 1 and engine == "tiered":
         raise UserError(f"--engine tiered trains with one rank, and {world} were started; use --engine deepspeed")
+    for wish, package in _needed_packages(config, engine=engine, world=world):
+        if machine.lacks(package):
+            raise UserError(lacks(wish, package))
     if engine != "tiered" and (ignored := wishes_of_tiered(config, engine)):
         raise UserError("; ".join(ignored))
     if machine.gpu is None and config.model.dtype == "fp16" and engine == "deepspeed":
         raise UserError(
             "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine tiered"
         )
+
+
+def _needed_packages(config: TrainConfig, *, engine: str, world: int) -> list[tuple[str, str]]:
+    """(wish, package) of what is not part of every installation."""
+    several, eight = world > 1, config.optim.name == "adamw8bit"
+    stock = f"--gpus {world}" if several else "optim.name=adamw8bit" if eight else "an optimizer on the GPU"
+    if config.placement.engine != "auto":
+        stock = f"--engine {engine}"
+    wishes = [
+        (engine == "deepspeed", stock, "deepspeed"),
+        (eight, "optim.name=adamw8bit", "bitsandbytes"),
+        (config.optim.kernel == "deepspeed", "optim.kernel=deepspeed", "deepspeed"),
+        (config.tiered.io == "async_io", "tiered.io=async_io", "deepspeed"),
+    ]
+    return [(wish, package) for there, wish, package in wishes if there]
 
 
 def _wanted(config: TrainConfig, machine: MachineProfile, *, engine: str) -> list[Placement]:

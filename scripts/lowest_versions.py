@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""lowest_versions.py [VENV]: the lowest versions that pyproject.toml allows, installed and tried.
+
+They go into VENV (.venv-lowest), which is kept while the bounds, this interpreter and its torch are the same. torch is
+this interpreter's, by links: another one is gigabytes where there is a GPU. DeepSpeed's bound is the version that all
+other tests run with. Without a package index nothing is tried, and that is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+from pathlib import Path
+
+from offload_trainer.packages import OPTIONAL, REQUIRED
+
+ROOT = Path(__file__).resolve().parent.parent
+_LINKED = ("torch", "functorch", "nvidia", "triton")  # beginnings of what torch's wheels install
+TESTS = (
+    "tests/test_settings.py",
+    "tests/test_model.py",  # transformers' own weights, losses, checkpointing
+    "tests/test_against_torch.py",
+    "tests/test_packages.py::test_a_whole_run_without_the_optional_ones",  # train, resume, export
+    "tests/test_export.py::test_round_trip",  # in and out, as transformers loads and saves
+    "tests/test_gguf.py::test_f32_has_all_bits_and_the_same_logits",
+    "tests/test_moments.py::test_8_bit_is_bitsandbytes",
+    "tests/test_telemetry.py::test_tensorboard_has_the_numbers",
+)
+
+
+def main() -> int:
+    """0 where the tests passed or nothing could be tried, else pytest's or pip's code."""
+    venv = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-lowest")
+    pins = [f"{name}=={bound}" for name, bound in (REQUIRED | OPTIONAL).items() if name not in ("torch", "deepspeed")]
+    wanted = hashlib.sha256(json.dumps([pins, sys.version, version("torch")]).encode()).hexdigest()
+    ready = venv / "ready"
+    if not ready.exists() or ready.read_text() != wanted:
+        if code := _install(venv, pins):
+            return 0 if code == _UNREACHABLE else code
+        ready.write_text(wanted)
+    print(f"lowest versions: {' '.join(pins)}", flush=True)
+    command = [venv / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not ops", *TESTS]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode
+
+
+_UNREACHABLE = -1
+
+
+def _install(venv: Path, pins: list[str]) -> int:
+    """A fresh environment with these and pytest."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", venv / "bin/python"]
+    asked = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "index", "versions", "tqdm"]
+    if subprocess.run(asked, capture_output=True, check=False).returncode:
+        print("lowest versions: not tried, since pip finds no package index from here")
+        return _UNREACHABLE
+    shutil.rmtree(venv, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    here = Path(sysconfig.get_paths()["purelib"])
+    there = venv / "lib" / here.parent.name / here.name
+    for found in here.iterdir():
+        if found.name.startswith(_LINKED):
+            (there / found.name).symlink_to(found)
+    installed = subprocess.run([*pip, "install", "--quiet", "--only-binary", ":all:", *pins, "pytest"], check=False)
+    return installed.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

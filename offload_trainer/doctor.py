@@ -20,6 +20,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
+from offload_trainer.plan.card import card_mistakes
 from offload_trainer.units import format_bytes
 
 State = Literal["ok", "warning", "failure"]
@@ -85,19 +86,30 @@ def _torch() -> Check:
         found = version("torch")
     except PackageNotFoundError:
         return Check("torch", "failure", "not installed", "pip install torch")
-    driver = Path("/proc/driver/nvidia/version")
-    if not driver.exists():
-        return Check("torch", "ok", f"{found}; no NVIDIA driver here: the CPU computes")
     import torch
 
-    said = driver.read_text().splitlines()[0].strip()
-    if torch.version.cuda is None:
-        fix = "install a build of torch with CUDA (pytorch.org/get-started)"
-        return Check("torch", "failure", f"{found} has no CUDA, and there is a driver: {said}", fix)
-    if not torch.cuda.is_available():
-        fix = f"update the driver to one for CUDA {torch.version.cuda}, or install torch for an older CUDA"
-        return Check("torch", "failure", f"{found} (CUDA {torch.version.cuda}) cannot use the driver: {said}", fix)
-    return Check("torch", "ok", f"{found}, CUDA {torch.version.cuda}; {said}")
+    hip, cuda, driver = torch.version.hip, torch.version.cuda, _driver()
+    build = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "no build for a GPU"
+    if torch.cuda.is_available():
+        return Check("torch", "ok", f"{found}, {build}" + (f"; {driver}" if driver else ""))
+    if driver is None:
+        return Check("torch", "ok", f"{found}; no driver of a GPU here: the CPU computes")
+    if not hip and not cuda:
+        fix = "install torch for that GPU: https://pytorch.org/get-started/locally (README, Cards)"
+        return Check("torch", "failure", f"{found} is {build}, and there is a driver: {driver}", fix)
+    fix = (
+        f"update the driver to one for {build}, or install torch for an older one; CUDA_VISIBLE_DEVICES hides cards too"
+    )
+    return Check("torch", "failure", f"{found} ({build}) cannot use the driver: {driver}", fix)
+
+
+def _driver() -> str | None:
+    """The driver of a GPU that shows without torch: NVIDIA's, WSL2's, AMD's."""
+    version = Path("/proc/driver/nvidia/version")
+    if version.exists():
+        return version.read_text().splitlines()[0].strip()
+    devices = {"/dev/dxg": "WSL2's (/dev/dxg)", "/dev/kfd": "AMD's (/dev/kfd)"}
+    return next((name for path, name in devices.items() if Path(path).exists()), None)
 
 
 def _packages() -> Iterator[Check]:
@@ -191,10 +203,8 @@ def _gpu(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
         yield Check("GPU", "warning", "none: the CPU computes", "nothing, if that is meant")
         return
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
-    import torch
-
-    if config.model.dtype == "bf16" and torch.cuda.get_device_capability()[0] < 8:
-        yield Check("bf16", "failure", f"{machine.gpu} has no bf16 units", "--dtype fp16")
+    for told, fix in card_mistakes(machine, dtype=config.model.dtype):
+        yield Check("GPU", "failure", told, fix)
 
 
 def _drive(drive: DriveFacts) -> Iterator[Check]:

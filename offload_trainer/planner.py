@@ -108,7 +108,7 @@ def bench_here(
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.kernels import is_built, load_async_io
     from offload_trainer.engine.updates import available_updates
-    from offload_trainer.machine.bench import Budget, bench_machine
+    from offload_trainer.machine.bench import Budget, bench_machine, dtypes_to_time
     from offload_trainer.machine.cache import keep_rates, refuse_unwritable
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.model.source import DTYPES
@@ -135,7 +135,7 @@ def bench_here(
         machine,
         transfers=io,
         updates=available_updates(say=say),
-        dtypes=list(dict.fromkeys((config.model.dtype, "fp32"))),
+        dtypes=dtypes_to_time(machine, config.model.dtype),
         budget=budget,
         say=say,
     )

@@ -18,6 +18,7 @@ from statistics import median
 import torch
 
 from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words
+from offload_trainer.plan.card import has_bf16
 from offload_trainer.tiers.lease import DriveLease
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
@@ -71,6 +72,13 @@ def bench_machine(
         drives.append(replace(drive, rates=_drive(drive, transfers, budget, say)))
     rates = replace(copies, matmul=matmul, memory=memory, update=update)
     return replace(machine, rates=rates, drives=tuple(drives))
+
+
+def dtypes_to_time(machine: MachineProfile, wish: str) -> list[str]:
+    """On a GPU all that it has units for, so that a plan for any of them has seconds; on a CPU the wished and fp32."""
+    if machine.gpu is None:
+        return list(dict.fromkeys((wish, "fp32")))
+    return ["bf16", "fp16", "fp32"] if has_bf16(machine) else ["fp16", "fp32"]
 
 
 def _repeat(work: Callable[[], object], *, seconds: float, least: int = 3) -> list[float]:

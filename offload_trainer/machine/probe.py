@@ -1,4 +1,4 @@
-"""What is here, and how much of it is free. torch is asked only where there is a GPU.
+"""What is here, and how much of it is free.
 
 Reads only, but for one empty file in each directory, gone at once: whether O_DIRECT works shows in no other way.
 """
@@ -10,6 +10,7 @@ import resource
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,10 +27,8 @@ def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> Machine
 
     Raises UserError for a drive's directory that is not there or not writable. `output` need not exist.
     """
-    name, gpu_bytes = _gpu()
     return MachineProfile(
-        gpu=name,
-        gpu_bytes=gpu_bytes,
+        **_gpu(),
         ram_bytes=available_ram_bytes(),
         cores=len(os.sched_getaffinity(0)),
         drives=tuple(_drive(directory) for directory in drives),
@@ -51,16 +50,18 @@ def _memlock() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _gpu() -> tuple[str | None, int]:
-    # Without a driver's device file there is no need to wait for torch.
-    if not Path("/dev/nvidiactl").exists() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        return None, 0
+def _gpu() -> dict[str, Any]:
+    """What torch says of the device: what it cannot use a run cannot use, whatever files the driver has."""
     import torch
 
     if not torch.cuda.is_available():
-        return None, 0
+        return {"gpu": None, "gpu_bytes": 0}
     free, _ = torch.cuda.mem_get_info()
-    return torch.cuda.get_device_name(), free
+    facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "gpu_bytes": free}
+    if torch.version.cuda is not None:  # ROCm's torch answers with numbers of another kind
+        facts["capability"] = torch.cuda.get_device_capability()
+        facts["built_for"] = tuple(torch.cuda.get_arch_list())
+    return facts
 
 
 def available_ram_bytes() -> int:

@@ -122,6 +122,8 @@ class MachineProfile:
     cpu: Line = "unknown"
     numa_nodes: Several = 1
     memlock_bytes: Count | None = None  # None: unlimited
+    capability: tuple[Count, Count] | None = None  # CUDA's compute capability of the device; None: none, or not known
+    built_for: tuple[Line, ...] | None = None  # what the installed torch has kernels for, in its words
     packages: tuple[Line, ...] | None = None  # of those that only some wishes need, the installed; None: not known
     rates: Rates = field(default_factory=Rates)
     notes: tuple[Line, ...] = ()  # what a plan for it should say

@@ -17,6 +17,7 @@ from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.packages import lacks
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.batches import micro_batches
+from offload_trainer.plan.card import refuse_card
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.plan import Plan
@@ -30,7 +31,7 @@ from offload_trainer.plan.tiered import (
     tiered_items,
     with_share_that_fits,
 )
-from offload_trainer.plan.time import forecast
+from offload_trainer.plan.time import forecast, stands_for
 from offload_trainer.plan.traffic import Traffic, deepspeed_traffic, tiered_traffic
 from offload_trainer.plan.zero import Placement, Tier, drive_stretch, zero_sizes
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -189,6 +190,7 @@ def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: s
     """Combinations that only this machine, or the launcher's number of ranks, makes impossible."""
     if world > 1 and engine == "tiered":
         raise UserError(f"--engine tiered trains with one rank, and {world} were started; use --engine deepspeed")
+    refuse_card(machine, dtype=config.model.dtype)
     for wish, package in _needed_packages(config, engine=engine, world=world):
         if machine.lacks(package):
             raise UserError(lacks(wish, package))
@@ -350,9 +352,11 @@ def _notes(
             notes.append(f"{drive.directory} is rated for {rated}: {steps} steps of {format_bytes(written)} written")
         elif written:
             notes.append(f"a step writes {format_bytes(written)} to {drive.directory}")
-    if machine.gpu is not None and machine.rates.matmul and config.model.dtype not in machine.rates.matmul:
-        known = ", ".join(machine.rates.matmul)
-        notes.append(f"{machine.gpu} has no units for {config.model.dtype} (it has {known}): use --dtype fp16")
+    dtype, timed = config.model.dtype, machine.rates.matmul
+    if machine.gpu is not None and timed and dtype not in timed:
+        as_fast = stands_for(dtype, machine)
+        guess = f"they are taken to be as fast as {as_fast}" if as_fast else "no second of a step is known"
+        notes.append(f"products in {dtype} were not timed on {machine.gpu}, and {guess}: `offload-train bench` does it")
     if config.model.offload_activations and not checkpointing:
         notes.append(
             f"model.offload_activations={config.model.offload_activations} moves nothing: gradient checkpointing is "

@@ -136,9 +136,16 @@ def _flops_per_token(config: TrainConfig, shape: ModelShape, *, checkpointing: b
 
 def _matmul_speed(config: TrainConfig, machine: MachineProfile) -> float | None:
     """FLOP/s of a whole model, as far as products were timed here."""
-    rates = machine.rates.matmul
-    rate = rates.get(config.model.dtype) or rates.get("fp32")
-    return None if rate is None else _OF_MATMUL * rate.value
+    dtype = stands_for(config.model.dtype, machine)
+    return None if dtype is None else _OF_MATMUL * machine.rates.matmul[dtype].value
+
+
+def stands_for(dtype: str, machine: MachineProfile) -> str | None:
+    """The timed dtype whose products take as long: itself; of a GPU's 16-bit ones the other, since both have the same
+    units from sm_80 on; of a CPU fp32, in which it takes those that it has no units for. None: nothing is known.
+    """
+    others = {"bf16": "fp16", "fp16": "bf16"} if machine.gpu is not None else {"bf16": "fp32", "fp16": "fp32"}
+    return next((name for name in (dtype, others.get(dtype)) if name in machine.rates.matmul), None)
 
 
 def _update_bound(

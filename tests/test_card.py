@@ -1,0 +1,188 @@
+"""Cards: which kernels run on them, what their units compute, what a plan, a bench and the doctor say of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from offload_trainer import doctor
+from offload_trainer.cli import main
+from offload_trainer.errors import UserError
+from offload_trainer.machine import probe
+from offload_trainer.machine.bench import dtypes_to_time
+from offload_trainer.machine.profile import MachineProfile, Rate, Rates, profile_from_json, read_machine
+from offload_trainer.model.presets import preset_shape
+from offload_trainer.plan.card import card_mistakes, runs
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.settings import load_config
+
+CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")  # torch 2.11's wheels for CUDA 13.0
+
+
+@pytest.mark.parametrize(
+    ("code", "capability", "works"),
+    [
+        ("sm_80", (8, 0), True),
+        ("sm_80", (8, 9), True),  # the same major version, and later
+        ("sm_86", (8, 0), False),
+        ("sm_75", (7, 0), False),
+        ("sm_75", (8, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_100a", (10, 3), False),
+        ("sm_100f", (10, 3), True),
+        ("compute_70", (12, 0), True),  # PTX goes forward
+        ("compute_80", (7, 5), False),
+        ("compute_90a", (10, 0), False),
+        ("sm_100", (10, 0), True),
+        ("gfx90a", (7, 0), True),  # no word of CUDA's
+    ],
+)
+def test_code_and_cards(code: str, capability: tuple[int, int], works: bool) -> None:
+    assert runs(code, capability) == works
+
+
+def card(capability: tuple[int, int], built_for: tuple[str, ...] | None = CU130) -> MachineProfile:
+    return replace(read_machine("a100-40gb"), gpu="NVIDIA X", capability=capability, built_for=built_for)
+
+
+def test_a_card_that_the_installed_torch_has_no_kernels_for() -> None:
+    ((told, fix),) = card_mistakes(card((7, 0)), dtype="fp16")
+    assert told.startswith("the installed torch has no kernels for NVIDIA X (sm_70); it has sm_75, sm_80")
+    assert fix.endswith("--index-url https://download.pytorch.org/whl/cu126")
+    assert "--force-reinstall" in fix  # another build of the same version is the same version to pip
+    assert not card_mistakes(card((7, 0), ("sm_50", "sm_60", "sm_70")), dtype="fp16")
+    assert not card_mistakes(card((12, 1)), dtype="bf16")
+    ((_, fix),) = card_mistakes(card((12, 1), ("sm_80", "sm_90")), dtype="bf16")
+    assert "newer torch" in fix
+    assert not card_mistakes(replace(card((7, 0)), gpu=None), dtype="bf16")
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((7, 0), True), ((7, 5), True), ((8, 0), False), ((9, 0), False)])
+def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refused: bool) -> None:
+    machine, shape = card(capability, None), preset_shape("gpt2")
+    assert shape
+    make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, machine)
+    config = load_config(["--model", "gpt2", "--dtype", "bf16"])
+    checks = [check.state for check in doctor._gpu(config, machine)]
+    if not refused:
+        make_plan(config, shape, machine)
+        assert checks == ["ok"]
+        return
+    assert checks == ["ok", "failure"]
+    with pytest.raises(UserError, match=r"NVIDIA X \(sm_7[05]\) has no bf16 units; .*: use --dtype fp16"):
+        make_plan(config, shape, machine)
+
+
+def test_the_named_machine_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt2-10b", "--dtype", "bf16", "--machine", "v100-32gb"]) == 2
+    assert "(sm_70) has no bf16 units" in capsys.readouterr().err
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, *, hip: str | None = None, cuda: str | None = "13.0") -> None:
+    """A GPU as torch would tell of it; no file of a driver is there."""
+    there = SimpleNamespace(
+        is_available=lambda: True,
+        mem_get_info=lambda: (30 << 30, 32 << 30),
+        get_device_name=lambda: "a card",
+        get_device_capability=lambda: (7, 0),
+        get_arch_list=lambda: ["sm_75", "sm_80"],
+    )
+    monkeypatch.setattr(torch, "cuda", there)
+    monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """WSL2 has no /dev/nvidiactl, ROCm no device of NVIDIA's at all."""
+    faked(monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine = probe.probe_machine(output=str(tmp_path))
+    assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", 30 << 30, (7, 0))
+    assert machine.built_for == ("sm_75", "sm_80")
+    assert profile_from_json(json.loads(json.dumps(machine.to_json()))) == machine
+    assert doctor._torch().state == "ok"
+
+
+def test_a_card_of_amd_is_not_judged_by_nvidias_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    faked(monkeypatch, hip="7.1")
+    machine = probe.probe_machine(output=str(tmp_path))
+    assert (machine.gpu, machine.capability, machine.built_for) == ("a card", None, None)
+    assert not card_mistakes(machine, dtype="bf16")
+    assert "ROCm 7.1" in doctor._torch().found
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "state"),
+    [(None, None, "ok"), ("AMD's (/dev/kfd)", None, "failure"), ("WSL2's (/dev/dxg)", "13.0", "failure")],
+)
+def test_a_driver_that_torch_does_not_use(
+    driver: str | None, cuda: str | None, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faked(monkeypatch, cuda=cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_driver", lambda: driver)
+    check = doctor._torch()
+    assert check.state == state
+    assert (driver or "") in check.found
+    assert bool(check.fix) == (state == "failure")
+
+
+# -- 16 bits ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bench_times_what_the_card_has() -> None:
+    assert dtypes_to_time(card((7, 0)), "fp16") == ["fp16", "fp32"]
+    assert dtypes_to_time(card((9, 0)), "fp32") == ["bf16", "fp16", "fp32"]
+    assert dtypes_to_time(replace(card((9, 0)), gpu=None), "bf16") == ["bf16", "fp32"]
+
+
+def timed(**speeds: float) -> MachineProfile:
+    """An A100 whose products were timed in these dtypes only."""
+    rates = {dtype: Rate(speed, "measured", "here") for dtype, speed in speeds.items()}
+    machine = card((8, 0))
+    return replace(machine, rates=replace(machine.rates, matmul=rates))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ({"bf16": 2e14, "fp16": 1e14, "fp32": 1e13}, 1e14),
+        ({"bf16": 2e14, "fp32": 1e13}, 2e14),  # the same units; fp32 would be 15 times too slow
+        ({"fp32": 1e13}, None),
+    ],
+)
+def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) -> None:
+    shape = preset_shape("gpt2")
+    assert shape
+    config = load_config(["--model", "gpt2", "--dtype", "fp16"])
+    plan = make_plan(config, shape, timed(**speeds))
+    forward = next(b for b in plan.forecast.bounds if (b.phase, b.kind) == ("forward", "compute"))
+    if expected is None:
+        assert forward.seconds is None
+        assert any("no second of a step is known: `offload-train bench` does it" in note for note in plan.notes)
+        return
+    whole = make_plan(config, shape, timed(fp16=expected)).forecast
+    assert forward.seconds == next(b for b in whole.bounds if (b.phase, b.kind) == ("forward", "compute")).seconds
+    noted = [note for note in plan.notes if "not timed" in note]
+    assert noted == (
+        []
+        if "fp16" in speeds
+        else [
+            "products in fp16 were not timed on NVIDIA X, and they are taken to be as fast as bf16: "
+            "`offload-train bench` does it"
+        ]
+    )
+
+
+def test_a_cpu_takes_products_in_fp32() -> None:
+    """Where it has no units for 16 bits they are taken in fp32 and rounded."""
+    shape = preset_shape("gpt2")
+    assert shape
+    cpu = replace(card((8, 0)), gpu=None, rates=Rates(matmul={"fp32": Rate(1e12, "measured", "here")}))
+    plan = make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, cpu)
+    assert next(b for b in plan.forecast.bounds if b.phase == "forward").seconds

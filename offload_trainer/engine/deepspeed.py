@@ -246,7 +246,7 @@ class DeepSpeedEngine:
         )
         on_cpu = "ds_opt_adam" in vars(zero.optimizer)
         for flat in flats:
-            count: Any = steps if on_cpu else torch.tensor(float(steps))
+            count: Any = steps if on_cpu else torch.tensor(float(steps), device=flat.device)
             zero.optimizer.state[flat] = {
                 "step": count,
                 "exp_avg": torch.zeros_like(flat.data),

@@ -2,6 +2,9 @@
 
 Weights in the run's dtype, fp32 masters, torch's AdamW on the masters, gradients summed in fp32, and for fp16 the
 loss scaling of torch's GradScaler: halve at an overflow, double after a window of good steps.
+
+On the CPU the tiered engine has its bits. On a GPU it has not: torch's fused AdamW of CUDA divides and takes roots in
+another order than the CPU's, and so follows it closely, but not to the last bit.
 """
 
 from __future__ import annotations
@@ -177,7 +180,9 @@ class PlainEngine:
                     master.copy_(tensor)
                     self._weights[name].copy_(master)
                 elif steps := state.steps_of(name):
-                    moments = self._adam.state.setdefault(master, {"step": torch.tensor(float(steps))})
+                    # The fused update wants its count where the parameter is (pytorch #103256, #124133).
+                    count = torch.tensor(float(steps), device=self._device)
+                    moments = self._adam.state.setdefault(master, {"step": count})
                     moments[kind] = tensor.to(self._device)
         fixed = {n: tuple(w.shape) for n, w in self._weights.items() if n not in self._masters}
         if fixed:

@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
+from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.beside import check_beside, copy_beside
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
 from offload_trainer.model.loss import CausalLoss
@@ -72,6 +73,8 @@ class ModelSource:
         torch's variant of checkpointing; `offload`: transformers keeps its inputs in host memory, on the stream that
         computes. Parameters that stay fixed and checkpointing are set; ties are in place.
         """
+        if torch.cuda.is_available():
+            repeat_keys_where_needed()
         with context or nullcontext(), no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(self.config),

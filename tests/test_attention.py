@@ -1,0 +1,101 @@
+"""Grouped heads on cards whose fast kernels do not take them: repeated there, and only there, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import model_directory
+from torch.nn import functional
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from offload_trainer.config import ModelSection
+from offload_trainer.model import attention
+from offload_trainer.model.source import resolve_model
+
+
+@pytest.fixture(autouse=True)
+def _transformers_own_afterwards() -> Iterator[None]:
+    yield
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_repeated_heads_give_the_same_losses_and_gradients(
+    groups: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And torch is never told `enable_gqa`, with which cards before sm_80 make the whole matrix of scores."""
+    config = AutoConfig.from_pretrained(model_directory(tmp_path, "qwen3", num_key_value_heads=4 // groups))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    tokens = torch.arange(48).view(2, 24)
+    real, seen = functional.scaled_dot_product_attention, []
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        seen.append((key.shape[1], more.get("enable_gqa", False)))
+        return real(query, key, *given, **more)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return loss.detach(), [weight.grad.clone() for weight in model.parameters()]
+
+    loss, gradients = run()
+    attention.repeat_keys_where_needed()
+    same = run()  # on a CPU it is transformers' own, to the bit
+    assert torch.equal(same[0], loss)
+    assert all(map(torch.equal, same[1], gradients))
+    seen.clear()
+    monkeypatch.setattr(attention, "needs_whole_heads", lambda *_, **__: True)
+    repeated = run()
+    assert set(seen) == {(4, False)}
+    torch.testing.assert_close(repeated[0], loss)
+    for one, other in zip(repeated[1], gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flash", "cudnn", "needs"), [(True, False, False), (False, True, False), (False, False, True)]
+)
+def test_torch_is_asked_what_the_card_takes(
+    flash: bool, cudnn: bool, needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below sm_80, in fp32, and for heads that are too large on some cards, it says no to both."""
+    asked: list[Any] = []
+
+    def params(*given: Any) -> tuple[Any, ...]:
+        asked.append(given)
+        return given
+
+    monkeypatch.setattr(attention, "SDPAParams", params)
+    monkeypatch.setattr(attention, "can_use_flash_attention", lambda _: flash)
+    monkeypatch.setattr(attention, "can_use_cudnn_attention", lambda _: cudnn)
+    query, key = SimpleNamespace(is_cuda=True), object()
+    assert attention.needs_whole_heads(query, key, key, dropout=0.1) == needs  # type: ignore[arg-type]
+    assert asked[0] == (query, key, key, None, 0.1, True, True)
+
+
+def test_torch_understands_the_question() -> None:
+    """Its parameters are those of the installed version; without a GPU the answer is no."""
+    query, key = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    asked = attention.SDPAParams(query, key, key, None, 0.0, True, True)
+    assert not attention.can_use_cudnn_attention(asked)
+    assert isinstance(attention.can_use_flash_attention(asked), bool)
+    assert not attention.needs_whole_heads(query, key, key, dropout=0.0)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_model_that_is_built_for_a_gpu_asks(gpu: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    model_directory(tmp_path, "qwen3")
+    source = resolve_model(ModelSection(name=str(tmp_path), scratch=True, checkpointing="off"), seed=0)
+    source.build(dtype=torch.float32)
+    chosen = AttentionInterface._global_mapping["sdpa"]
+    assert (chosen is attention._attention) == gpu

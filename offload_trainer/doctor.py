@@ -50,7 +50,7 @@ def examine(config: TrainConfig, *, threads_given: str | None = None) -> list[Ch
         machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
     except UserError as error:
         return [*checks, Check("directories", "failure", str(error), "name directories that are there and writable")]
-    checks += [_memory(machine), _memlock(machine), *_gpu(config, machine)]
+    checks += [_memory(machine), *_memlock(config, machine), *_gpu(config, machine)]
     for drive in machine.drives:
         checks += _drive(drive)
     checks.append(_output(machine.output))
@@ -189,13 +189,13 @@ def _memory(machine: MachineProfile) -> Check:
     return Check("memory", "ok", found)
 
 
-def _memlock(machine: MachineProfile) -> Check:
-    limit = machine.memlock_bytes
-    found = "unlimited" if limit is None else format_bytes(limit)
-    if machine.gpu is None or limit is None:
-        return Check("locked memory", "ok", found)
-    fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf; bounds async_io's buffers"
-    return Check("locked memory", "warning", found, fix)
+def _memlock(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
+    """DeepSpeed's async_io locks its buffers, which the limit holds for; what CUDA pins the driver holds by itself."""
+    limit, stock = machine.memlock_bytes, engine_of(config) == "deepspeed" and bool(config.placement.nvme)
+    if limit is None or not (stock or config.tiered.io == "async_io"):
+        return
+    fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"
+    yield Check("locked memory", "warning", f"{format_bytes(limit)} for async_io's buffers", fix)
 
 
 def _gpu(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from conftest import ask
 from offload_trainer import doctor
 from offload_trainer.engine import kernels, updates  # noqa: F401  imported before its kernels are replaced
 from offload_trainer.errors import TrainerError
-from offload_trainer.machine.profile import DriveFacts
+from offload_trainer.machine.profile import DriveFacts, read_machine
 from offload_trainer.settings import load_config
 
 
@@ -84,6 +85,20 @@ def test_the_compilers_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(check for check in checks if check.name == "kernel cpu_adam")
     assert found.state == "failure"
     assert "omp.h" in found.found
+
+
+@pytest.mark.parametrize(
+    ("words", "limit", "states"),
+    [
+        (["--engine", "deepspeed", "--nvme", "/ssd"], 8 << 20, ["warning"]),
+        (["tiered.io=async_io"], 8 << 20, ["warning"]),
+        (["tiered.io=async_io"], None, []),
+        ([], 8 << 20, []),  # cudaHostRegister does not count against it
+    ],
+)
+def test_locked_memory_bounds_async_io_alone(words: list[str], limit: int | None, states: list[str]) -> None:
+    machine = replace(read_machine("v100-32gb"), memlock_bytes=limit)
+    assert [check.state for check in doctor._memlock(load_config(words), machine)] == states
 
 
 def test_a_stale_build_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,7 @@ class CudaDevice:
     def close(self) -> None:
         for workers in (self._stager, self._waiter, self._downloaded):
             workers.close()
+        self._stagings.clear()  # with the last view of it CUDA lets go of pinned memory
 
 
 class _CudaArrival:

@@ -67,8 +67,8 @@ def _register(buffer: torch.Tensor) -> None:
     code = int(runtime.cudaHostRegister(address, size, 0))
     if code:
         raise TrainerError(
-            f"CUDA cannot pin {format_bytes(size)} of host memory (error {code}); "
-            "`ulimit -l` and the free memory bound it"
+            f"CUDA cannot pin {format_bytes(size)} of host memory (error {code}): too little is free, or the driver "
+            "allows no more, as under WSL2; keep less in RAM (--ram-fraction, --params nvme)"
         )
     # The mapping lives as long as the tensor's storage; CUDA must let go of it before.
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)

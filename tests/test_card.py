@@ -186,3 +186,16 @@ def test_a_cpu_takes_products_in_fp32() -> None:
     cpu = replace(card((8, 0)), gpu=None, rates=Rates(matmul={"fp32": Rate(1e12, "measured", "here")}))
     plan = make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, cpu)
     assert next(b for b in plan.forecast.bounds if b.phase == "forward").seconds
+
+
+@pytest.mark.parametrize("engine", ["tiered", "deepspeed", "plain"])
+def test_a_process_with_cuda_takes_two_gigabytes(engine: str) -> None:
+    shape = preset_shape("gpt2")
+    assert shape
+    config = load_config(["--model", "gpt2", "--engine", engine])
+    held = [
+        next(item.bytes for item in make_plan(config, shape, machine).items if item.name == "process")
+        for machine in (card((8, 0)), replace(card((8, 0)), gpu=None))
+    ]
+    assert held[0] - held[1] == 1_600_000_000
+    assert 2e9 <= held[0] < 2.5e9

@@ -21,6 +21,7 @@ PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (3
 PRODUCTS = 32_000_000  # what oneDNN and the allocator keep once products of all shapes ran (20 MB AVX2, 40 AMX)
 _KEPT = 1.8  # of a block's inputs and outputs, for the backward
 STOCK_PROCESS = 650_000_000  # with DeepSpeed's
+CUDA_PROCESS = 1_600_000_000  # more where a GPU computes: CUDA's libraries in host memory; estimated, not measured
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Item:
     name: str
     bytes: int
     why: str
+
+
+def cuda_process(device: str) -> int:
+    """What a process takes of RAM beside the usual where `device` computes."""
+    return CUDA_PROCESS if device == "gpu" else 0
 
 
 def item_bytes(dtype: str) -> int:
@@ -53,7 +59,8 @@ def deepspeed_items(
     e = item_bytes(config.model.dtype)
     total, trained = shape.parameters, shape.trainable
     homes = {"gpu": device, "cpu": "ram", "nvme": drive or "nvme"}
-    items = [Item("ram", "process", STOCK_PROCESS * world, "interpreter, torch and DeepSpeed, in each process")]
+    process = (STOCK_PROCESS + cuda_process(device)) * world
+    items = [Item("ram", "process", process, "interpreter, torch and DeepSpeed, in each process")]
 
     def add(tier: str, name: str, size: int, why: str) -> None:
         items.append(Item(tier, name, size, why))
@@ -118,7 +125,7 @@ def plain_items(
     """What the plain engine holds at its peak: all on one device."""
     e = item_bytes(config.model.dtype)
     return [
-        Item("ram", "process", PROCESS, "interpreter, torch and transformers"),
+        Item("ram", "process", PROCESS + cuda_process(device), "interpreter, torch and transformers"),
         Item(device, "weights", e * shape.parameters, f"{e} B a parameter"),
         Item(device, "gradients", (e + 4) * shape.trainable, f"{e} B a parameter, and their fp32 sums"),
         Item(device, "masters and moments", 12 * shape.trainable, "fp32 master, first and second moment"),

@@ -13,7 +13,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.kept import input_items, kept_inputs
 from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
-from offload_trainer.plan.memory import PROCESS, Item, activation_items, item_bytes
+from offload_trainer.plan.memory import PROCESS, Item, activation_items, cuda_process, item_bytes
 from offload_trainer.plan.rings import slot_sizes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
@@ -117,7 +117,7 @@ def tiered_items(
     homes = homes_in(units, placement, sizes)
     tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
     e, g = item_bytes(config.model.dtype), gradient_bytes(config)
-    items = [Item("ram", "process", PROCESS, "interpreter, torch and transformers")]
+    items = [Item("ram", "process", PROCESS + cuda_process(device), "interpreter, torch and transformers")]
     items += _page_items(units, homes, sizes, tiers=tiers, e=e, g=g)
     items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
     items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)

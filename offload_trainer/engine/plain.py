@@ -31,7 +31,7 @@ from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.zero import decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
-from offload_trainer.tiers.gradients import clip_factor, norm_of
+from offload_trainer.tiers.norms import clip_factor, norm_of
 
 
 class PlainEngine:

@@ -28,7 +28,14 @@ from offload_trainer.model.source import DTYPES, ModelSource, parameters_without
 from offload_trainer.plan.auto import reentrant, row_length, wants_checkpointing
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.layout import Unit, page_bytes, units_of
-from offload_trainer.plan.tiered import GRADIENT_BUFFERS, TierSizes, gradient_bytes, gradients_apart, homes_in
+from offload_trainer.plan.tiered import (
+    GRADIENT_BUFFERS,
+    GRADIENTS_IN_FLIGHT,
+    TierSizes,
+    gradient_bytes,
+    gradient_ring,
+    homes_in,
+)
 from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.account import StoreAccount
@@ -36,10 +43,11 @@ from offload_trainer.tiers.activations import Activations
 from offload_trainer.tiers.adam import Adam, Stretch
 from offload_trainer.tiers.cuda import CudaDevice
 from offload_trainer.tiers.device import CpuDevice, Device
-from offload_trainer.tiers.gradients import Gradients, clip_factor
+from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import choose_kernel
 from offload_trainer.tiers.memory import return_now, return_what_is_freed
 from offload_trainer.tiers.moments import Noise
+from offload_trainer.tiers.norms import clip_factor
 from offload_trainer.tiers.store import PageStore, size_of_home
 from offload_trainer.tiers.stream import Stream
 from offload_trainer.tiers.transfer import (
@@ -153,8 +161,11 @@ class TieredEngine:
             files=self._files(drives, "gradients", gradient_sizes, homes.gradients),
             transfers=self._transfers,
             stagings=GRADIENT_BUFFERS,
+            ring_bytes=gradient_ring(self._config, self._units, homes.gradients, gpu=self._device.is_cuda),
+            in_flight_bytes=GRADIENTS_IN_FLIGHT,
             order=order,
         )
+        self._open.callback(self._gradients.close)
 
     def _files(self, drives: Sequence[Path], name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
         """A file on each drive for what has its home there."""
@@ -167,19 +178,16 @@ class TieredEngine:
     def _give_memory(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         """Parameters on their units' memory, where that stays on the device; the stream gives it to the others.
 
-        A tied weight is one parameter, or one for each module that holds it where `gradients_apart` says so.
+        A tied weight is one parameter for each module that holds it: its gradients are handed over one by one.
         """
-        apart = gradients_apart(self._config)
         names = {parameter: name for name, parameter in model.named_parameters()}
         made: dict[str, list[nn.Parameter]] = {name: [] for name in names.values()}
         for module in model.modules():
             for key, old in module._parameters.items():
                 if old is None:
                     continue
-                uses = made[names[old]]
-                if apart or not uses:
-                    uses.append(nn.Parameter(self._memory_of(names[old]), requires_grad=old.requires_grad))
-                module._parameters[key] = uses[-1]
+                made[names[old]].append(nn.Parameter(self._memory_of(names[old]), requires_grad=old.requires_grad))
+                module._parameters[key] = made[names[old]][-1]
         return made
 
     def _memory_of(self, name: str) -> torch.Tensor:
@@ -251,6 +259,7 @@ class TieredEngine:
                     self._updater.read_ahead()
                 return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
                 (loss * (scale / len(batches))).backward()
+                self._gradients.end_of_backward(last=self._last_batch)
         with clock.phase("update"), torch.no_grad():
             norm = self._update(lr=lr)
             if self._stream:

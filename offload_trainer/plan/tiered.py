@@ -17,10 +17,14 @@ from offload_trainer.plan.memory import PROCESS, Item, activation_items, cuda_pr
 from offload_trainer.plan.rings import slot_sizes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
+from offload_trainer.units import format_bytes
 
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
 STATE_IN_RAM = "state in RAM"  # name of that item
 GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
+# Bytes of gradients that wait on a GPU for their copies, beside the largest: 20 ms of copies on a slow bus.
+GRADIENTS_IN_FLIGHT = 256_000_000
+_RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU is not ahead of its copies
 SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
 
 
@@ -81,12 +85,15 @@ def gradient_bytes(config: TrainConfig) -> int:
     return item_bytes(config.model.dtype)
 
 
-def gradients_apart(config: TrainConfig) -> bool:
-    """Whether a tied weight's gradients are handed over one by one, each as soon as autograd has it.
+def gradient_ring(config: TrainConfig, units: Sequence[Unit], homes: Sequence[int], *, gpu: bool) -> int:
+    """Bytes that gradients pass through on their way to sums in host memory or on drives.
 
-    With accumulation autograd adds them first, as plain torch does: their sums would be rounded otherwise.
+    The first one of a weight is copied to its sum in RAM, if that has its dtype, and needs none.
     """
-    return config.train.accumulate == 1
+    several = config.train.accumulate > 1
+    through = [unit for unit, home in zip(units, homes, strict=True) if home >= 0 or (several and home == RAM)]
+    size = item_bytes(config.model.dtype) * sum(unit.trained for unit in through)
+    return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
 
 
 def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> Homes:
@@ -121,11 +128,9 @@ def tiered_items(
     items += _page_items(units, homes, sizes, tiers=tiers, e=e, g=g)
     items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
     items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)
-    # Where autograd adds up what a tied embedding gets from both ends, it makes a third of the two.
-    apart = gradients_apart(config)
-    copies = {w.name: 1 if apart or w.uses == 1 else w.uses + 1 for w in shape.weights}
-    in_flight = max(weight.numel * copies[weight.name] for weight in shape.weights if weight.trainable)
-    items.append(Item(device, "gradient in flight", e * in_flight, "of the largest weight, before it is home"))
+    ring = gradient_ring(config, units, homes.gradients, gpu=device == "gpu")
+    items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
+    items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=device == "gpu")))
     stored = [page_bytes(page.elements, states=sizes.states) for page in homes.pages if page.home != RAM]
     if stored and config.save.every != 0:
         why = f"{SAVE_BUFFERS} pages on their way from drives into a checkpoint"
@@ -197,6 +202,27 @@ def _gradient_items(units: Sequence[Unit], homes: Sequence[int], *, tiers: dict[
         staging, words = _buffers(away, GRADIENT_BUFFERS)
         items.append(Item("ram", "gradient buffers", g * staging, f"{words} on their way"))
     return items
+
+
+def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool) -> tuple[int, str]:
+    """Bytes of gradients on the device beside the sums there, and what they are.
+
+    Those of a tied weight wait for each other. A CPU's copies are made at once; on a GPU there are, beside the one that
+    is being made, the largest and `GRADIENTS_IN_FLIGHT` on their way. The first to set out, a head's, has left when
+    the last, an embedding's, is made, unless all blocks' together are less than that.
+    """
+    weights = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
+    largest = e * max((weight.numel for weight, _ in weights), default=0)
+    waiting = e * sum(weight.numel for weight, _ in weights if weight.uses > 1)
+    words = "the largest weight's" + (", and a tied weight's until its uses have met" if waiting else "")
+    copied = [(e * weight.numel, unit.block) for weight, unit in weights if homes[unit.index] != DEVICE]
+    if not gpu or not copied:
+        return largest + waiting, words
+    blocks = [size for size, block in copied if block]
+    everything = sum(size for size, _ in copied)
+    if sum(blocks) > GRADIENTS_IN_FLIGHT:
+        everything = min(everything, max(size for size, _ in copied) + max(blocks) + GRADIENTS_IN_FLIGHT)
+    return max(largest, everything) + waiting, f"{words}, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
 
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:

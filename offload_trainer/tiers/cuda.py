@@ -116,9 +116,6 @@ class CudaDevice:
         waiter.put(ending(ticket, event.synchronize))
         return ticket
 
-    def finish(self) -> None:
-        self._outward.synchronize()
-
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         return self._copy_out(values, into, stream=self._keeping, waiter=self._waiter)
 

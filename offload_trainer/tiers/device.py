@@ -61,10 +61,6 @@ class Device(Protocol):
         """Copy `values` (on the device), as it is after what was computed so far, to host memory of any thread."""
         ...
 
-    def finish(self) -> None:
-        """Wait for all downloads."""
-        ...
-
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         """Copy `values` (on the device) to host memory behind what computes; their memory is held until then."""
         ...
@@ -113,9 +109,6 @@ class CpuDevice:
     def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         into.copy_(values)
         return done()
-
-    def finish(self) -> None:
-        pass
 
     def close(self) -> None:
         self._copies.close()

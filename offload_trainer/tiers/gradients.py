@@ -1,34 +1,28 @@
-"""A step's gradients on their way from autograd to the update: their sums are kept on the device, in host memory,
-or, through a buffer, on a drive.
+"""A step's gradients on their way from autograd to the update: the sums of each weight's, and their norm.
 
-Each weight's gradient is added to its place in its unit as soon as autograd has it, and autograd's copy is let go.
-Norms are taken on the device on the way; `norm` adds them up in the model's order, so that neither the homes
-nor the order of arrival changes a bit of it.
+    autograd ──add──> sums on the device                                              one operation of its stream
+             ──copy─────────────────────> sums in host memory                         the first gradient of a weight
+             ──copy──> ring ──a thread──> sums in host memory, or on drives           (tiers/sums) the others
+
+Autograd's thread waits for none of this, but when more than its share is on its way (tiers/outward). What a tied weight
+gets from its several uses is added up on the device first, as autograd would. Norms are taken on the way; `norm` adds
+them up in the model's order, so that neither the homes nor the order of arrival changes a bit of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from offload_trainer.plan.layout import DEVICE, Place, Unit
 from offload_trainer.tiers.device import Device
 from offload_trainer.tiers.memory import host_buffer
+from offload_trainer.tiers.norms import norm_of, ordered_norm
+from offload_trainer.tiers.outward import InFlight, Ring
 from offload_trainer.tiers.store import UnitStore
+from offload_trainer.tiers.sums import HostSums
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
-
-_NORM_PIECE = 1 << 17  # elements
-
-
-@dataclass
-class _Staging:
-    """Host memory in which a unit's gradient is collected before it goes to its drive."""
-
-    buffer: torch.Tensor
-    unit: int | None = None
-    writing: Ticket | None = None
 
 
 class Gradients:
@@ -44,118 +38,130 @@ class Gradients:
         files: Sequence[DriveFile],
         transfers: Transfers,
         stagings: int,
+        ring_bytes: int,
+        in_flight_bytes: int,
         order: Sequence[str],
     ) -> None:
-        """`order`: the weights' names as the norm adds them up. `stagings`: buffers for blocks whose gradients go to a
-        drive; all other units share one."""
+        """`order`: the weights' names as the norm adds them up. `stagings`: see `HostSums`.
+
+        `ring_bytes` are needed where sums in host memory get a second gradient or one of another dtype, or are on a
+        drive; `in_flight_bytes` may wait on the device for their copies, beside the largest gradient.
+        """
         self.dtype = dtype
-        self._units, self._device = tuple(units), device
+        self._device = device
         self._place: dict[str, tuple[Unit, Place]] = {
             place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
         }
         pinned = device.is_cuda
         trained = [unit.trained for unit in units]
         self.store = UnitStore(trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned)
-        self._on_device = _Resident(units, homes, device=device, dtype=dtype)
-        away = [unit for unit in units if homes[unit.index] >= 0]
-        self._stagings = {
-            True: self._make([unit for unit in away if unit.block], stagings, pinned=pinned),
-            False: self._make([unit for unit in away if not unit.block], 1, pinned=pinned),
-        }
+        self._on_device = _resident(units, homes, device=device, dtype=dtype)
+        self._host = HostSums(units, self.store, stagings=stagings, pinned=pinned, alone=not device.is_cuda)
+        self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._place)
         self._norms: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()  # in this step
-        self._written: set[int] = set()  # units whose sums so far are on their drive
-
-    def _make(self, units: Sequence[Unit], count: int, *, pinned: bool) -> list[_Staging]:
-        size = max((unit.trained for unit in units), default=0) * self.dtype.itemsize
-        return [_Staging(host_buffer(size, pinned=pinned).view(self.dtype)) for _ in range(min(count, len(units)))]
+        self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # of tied weights, from so many of their uses
+        self._landing: dict[str, Ticket] = {}  # gradients that are copied to where they stay
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def add(self, name: str, gradient: torch.Tensor, *, last: bool) -> None:
-        """Add a weight's gradient of this micro-batch; `last`: it is the step's last one, so its norm counts."""
-        unit, place = self._place[name]
+        """Add a gradient of this micro-batch from one use of a weight, and keep it as long as that takes.
+
+        `last`: it is the step's last micro-batch, so the norm of the sum counts.
+        """
+        uses = self._place[name][1].weight.uses
         flat = gradient.detach().reshape(-1)
-        resident = self.on_device(unit.index)
+        if uses > 1:
+            seen, before = self._partial.pop(name, (0, None))
+            flat = flat if before is None else before.add_(flat)
+            if seen + 1 < uses:
+                self._partial[name] = seen + 1, flat
+                return
+        self._add(name, flat, last=last)
+
+    def end_of_backward(self, *, last: bool) -> None:
+        """A micro-batch is through: tied weights of which it used a part get what there is."""
+        for name, (_, flat) in self._partial.items():
+            self._add(name, flat, last=last)
+        self._partial.clear()
+
+    def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
+        unit, place = self._place[name]
+        first = name not in self._arrived
+        self._arrived.add(name)
+        if first and last:
+            self._norms[name] = norm_of(flat)
+        resident, host = self.on_device(unit.index), self.store.host(unit.index)
+        here = slice(place.start, place.start + flat.numel())
         if resident is not None:
-            self._add_on_device(name, flat, resident[place.start : place.start + flat.numel()], last=last)
-            return
-        target = self._collecting(unit)[place.start : place.start + flat.numel()]
-        if name not in self._arrived:
-            self._arrived.add(name)
-            if last:
-                self._norms[name] = norm_of(flat)
-            self._device.download(flat, target)
-            return
-        self._device.finish()
-        target.add_(flat.to(target.device))
-        if last:
-            self._norms[name] = norm_of(target)
-
-    def _add_on_device(self, name: str, flat: torch.Tensor, target: torch.Tensor, *, last: bool) -> None:
-        if name in self._arrived:
-            target.add_(flat)
+            target = resident[here]
+            target.copy_(flat) if first else target.add_(flat)
+            if last and not first:
+                self._norms[name] = self._norm_of_sum(target)
+        elif first and host is not None and flat.dtype is self.dtype:
+            self._landing[name] = self._device.download(flat, host[here])
+            self._in_flight.add(flat.nbytes, self._landing[name])
         else:
-            self._arrived.add(name)
-            target.copy_(flat)
-        if last:
-            self._norms[name] = norm_of(target)
+            self._add_in_host_memory(name, flat, first=first, norm=last and not first)
 
-    def _collecting(self, unit: Unit) -> torch.Tensor:
-        """Host memory in which the unit's sums are now."""
-        inside = self.store.host(unit.index)
-        if inside is not None:
-            return inside
-        ring = self._stagings[unit.block]
-        staging = next((staging for staging in ring if staging.unit == unit.index), None)
-        if staging is None:
-            self._send(ring[-1])  # most likely complete; what still comes is added to it later
-            staging = ring[0]
-            ring.append(ring.pop(0))  # the one used longest ago is first
-            self._settle(staging)
-            part = staging.buffer[: unit.trained]
-            if unit.index in self._written:
-                for other in ring:
-                    self._settle(other)
-                self.store.read(unit.index, 0, part).wait()
-            else:
-                part.zero_()
-            staging.unit = unit.index
-        return staging.buffer[: unit.trained]
+    def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:
+        """Through the ring, a piece at a time; the thread of the sums does the rest."""
+        unit, place = self._place[name]
+        pieces = flat.split(self._ring.largest_piece // flat.itemsize)
+        gone = Ticket(parts=len(pieces))
+        landing = self._landing.pop(name, None)
+        start = place.start
+        for piece in pieces:
+            memory, read = self._ring.take(piece.nbytes)
+            values = memory.view(piece.dtype)
+            arrived = self._device.download(piece, values)
+            arrived.then(gone.finish_part)
+            self._host.put(self._adding(unit.index, start, values, [landing, arrived], first=first), read)
+            start += piece.numel()
+        self._in_flight.add(flat.nbytes, gone)
+        if norm:
+            self._host.put(lambda: self._take_norm(name), Ticket())
 
-    def _settle(self, staging: _Staging) -> None:
-        """What was in this buffer is on its drive."""
-        if staging.writing is not None:
-            staging.writing.wait()
-            staging.writing = None
+    def _adding(
+        self, unit: int, start: int, values: torch.Tensor, after: Sequence[Ticket | None], *, first: bool
+    ) -> Callable[[], None]:
+        def work() -> None:
+            for ticket in after:
+                if ticket is not None:
+                    ticket.wait()
+            self._host.add(unit, start, values, first=first)
 
-    def _send(self, staging: _Staging) -> None:
-        """Start a unit's sums on their way to their drive."""
-        if staging.unit is None:
-            return
-        self._device.finish()
-        trained = self._units[staging.unit].trained
-        staging.writing = self.store.write(staging.unit, 0, staging.buffer[:trained])
-        self._written.add(staging.unit)
-        staging.unit = None
+        return work
+
+    def _take_norm(self, name: str) -> None:
+        unit, place = self._place[name]
+        sums = self._host.collecting(unit.index)
+        self._norms[name] = self._norm_of_sum(sums[place.start : place.start + place.weight.numel])
+
+    def _norm_of_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Of several micro-batches' gradients; `values` may lie on the device or not."""
+        return norm_of(values) if self._device.place.type == "cpu" else ordered_norm(values)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """All sums are in their homes when this returns."""
-        for ring in self._stagings.values():
-            for staging in ring:
-                self._send(staging)
-        for ring in self._stagings.values():
-            for staging in ring:
-                self._settle(staging)
-        self._device.finish()
+        """All sums are in their homes when this returns. Raises what went wrong on the way."""
+        self._in_flight.settle()
+        self._host.finish()
 
     def norm(self) -> float:
-        """Global norm of the sums, as they are scaled: infinite or NaN if one of them is."""
-        norms = [self._norm_of(name) for name in self._order if name in self._arrived]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        """Global norm of the sums, as they are scaled: infinite or NaN if one of them is. After `finish`."""
+        names = [name for name in self._order if name in self._arrived]
+        norms = [self._norm_of(name) for name in names]
+        if not norms:
+            return 0.0
+        far = [place for place, norm in enumerate(norms) if norm.device.type != "cpu"]
+        if far:
+            for place, norm in zip(far, torch.stack([norms[place] for place in far]).cpu(), strict=True):
+                norms[place] = norm
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def _norm_of(self, name: str) -> torch.Tensor:
         """What was taken on the way, or, for a weight that the last micro-batch did not use, the norm of its sums."""
@@ -163,14 +169,15 @@ class Gradients:
             unit, place = self._place[name]
             resident = self.on_device(unit.index)
             if resident is None:
-                self._norms[name] = norm_of(self.store.get(unit.index, place.start, place.weight.numel))
+                sums = self.store.get(unit.index, place.start, place.weight.numel)
             else:
-                self._norms[name] = norm_of(resident[place.start : place.start + place.weight.numel])
-        return self._norms[name].to(self._device.place)
+                sums = resident[place.start : place.start + place.weight.numel]
+            self._norms[name] = self._norm_of_sum(sums)
+        return self._norms[name]
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """A unit's sums, `trained` of them, where they live on the device: an update there reads them in place."""
-        return self._on_device.of_unit.get(unit)
+        return self._on_device.get(unit)
 
     def read(self, unit: int, start: int, buffer: torch.Tensor) -> Ticket:
         """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive."""
@@ -188,39 +195,19 @@ class Gradients:
         """Begin the next step; what is in the homes is overwritten."""
         self._norms.clear()
         self._arrived.clear()
-        self._written.clear()
+        self._landing.clear()
+        self._host.clear()
+
+    def close(self) -> None:
+        """What was begun is done or has failed when this returns."""
+        self._host.close()
 
 
-class _Resident:
+def _resident(
+    units: Sequence[Unit], homes: Sequence[int], *, device: Device, dtype: torch.dtype
+) -> dict[int, torch.Tensor]:
     """Sums that stay on the device: one flat tensor, a part of it for each unit whose home it is."""
-
-    def __init__(self, units: Sequence[Unit], homes: Sequence[int], *, device: Device, dtype: torch.dtype) -> None:
-        held = [unit for unit in units if homes[unit.index] == DEVICE]
-        memory = device.buffer(sum(unit.trained for unit in held), dtype)
-        parts = memory.split([unit.trained for unit in held])
-        self.of_unit = {unit.index: part for unit, part in zip(held, parts, strict=True)}
-
-
-def clip_factor(norm: float, *, limit: float) -> float:
-    """What gradients of this norm are multiplied by so that it is at most `limit`; 0: no limit, 1.
-
-    In fp32 and operation by operation as torch.nn.utils.clip_grad_norm_ takes it, for the same bits.
-    """
-    if not limit:
-        return 1.0
-    return float(torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0))
-
-
-def norm_of(flat: torch.Tensor) -> torch.Tensor:
-    """fp32 norm of one 1-D gradient, on its device.
-
-    On the CPU a piece at a time: torch makes an fp32 copy first, and adds up without a tree, 1 % off for 9e7 elements.
-    Copy and results have memory of their own: small blocks between freed copies would leave a heap of holes.
-    """
-    if flat.device.type != "cpu":
-        return torch.linalg.vector_norm(flat, dtype=torch.float32)
-    pieces = flat.split(_NORM_PIECE)
-    norms, copy = torch.empty(len(pieces)), torch.empty(min(_NORM_PIECE, flat.numel()))
-    for index, piece in enumerate(pieces):
-        torch.linalg.vector_norm(copy[: piece.numel()].copy_(piece), out=norms[index])
-    return torch.linalg.vector_norm(norms)
+    held = [unit for unit in units if homes[unit.index] == DEVICE]
+    sizes = [unit.trained for unit in held]
+    parts = device.buffer(sum(sizes), dtype).split(sizes)
+    return {unit.index: part for unit, part in zip(held, parts, strict=True)}

@@ -1,4 +1,4 @@
-// AdamW over pages of optimizer state in a GPU's memory, with the bits of adam.cpp.
+// AdamW over pages of optimizer state in a GPU's memory, with the bits of native/adam.cpp.
 //
 //     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
 //                                                  master (fp32, in place) -> out (16 bit)
@@ -85,7 +85,7 @@ __device__ inline float fused(float a, float b, float c) {
 #endif
 }
 
-// The four conversions are adam.cpp's, and explained there.
+// The four conversions are those of native/numbers.h, and explained there.
 
 __device__ inline float from_bf16(u16 word) { return number(u32(word) << 16); }
 

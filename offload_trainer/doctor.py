@@ -205,6 +205,9 @@ def _gpu(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
     for told, fix in card_mistakes(machine, dtype=config.model.dtype):
         yield Check("GPU", "failure", told, fix)
+    if machine.no_state_on_gpu:
+        told = f"no optimizer state can live there: {machine.no_state_on_gpu}"
+        yield Check("GPU", "warning", told, "nothing, if RAM and drives are meant to hold all of it")
 
 
 def _drive(drive: DriveFacts) -> Iterator[Check]:

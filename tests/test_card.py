@@ -12,7 +12,7 @@ import torch
 
 from offload_trainer import doctor
 from offload_trainer.cli import main
-from offload_trainer.errors import UserError
+from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.machine.profile import MachineProfile, Rate, Rates, profile_from_json, read_machine
@@ -20,6 +20,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.card import card_mistakes, runs
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.settings import load_config
+from offload_trainer.tiers import nvrtc
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")  # torch 2.11's wheels for CUDA 13.0
 
@@ -83,6 +84,10 @@ def test_the_named_machine_refuses_too(capsys: pytest.CaptureFixture[str]) -> No
     assert "(sm_70) has no bf16 units" in capsys.readouterr().err
 
 
+def missing() -> None:
+    raise TrainerError("no NVRTC")
+
+
 def faked(monkeypatch: pytest.MonkeyPatch, *, hip: str | None = None, cuda: str | None = "13.0") -> None:
     """A GPU as torch would tell of it; no file of a driver is there."""
     there = SimpleNamespace(
@@ -92,6 +97,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, *, hip: str | None = None, cuda: str 
         get_device_capability=lambda: (7, 0),
         get_arch_list=lambda: ["sm_75", "sm_80"],
     )
+    monkeypatch.setattr(nvrtc, "find_nvrtc", missing)  # of what is faked nothing can be compiled for
     monkeypatch.setattr(torch, "cuda", there)
     monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -104,6 +110,10 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     machine = probe.probe_machine(output=str(tmp_path))
     assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", 30 << 30, (7, 0))
     assert machine.built_for == ("sm_75", "sm_80")
+    assert machine.no_state_on_gpu == "no NVRTC"
+    assert "no optimizer state can live there: no NVRTC" in " ".join(
+        check.found for check in doctor._gpu(load_config(["--model", "gpt2"]), machine)
+    )
     assert profile_from_json(json.loads(json.dumps(machine.to_json()))) == machine
     assert doctor._torch().state == "ok"
 
@@ -113,6 +123,7 @@ def test_a_card_of_amd_is_not_judged_by_nvidias_numbers(monkeypatch: pytest.Monk
     machine = probe.probe_machine(output=str(tmp_path))
     assert (machine.gpu, machine.capability, machine.built_for) == ("a card", None, None)
     assert not card_mistakes(machine, dtype="bf16")
+    assert "built for ROCm" in machine.no_state_on_gpu
     assert "ROCm 7.1" in doctor._torch().found
 
 

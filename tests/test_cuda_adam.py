@@ -322,7 +322,7 @@ def test_code_is_for_the_device_or_for_the_driver_to_translate() -> None:
     assert {"-DFUSES=1", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true"} <= set(options)
     CudaKernel(ADAM, EmulatedGpu(120), fuses=False)
     assert {"--gpu-architecture=compute_90", "-DFUSES=0"} <= set(EmulatedGpu.options())
-    with pytest.raises(TrainerError, match=r"1\.2 compiles for sm_70 and up, not sm_61"):
+    with pytest.raises(TrainerError, match=r"1\.2 compiles for sm_70 and up, not for this sm_61"):
         CudaKernel(ADAM, EmulatedGpu(61), fuses=True)
 
 

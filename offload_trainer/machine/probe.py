@@ -61,7 +61,9 @@ def _gpu() -> dict[str, Any]:
     if torch.version.cuda is not None:  # ROCm's torch answers with numbers of another kind
         facts["capability"] = torch.cuda.get_device_capability()
         facts["built_for"] = tuple(torch.cuda.get_arch_list())
-    return facts
+    from offload_trainer.tiers.nvrtc import why_no_kernels  # imports torch
+
+    return facts | {"no_state_on_gpu": why_no_kernels(torch.device("cuda"))}
 
 
 def available_ram_bytes() -> int:

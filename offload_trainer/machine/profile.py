@@ -123,6 +123,7 @@ class MachineProfile:
     numa_nodes: Several = 1
     memlock_bytes: Count | None = None  # None: unlimited
     capability: tuple[Count, Count] | None = None  # CUDA's compute capability of the device; None: none, or not known
+    no_state_on_gpu: Line | None = None  # why the device is no home of the optimizer state; None: it may be one
     built_for: tuple[Line, ...] | None = None  # what the installed torch has kernels for, in its words
     packages: tuple[Line, ...] | None = None  # of those that only some wishes need, the installed; None: not known
     rates: Rates = field(default_factory=Rates)

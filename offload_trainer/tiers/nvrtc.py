@@ -83,12 +83,18 @@ class Nvrtc:
 
     def compile_for(self, capability: int, source: bytes, *, name: str, defines: Mapping[str, int]) -> bytes:
         """Code for a device of `capability`: for it alone, or, where it is younger than NVRTC, PTX for the driver."""
+        architecture = self.architecture_for(capability)
+        return self.compile(
+            source, name=name, defines=defines, architecture=architecture, ptx=architecture != capability
+        )
+
+    def architecture_for(self, capability: int) -> int:
+        """The youngest that is no younger than the device."""
         known = [architecture for architecture in self.architectures() if architecture <= capability]
         if not known:
-            raise TrainerError(
-                f"NVRTC {self.version} compiles for sm_{self.architectures()[0]} and up, not sm_{capability}"
-            )
-        return self.compile(source, name=name, defines=defines, architecture=known[-1], ptx=known[-1] != capability)
+            oldest = self.architectures()[0]
+            raise TrainerError(f"NVRTC {self.version} compiles for sm_{oldest} and up, not for this sm_{capability}")
+        return known[-1]
 
     def compile(self, source: bytes, *, name: str, defines: Mapping[str, int], architecture: int, ptx: bool) -> bytes:
         """The code of `source`, C++17 without headers: a cubin, or PTX as text that ends with a zero."""
@@ -129,7 +135,17 @@ def gpu_of(place: torch.device) -> Gpu:
         raise TrainerError(f"the driver's library cannot be loaded: {error}") from error
     index = torch.cuda.current_device() if place.index is None else place.index
     major, minor = torch.cuda.get_device_capability(index)
+    nvrtc.architecture_for(10 * major + minor)
     return Gpu(torch.device("cuda", index), 10 * major + minor, nvrtc=nvrtc, driver=driver)
+
+
+def why_no_kernels(place: torch.device) -> str | None:
+    """Why nothing can be compiled for this device, as far as shows without doing it."""
+    try:
+        gpu_of(place)
+    except TrainerError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 class Gpu:

@@ -1,0 +1,107 @@
+"""Gather wheels for a machine without network; scripts/offline_bundle.sh says how it is called.
+
+    requirements.lock ──> pip download (for that Python, manylinux x86-64) ──> FOLDER/*.whl, install.sh, bundle.txt
+
+torch, CUDA and transformers are that machine's own. What it has in a version that will do is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LARGEST = 40_000_000  # bytes of all wheels
+
+# What the package and its tests import beside THERE, with all that these need in turn; tests hold it against their
+# metadata. The versions are those of requirements.lock; the lower bounds are what install.sh asks for.
+BUNDLED = {
+    "pydantic": ">=2.11",
+    "pydantic_core": "",  # as pydantic says
+    "annotated-types": ">=0.6",
+    "typing-inspection": ">=0.4.2",
+    "typing_extensions": ">=4.14.1",
+    "safetensors": ">=0.4.3",
+    "psutil": "",
+    "tqdm": "",
+    "PyYAML": "",
+    "ninja": "",
+    "pytest": ">=8",
+    "pytest-xdist": "",
+    "execnet": "",
+    "iniconfig": "",
+    "packaging": "",
+    "pluggy": "",
+    "Pygments": "",
+}
+THERE = ("torch", "transformers", "numpy")  # on that machine, with what they need
+# pip takes a platform's tag at its word: wheels for an older glibc have to be named too.
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)]
+PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+
+INSTALL = """\
+#!/usr/bin/env bash
+# Install what is here into the Python that PYTHON names (default python3), without network. What it has already in a
+# version that will do stays. Words are pip's: --target DIR, and then PYTHONPATH=DIR; --user; --break-system-packages.
+set -euo pipefail
+here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+exec "${{PYTHON:-python3}}" -m pip install --no-index --no-cache-dir --disable-pip-version-check \\
+  --find-links "$here" "$@" {requirements}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="offline_bundle.sh", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="of the machine that the wheels are for")
+    parser.add_argument("more", nargs="*", metavar="NAME==VERSION")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(command(options.folder, python=options.python, more=options.more), check=False)
+    if done.returncode:
+        return done.returncode
+    wheels = sorted(options.folder.glob("*.whl"))
+    size = sum(wheel.stat().st_size for wheel in wheels)
+    install = options.folder / "install.sh"
+    install.write_text(INSTALL.format(requirements=" ".join(f"'{one}'" for one in requirements(options.more))))
+    install.chmod(0o755)
+    listed = [f"{wheel.name} {wheel.stat().st_size}" for wheel in wheels]
+    (options.folder / "bundle.txt").write_text("\n".join(listed) + "\n")
+    print(f"{options.folder}: {len(wheels)} wheels, {size / 1e6:.1f} MB; there: {install.name}")
+    if size > LARGEST and not options.more:
+        print(f"offline_bundle: more than {LARGEST / 1e6:.0f} MB", file=sys.stderr)
+        return 1
+    return 0
+
+
+def command(folder: Path, *, python: str, more: list[str]) -> list[str]:
+    """pip's words: exactly these wheels, for that Python and no other platform, and nothing that is not named."""
+    for_there = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    cpython = f"cp{python.replace('.', '')}"
+    for_there += ["--python-version", python, "--implementation", "cp"]
+    for_there += ["--abi", cpython, "--abi", "abi3", "--abi", "none"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    return [*pip, "--only-binary=:all:", *for_there, "--dest", str(folder), *pinned(), *more]
+
+
+def pinned() -> list[str]:
+    """NAME==VERSION of all that is bundled. KeyError for a name that requirements.lock does not have."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = {same(line.partition("==")[0]): line for line in lines if "==" in line and not line.startswith("#")}
+    return [locked[same(name)] for name in BUNDLED]
+
+
+def requirements(more: list[str]) -> list[str]:
+    """What install.sh asks for: what will do, so that a machine's own version stays where it does."""
+    return [*(f"{name}{bound}" for name, bound in BUNDLED.items() if name != "pydantic_core"), *more]
+
+
+def same(name: str) -> str:
+    """A package's name as the index compares it (PEP 503)."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

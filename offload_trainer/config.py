@@ -154,6 +154,11 @@ class TrainSection(_Section):
         "the fastest that fit; auto: as those two say",
     )
     seed: Count = Field(0, description="of the initial weights, the order of the rows and the dropout")
+    deterministic: bool = Field(
+        False,
+        description="on a GPU: torch's deterministic algorithms, slower; without them the backward of attention and "
+        "embeddings adds in any order there, and no two runs have the same bits. On a CPU all runs have",
+    )
     eval_every: Count = Field(100, description="steps between validations; 0: only at the end")
     eval_rows: PositiveInt = Field(32, description="validation rows each time")
     sample_every: Count = Field(0, description="steps between samples of text; 0: never")

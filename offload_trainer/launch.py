@@ -34,6 +34,8 @@ def prepare_process(config: TrainConfig) -> int:
     threads = max(1, cores // local_world) if wish == "auto" else wish
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
     if not _names_hub(config):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if "RANK" not in os.environ:

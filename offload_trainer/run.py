@@ -77,6 +77,8 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if config.train.deterministic:
+            use_deterministic_algorithms()
     if world > 1:
         from offload_trainer.engine.deepspeed import start_processes
 
@@ -95,6 +97,15 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
     output = Path(config.save.output)
     record = record_of(config, plan, source, data, output)
     _carry_out(Setup(config, plan, machine, source, data, output, record, log), instead=instead)
+
+
+def use_deterministic_algorithms() -> None:
+    """The same bits from the same command on a GPU, as far as torch has such algorithms; it warns where it has none."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # What it would fill with NaN is also pages and rings of buffers, all of which are written before they are read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _carry_out(setup: Setup, *, instead: Callable[[Any], None] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.run import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.lease import DriveLease
@@ -24,6 +26,12 @@ from offload_trainer.tiers.lease import DriveLease
 VOCABULARY = 211
 
 torch.set_num_threads(1)  # two tests run at a time
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:  # where nothing else gives the same bits twice
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    use_deterministic_algorithms()
+# What has the bits of every home: plain torch, and on a GPU, whose own AdamW rounds otherwise, everything in RAM.
+REFERENCE = ("--ram-fraction", "1") if ON_GPU else ("--engine", "plain")
 
 # Weights of odd sizes; a block of several pages; units outside the blocks that are large enough to be moved.
 _SHAPES: dict[str, dict[str, Any]] = {

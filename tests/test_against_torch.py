@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LR, DECAY = 1e-2, 0.1
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop is the CPU's, and so are its bits")
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,7 @@ ELSEWHERE = {
     "data.token_dtype": "test_data_token_files.py::test_what_may_be_either_needs_the_key",
     "data.text_field": "test_data_prepare.py::test_documents_become_their_tokens_with_end_of_text_behind_each",
     "optim.nonfinite": "test_nonfinite.py::test_a_skipped_step_changes_nothing",
+    "train.deterministic": "test_plain.py::test_a_gpu_takes_the_same_bits_where_that_is_asked_for",
     "train.tokens_per_step": "test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
     "save.resume": "test_runs.py::test_back_to_an_older_checkpoint",
     "tiered.io": "test_config_promises.py::test_the_backend_of_transfers",

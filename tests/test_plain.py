@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from bench_of_engines import batches, engine, model_directory, train
+
+from offload_trainer import run
+from offload_trainer.launch import prepare_process
+from offload_trainer.settings import load_config
 
 
 def test_counts_of_steps_go_where_the_update_is(tmp_path: Path) -> None:
@@ -26,3 +33,32 @@ def test_counts_of_steps_go_where_the_update_is(tmp_path: Path) -> None:
         states = elsewhere._adam.state.values()
         assert states
         assert {tensor.device.type for state in states for tensor in state.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("words", [["train.deterministic=true"], []])
+def test_a_gpu_takes_the_same_bits_where_that_is_asked_for(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS is told before CUDA begins, torch before anything is built."""
+
+    class PlannedError(Exception):
+        pass
+
+    def plan(_: Any) -> None:
+        raise PlannedError
+
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(run, "plan_run", plan)
+    before, config = torch.get_num_threads(), load_config(words)
+    torch.use_deterministic_algorithms(False)
+    try:
+        prepare_process(config)
+        with pytest.raises(PlannedError):
+            run.train_run(config)
+        assert torch.are_deterministic_algorithms_enabled() == bool(words)
+        assert torch.utils.deterministic.fill_uninitialized_memory != bool(words)  # type: ignore[attr-defined]
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if words else None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.set_num_threads(before)

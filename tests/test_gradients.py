@@ -20,9 +20,10 @@ from offload_trainer.plan.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.tiers import gradients as module
 from offload_trainer.tiers.gradients import Gradients
+from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.norms import norm_of, ordered_norm
 from offload_trainer.tiers.outward import InFlight, Ring
-from offload_trainer.tiers.transfer import ThreadedTransfers, Ticket
+from offload_trainer.tiers.transfer import DriveFile, ThreadedTransfers, Ticket
 
 ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
 
@@ -60,13 +61,14 @@ def model(*, tied: bool = False) -> tuple[Unit, ...]:
 
 
 @contextmanager
-def sums(units: tuple[Unit, ...], home: int, **changes: Any) -> Iterator[Gradients]:
+def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
     transfers = ThreadedTransfers(threads=1)
     words: dict[str, Any] = {
         **{"dtype": torch.float32, "files": [], "transfers": transfers, "stagings": 2, "ring_bytes": 1 << 20},
         **{"in_flight_bytes": 1 << 20, "order": names(units)},
     }
-    made = Gradients(units, [home] * len(units), **words | changes)
+    homes = [home] * len(units) if isinstance(home, int) else home
+    made = Gradients(units, homes, **words | changes)
     try:
         yield made
     finally:
@@ -125,6 +127,29 @@ def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int
             kept = gradients.on_device(unit.index) if home == DEVICE else gradients.store.host(unit.index)
             assert kept is not None
             assert torch.equal(kept[place.start : place.start + place.weight.numel], expected), place.weight.name
+
+
+def test_units_may_have_different_homes(tmp_path: Path) -> None:
+    """The device, RAM and a drive side by side: the update reads the same sums, and their norm is the same."""
+    units = model(tied=True)
+    file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
+    found = []
+    for homes in ([DEVICE, RAM, 0, DEVICE], [0, 0, 0, 0], [RAM] * 4, [RAM, 0, DEVICE, 0]):
+        with sums(units, homes, device=LateDevice(), files=[file]) as gradients:
+            for seed in range(3):
+                hand_over(gradients, units, last=seed == 2, seed=seed)
+            gradients.finish()
+            read = [host_buffer(4 * unit.trained).view(torch.float32) for unit in units]
+            for unit, buffer in zip(units, read, strict=True):
+                if (inside := gradients.store.host(unit.index)) is None:
+                    gradients.read(unit.index, 0, buffer).wait()
+                else:
+                    buffer.copy_(inside)
+            found.append((gradients.norm(), torch.cat(read)))
+    file.close()
+    for norm, read in found[1:]:
+        assert norm == found[0][0]
+        assert torch.equal(read, found[0][1])
 
 
 def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:

@@ -16,7 +16,7 @@ import pytest
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.machine.profile import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.layout import ALIGN, RAM, aligned, pages_of, units_of
@@ -254,3 +254,13 @@ def test_gradients_on_their_way_are_counted() -> None:
     for more, sizes in (((), (1, 1)), (in_ram, (32, 256)), (("placement.gradients=nvme",), (32, 256))):
         rings = [items(*more, gpu=gpu)["gradient ring"] for gpu in (0, 16)]
         assert rings == [size * 1_000_000 for size in sizes], more
+
+
+def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
+    """Each micro-batch but the first: 4 bytes of a sum read and written, 2 of a gradient, at the memory's speed."""
+    shape, rates = SHAPES["gpt2-xl"], Rates(memory=Rate(100e9, "measured", "here"))
+    timed = dataclasses.replace(machine(gpu=24 * GB), rates=rates)
+    words = ("--engine", "tiered", "--accumulate", "4", "--micro-batch", "1")
+    for home, wanted in (("cpu", [3 * 10 * sum(unit.trained for unit in units_of(shape)) / 100e9]), ("gpu", [])):
+        plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, timed)
+        assert [bound.seconds for bound in plan.forecast.bounds if bound.kind == "memory"] == pytest.approx(wanted)

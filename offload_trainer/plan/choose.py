@@ -32,7 +32,7 @@ from offload_trainer.plan.tiered import (
     with_share_that_fits,
 )
 from offload_trainer.plan.time import forecast, stands_for
-from offload_trainer.plan.traffic import Traffic, deepspeed_traffic, tiered_traffic
+from offload_trainer.plan.traffic import Traffic, bytes_of_additions, deepspeed_traffic, tiered_traffic
 from offload_trainer.plan.zero import Placement, Tier, drive_stretch, zero_sizes
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -316,6 +316,7 @@ def _laid_out(
             seq_len=seq_len,
             world=world,
             stretch=drive_stretch(shape, config.deepspeed, zero) if zero else 1.0,
+            added=bytes_of_additions(config, shape, placement, sizes) if isinstance(sizes, TierSizes) else 0,
         ),
         rejected=(),
         notes=_notes(config, placement, traffic, engine=engine, machine=machine, checkpointing=checkpointing),

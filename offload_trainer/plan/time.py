@@ -1,6 +1,6 @@
 """Seconds of a step, phase by phase, from what the machine was timed at. Pure arithmetic.
 
-    forward, backward   the slowest of: computing, the weights' way to the device, the drives
+    forward, backward   the slowest of: computing, the weights' way to the device, the drives, adding gradients in RAM
     update              the slowest of: the CPU's AdamW, the drives, the new weights' way to the device
 
 What overlaps counts once: everything within a phase does, phases follow each other. A phase for which the machine has
@@ -38,7 +38,7 @@ class Bound:
     phase: str
     seconds: float | None  # None: not timed
     what: str
-    kind: str  # "compute", "adamw", "device" or "drive"
+    kind: str  # "compute", "adamw", "device", "drive" or "memory"
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,12 @@ def forecast(
     seq_len: int,
     world: int,
     stretch: float = 1.0,
+    added: int = 0,
 ) -> Forecast:
     """`tokens` are those of a step on all `world` ranks; `optimizer` is the home of the state.
 
-    `stretch`: how many times as long the update's drives take as their bytes both ways at once.
+    `stretch`: how many times as long the update's drives take as their bytes both ways at once. `added`: bytes of host
+    memory that gradients are added in.
     """
     computed = _flops_per_token(config, shape, checkpointing=checkpointing, seq_len=seq_len)
     speed = _matmul_speed(config, machine)
@@ -104,6 +106,9 @@ def forecast(
         for phase, flops in computed.items()
     ]
     bounds.append(_update_bound(config, shape, machine, engine=engine, optimizer=optimizer, world=world))
+    if machine.gpu is not None and machine.rates.memory is not None and added:
+        # Where the CPU computes it takes turns with that, as it was seen to.
+        bounds.append(Bound("backward", added / machine.rates.memory.value, "adding gradients in RAM", "memory"))
     for phase in PHASES:
         longer = stretch if phase == "update" else 1.0
         bounds += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)

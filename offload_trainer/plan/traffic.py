@@ -85,6 +85,18 @@ def tiered_traffic(
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in moved.items() if home in names]
 
 
+def bytes_of_additions(config: TrainConfig, shape: ModelShape, placement: Placement, sizes: TierSizes) -> int:
+    """Bytes of host memory that a thread reads and writes for a step's sums in RAM and on drives.
+
+    From the second micro-batch on each sum, twice, and the gradient that is added to it.
+    """
+    units = units_of(shape)
+    homes = homes_in(units, placement, sizes)
+    added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
+    each = 2 * gradient_bytes(config) + item_bytes(config.model.dtype)
+    return (config.train.accumulate - 1) * each * added
+
+
 def _orders(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
     """Units as a forward and a backward pass need their weights. Embeddings are not needed in the backward."""
     first = next((unit.index for unit in units if unit.block), len(units))

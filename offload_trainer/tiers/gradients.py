@@ -56,7 +56,7 @@ class Gradients:
         trained = [unit.trained for unit in units]
         self.store = UnitStore(trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned)
         self._on_device = _resident(units, homes, device=device, dtype=dtype)
-        self._host = HostSums(units, self.store, stagings=stagings, pinned=pinned, alone=not device.is_cuda)
+        self._host = HostSums(units, self.store, stagings=stagings, alone=not device.is_cuda)
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._place)
         self._norms: dict[str, torch.Tensor] = {}

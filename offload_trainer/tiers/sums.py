@@ -35,7 +35,7 @@ class _Staging:
 class HostSums:
     """Adds to the sums in `store`, whose homes are host memory (RAM) or drives."""
 
-    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, pinned: bool, alone: bool) -> None:
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, alone: bool) -> None:
         """`stagings`: buffers for blocks whose sums go to a drive; all other units share one.
 
         `alone`: without a team of threads, since the cores compute.
@@ -43,17 +43,17 @@ class HostSums:
         self._units, self._store, self._alone = tuple(units), store, alone
         away = [unit for unit in units if store.homes[unit.index] >= 0]
         self._stagings = {
-            True: self._make([unit for unit in away if unit.block], stagings, pinned=pinned),
-            False: self._make([unit for unit in away if not unit.block], 1, pinned=pinned),
+            True: self._make([unit for unit in away if unit.block], stagings),
+            False: self._make([unit for unit in away if not unit.block], 1),
         }
         self._written: set[int] = set()  # units whose sums so far are on their drive
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
 
-    def _make(self, units: Sequence[Unit], count: int, *, pinned: bool) -> list[_Staging]:
+    def _make(self, units: Sequence[Unit], count: int) -> list[_Staging]:
         dtype = self._store.dtype
         size = max((unit.trained for unit in units), default=0) * dtype.itemsize
-        return [_Staging(host_buffer(size, pinned=pinned).view(dtype)) for _ in range(min(count, len(units)))]
+        return [_Staging(host_buffer(size).view(dtype)) for _ in range(min(count, len(units)))]
 
     def put(self, work: Callable[[], object], ticket: Ticket) -> None:
         """Do `work` after all that was put before; then, or with what went wrong here, the ticket ends."""

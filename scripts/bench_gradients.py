@@ -43,6 +43,9 @@ class TimedDevice(CpuDevice):
         self._timer = threading.Thread(target=self._tell, name="timer", daemon=True)
         self._timer.start()
 
+    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device="meta")
+
     def compute(self, seconds: float) -> None:
         self.computed = max(self.computed, time.monotonic()) + seconds
 
@@ -87,7 +90,8 @@ def backward_passes(
             sums.zero_()  # pinned memory is there from the start
     weights = [place.weight for unit in reversed(units) for place in reversed(unit.places)]
     total = sum(weight.numel for weight in weights)
-    gradient = torch.zeros(max(weight.numel for weight in weights), dtype=torch.bfloat16)
+    where = "meta" if home == DEVICE else "cpu"
+    gradient = torch.zeros(max(weight.numel for weight in weights), dtype=torch.bfloat16, device=where)
     found = []
     for number in range(config.train.accumulate):
         device.compute(seconds / 2)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench_of_engines import assert_same, batches, engine, masters, model_directory, train
+from conftest import run_script
 from late import LateDevice
 
 import offload_trainer.plan.layout as layout
@@ -289,6 +290,15 @@ def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
             train(ours, batches(2), accumulate=2)
         assert [thread for thread in threading.enumerate() if thread.name == "sums-0"]
     assert not [thread for thread in threading.enumerate() if thread.name == "sums-0"]
+
+
+def test_the_benchmark_prints_a_backward_for_each_micro_batch() -> None:
+    script = Path(__file__).parent.parent / "scripts" / "bench_gradients.py"
+    done = run_script(script, "gpt2-mini", "--backward", "0.05", "--micro-batches", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["sums", "ram"], ["sums", "gpu"]]
+    assert all(float(seconds) >= 0.05 for row in rows for seconds in row[2:4])
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------

@@ -34,10 +34,11 @@ def main() -> None:
     cli._quiet()
     from offload_trainer import run
 
-    run.train_run(config, instead=lambda job: compare(job, rounds=wishes.rounds, steps=wishes.steps))
+    run.train_run(config, instead=lambda job: show(compare(job, rounds=wishes.rounds, steps=wishes.steps)))
 
 
-def compare(job: Any, *, rounds: int, steps: int) -> None:
+def compare(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
+    """Bytes of a checkpoint, seconds of one alone, and of each round's `steps` by the way it was saved."""
     from offload_trainer.checkpoint import TrainState
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.trainer import timed_steps
@@ -63,12 +64,23 @@ def compare(job: Any, *, rounds: int, steps: int) -> None:
                 print(f"{way}: {seconds[way][-1]:.2f} s", file=sys.stderr, flush=True)
     newest = sorted(Path(job.save_wish.parent / "checkpoints").glob("step-*"))[-1]
     size = sum(about["bytes"] for about in json.loads((newest / "MANIFEST.json").read_text())["files"].values())
-    plain, behind, before = (median(seconds[way]) for way in WAYS)
-    told = {way: [round(value, 2) for value in values] for way, values in seconds.items()}
+    return {
+        "bytes": size,
+        "alone": median(saved),
+        "steps": steps,
+        "seconds": seconds,
+        "middle": {way: median(seconds[way]) for way in WAYS},
+        "peak_rss": peak_rss_bytes(),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    size, middle = found["bytes"], found["middle"]
+    told = {way: [round(value, 2) for value in values] for way, values in found["seconds"].items()}
     print(
-        f"{size / 1e9:.2f} GB, alone {median(saved):.2f} s ({size / median(saved) / 1e6:.0f} MB/s); {steps} steps "
-        f"{plain:.2f} s; a checkpoint behind them costs {behind - plain:.2f} s, before them {before - plain:.2f} s; "
-        f"peak RSS {peak_rss_bytes() / 1e9:.2f} GB; {told}"
+        f"{size / 1e9:.2f} GB, alone {found['alone']:.2f} s ({size / found['alone'] / 1e6:.0f} MB/s); {found['steps']} "
+        f"steps {middle['none']:.2f} s; a checkpoint behind them costs {middle['behind'] - middle['none']:.2f} s, "
+        f"before them {middle['before'] - middle['none']:.2f} s; peak RSS {found['peak_rss'] / 1e9:.2f} GB; {told}"
     )
 
 

@@ -29,6 +29,7 @@ from trials import (
     load_libraries,
     moment,
     rows,
+    use_deterministic_algorithms,
     verify_checkpoint,
     what_was_hit,
 )
@@ -49,8 +50,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--deterministic", action="store_true", help="by torch's deterministic algorithms, as CUDA needs"
+    )
     wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
     load_libraries()
+    if wishes.deterministic:
+        use_deterministic_algorithms()
     with scratch("kills-", directory=named and Path(named)) as folder:
         try:
             Trial(folder, random.Random(wishes.seed)).carry_out(wishes.kills)

@@ -36,6 +36,7 @@ class Difference(Exception):
 def load_libraries() -> None:
     """What each command would import, once; nothing here computes, so that no thread is lost in a fork."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU begins no CUDA, which a fork could not use
     from offload_trainer import cli
 
     cli._quiet()
@@ -46,6 +47,18 @@ def load_libraries() -> None:
     import offload_trainer.export.weights
     import offload_trainer.run
     import offload_trainer.trainer  # noqa: F401
+
+
+def use_deterministic_algorithms() -> None:
+    """Here and in forks. On CUDA the same command gives the same bits only so; on the CPU it changes nothing.
+
+    Memory that torch would fill with NaN then is the engine's pages too, and takes seconds: it is left as it is.
+    """
+    import torch
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class Command:

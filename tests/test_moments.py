@@ -42,7 +42,7 @@ def encoded(
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_8_bit_is_bitsandbytes(signed: bool) -> None:
-    from bitsandbytes import functional
+    functional = pytest.importorskip("bitsandbytes").functional
 
     table = functional.create_dynamic_map(signed=signed)
     assert torch.equal(moments.dynamic_map(signed), table)
@@ -177,7 +177,7 @@ def updates(
 
 
 def largest_of_bitsandbytes() -> float:
-    from bitsandbytes.optim import AdamW8bit
+    AdamW8bit = pytest.importorskip("bitsandbytes.optim").AdamW8bit
 
     weight, largest = torch.nn.Parameter(torch.zeros(1024)), 0.0
     theirs = AdamW8bit([weight], lr=LR, betas=(0.9, 0.95), weight_decay=0.0, min_8bit_size=1)

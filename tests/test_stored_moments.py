@@ -48,7 +48,7 @@ def largest_update(trained, data: list[Batch]) -> float:
 @cache
 def largest_of_bitsandbytes(model: Path) -> float:
     """Its CPU code on the same masters and gradients."""
-    from bitsandbytes.optim import AdamW8bit
+    AdamW8bit = pytest.importorskip("bitsandbytes.optim").AdamW8bit
 
     with engine(model, "--engine", "plain", *WORDS) as reference:
         parameters = list(reference._masters.values())

@@ -1,0 +1,143 @@
+"""Is this machine ready, how fast is it, and do the tests pass on it? What fails does not stop the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_stages.large import homes
+from gpu_stages.stage import Failure, Stage
+
+TITLE = "What is here, and whether it works"
+COLUMNS = {"check": "check", "found": "found"}
+
+# Whole files whose tests compute: on a machine with a GPU they do it there. The quickest first.
+COMPUTING = (
+    "tests/test_against_torch.py",
+    "tests/test_gradients.py",
+    "tests/test_streams.py",
+    "tests/test_stored_moments.py",
+    "tests/test_update_page.py",
+    "tests/test_dropout.py",
+    "tests/test_checkpoint.py",
+    "tests/test_tiered.py",
+    "tests/test_moments.py",
+    "tests/test_adam_kernels.py",
+)
+
+
+def carry_out(stage: Stage) -> None:
+    checks: dict[str, Callable[[Stage], dict[str, Any]]] = {
+        "driver": driver,
+        "doctor": doctor,
+        "kernels of the update": kernels,
+        "plan of 10B for a V100": lambda stage: plan(stage, ["--machine", "v100-32gb", "--dtype", "fp16"]),
+        "tests that need a GPU": lambda stage: tests(stage, ["-m", "gpu", "tests"]),
+        "bench": bench,
+        "plan of 10B here": lambda stage: plan(stage, ["--nvme", str(stage.drive), "--dtype", "bf16"]),
+    }
+    # A rehearsal takes one small file: all of them run elsewhere. Those marked ops build DeepSpeed's kernels.
+    files = COMPUTING[1:2] if stage.rehearsal else COMPUTING
+    checks |= {file: partial(tests, what=["-m", "not ops and not slow", file]) for file in files}
+    (stage.record.folder / "check-tests.txt").unlink(missing_ok=True)
+    for name, check in checks.items():
+        try:
+            stage.need_time()
+            stage.record.add(check=name, **check(stage))
+        except Failure as failure:
+            stage.record.add(str(failure), check=name)
+
+
+def driver(stage: Stage) -> dict[str, Any]:
+    """What nvidia-smi says, where there is one: an AMD card has another."""
+    fields = "name,driver_version,memory.total,clocks.max.sm,power.limit"
+    try:
+        done = stage.command(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
+    except FileNotFoundError:
+        return {"found": "no nvidia-smi"}
+    return {"found": done.stdout or done.stderr}
+
+
+def doctor(stage: Stage) -> dict[str, Any]:
+    done = _ours(stage, ["doctor", "--json", "--nvme", str(stage.drive)])
+    checks = _json(done)
+    lacking = [f"{check['name']}: {check['found']}" for check in checks if check["state"] == "failure"]
+    if lacking:
+        raise Failure(f"failed: {'; '.join(lacking)}")
+    warned = [check["name"] for check in checks if check["state"] == "warning"]
+    return {"found": f"{len(checks)} looked at, warnings: {', '.join(warned) or 'none'}", "checks": checks}
+
+
+def kernels(stage: Stage) -> dict[str, Any]:
+    """What computes the update on the CPU, and whether the GPU's kernel can be compiled and gives the same bits."""
+    found = _json(stage.command([sys.executable, str(Path(__file__).with_name("kernels.py"))]))
+    if found["same"] is False:
+        raise Failure(f"failed: {found['GPU']}")
+    return {"found": f"{found['CPU']} {found['GPU']}", "kernels": found}
+
+
+def bench(stage: Stage) -> dict[str, Any]:
+    """The machine's rates, also into bench.json beside the table, which `plan --machine FILE` reads elsewhere."""
+    drive = [] if stage.rehearsal else ["--nvme", str(stage.drive)]  # seconds of writing, for each way to write
+    machine = _json(_ours(stage, ["bench", "--json", *drive]))
+    (stage.record.folder / "bench.json").write_text(json.dumps(machine, indent=1))
+    rates = machine["rates"]
+    told = [f"{dtype} {rate['value'] / 1e12:.4g} TFLOP/s" for dtype, rate in rates["matmul"].items()]
+    told += [f"update by {name} {rate['value'] / 1e6:.0f} M/s" for name, rate in rates["update"].items()]
+    for way in ("to_device", "from_device", "both_ways"):
+        if rates[way]:
+            told.append(f"{way.replace('_', ' ')} {rates[way]['value'] / 1e9:.3g} GB/s")
+    return {"found": ", ".join(told), "machine": machine}
+
+
+def plan(stage: Stage, words: Sequence[str]) -> dict[str, Any]:
+    found = _json(_ours(stage, ["plan", "--json", "--model", "gpt2-10b", *words]), refused=2)
+    seconds = found["seconds"].values()
+    step = "not known" if None in seconds else f"{sum(seconds):.1f} s"
+    fits = "fits" if found["fits"] else "does not fit"
+    return {"found": f"{fits}; {homes(found)}; a step {step}", "plan": found}
+
+
+def tests(stage: Stage, what: Sequence[str]) -> dict[str, Any]:
+    """pytest's outcome; what failed, in its own words, is in a file beside the table."""
+    if stage.rehearsal:
+        what = [*what[:-1], COMPUTING[1]]
+    report = stage.drive / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    done = stage.command([*command, f"--junitxml={report}", *what])
+    if done.returncode == 5:
+        return {"found": "there are none"}
+    if not report.exists():
+        raise Failure(f"failed: {' '.join((done.stdout + done.stderr).split())[-300:]}")
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    counts = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+    told = ", ".join(f"{count} {key}" for key, count in counts.items())
+    wrong = [
+        f"{case.get('classname')}::{case.get('name')}: {(bad.get('message') or '').strip()[:200]}"
+        for case in suite.iter("testcase")
+        for bad in (*case.findall("failure"), *case.findall("error"))
+    ]
+    if wrong:
+        with (stage.record.folder / "check-tests.txt").open("a") as said:
+            said.write(f"== {' '.join(what)}\n{done.stdout[-200_000:]}\n")
+        raise Failure(f"failed: {told}: {'; '.join(wrong)}")
+    return {"found": told}
+
+
+def _ours(stage: Stage, words: Sequence[str]) -> Any:
+    return stage.command([sys.executable, "-m", "offload_trainer", *words])
+
+
+def _json(done: Any, *, refused: int | None = None) -> Any:
+    """What a command printed; with `refused`, also where it ended with that code. Failure with its last words."""
+    if done.returncode not in (0, refused) or not done.stdout.strip():
+        last = " ".join(done.stderr.split())[-300:]
+        if not done.stdout.strip():
+            raise Failure(f"failed: exit {done.returncode}: {last}")
+    return json.loads(done.stdout)

@@ -1,0 +1,57 @@
+"""Weights for benchmarks alone: filled at the speed of memory, where drawing 10e9 normals on one thread takes minutes.
+
+They are no initialisation: matrices repeat the same 2^24 + 43 normals (deviation: the model's own), each weight from
+another place on; norms are ones, biases zeros. Speed, bytes and finiteness are those of a fresh model, losses are not.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_PATTERN = (1 << 24) + 43  # numbers; shares no divisor with any width, so that no two rows of a matrix are alike
+
+
+@contextmanager
+def cheap_weights(wanted: bool) -> Iterator[None]:
+    """Inside, every model with random weights has these instead, if they are wanted."""
+    from offload_trainer.model.source import ModelSource
+
+    if not wanted:
+        yield
+        return
+    drawn = ModelSource.weights
+    ModelSource.weights = filled_for_benchmarks  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ModelSource.weights = drawn  # type: ignore[method-assign]
+
+
+def filled_for_benchmarks(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, fp32 on the CPU), the same for the same shapes and seed, in the model's order."""
+    assert source.random
+    largest = max(weight.numel for weight in source.shape.weights if len(weight.shape) > 1)
+    count = min(_PATTERN, largest | 1)
+    deviation = float(getattr(source.config, "initializer_range", 0.02))
+    pattern = torch.randn(count, generator=torch.Generator().manual_seed(source.seed)) * deviation
+    for weight in source.shape.weights:
+        if len(weight.shape) == 1:
+            yield weight.name, torch.full(weight.shape, 0.0 if weight.name.endswith("bias") else 1.0)
+        else:
+            yield weight.name, _from(pattern, zlib.crc32(weight.name.encode()) % count, weight.numel).view(weight.shape)
+
+
+def _from(pattern: torch.Tensor, place: int, numel: int) -> torch.Tensor:
+    """`numel` numbers of the endless repetition of the pattern, from `place` on."""
+    filled = torch.empty(numel)
+    done = 0
+    while done < numel:
+        piece = pattern[place : place + numel - done]
+        filled[done : done + piece.numel()] = piece
+        done, place = done + piece.numel(), 0
+    return filled

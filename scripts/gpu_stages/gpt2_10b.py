@@ -1,0 +1,40 @@
+"""GPT-2 of 10.28e9 parameters in fp16 with the GPU memory that a V100 of 32 GiB has, as the plan divides it.
+
+The cap is torch's (`set_per_process_memory_fraction`): it makes the smaller card's capacity, never its speed.
+"""
+
+from __future__ import annotations
+
+from gpu_stages import large
+from gpu_stages.stage import Stage
+
+TITLE = "10B parameters under a cap of 32 GiB of GPU memory"
+COLUMNS = large.COLUMNS
+CAP = 32 << 30
+CASES = {
+    "as planned": [],
+    "8-bit moments, as planned": ["optim.states=8bit"],
+    "no state on the GPU": ["--gpu-fraction", "0"],
+}
+
+
+def carry_out(stage: Stage) -> None:
+    words = ["--dtype", "fp16", "--engine", "tiered", "{drive}", "optim.initial_loss_scale=1024"]
+    if stage.rehearsal:
+        words += ["model.overrides.n_layer=2", "model.overrides.n_embd=64", "--seq-len", "32", "--micro-batch", "2"]
+        words += ["--params", "gpu"]
+    else:
+        words += ["--model", "gpt2-10b", "--seq-len", "1024", "--micro-batch", "4"]
+    stage.record.note(large.MFU)
+    stage.record.note("Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant")
+    stage.record.note("The cap holds the capacity of a smaller card and not its speed; shares are the plan's own")
+    for case, more in stage.some(CASES):
+        large.measure(
+            stage,
+            case,
+            [*words, *more],
+            steps=1 if stage.rehearsal else 3,
+            dtype="fp16",
+            size=128 if stage.rehearsal else 8192,
+            cap_bytes=CAP,
+        )

@@ -1,0 +1,29 @@
+"""One JSON line: what computes the update here, on the CPU and on the GPU, and whether their bits agree."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import torch
+
+from offload_trainer.tiers.adam import Adam
+from offload_trainer.tiers.cuda_adam import choose_cuda_kernel
+from offload_trainer.tiers.kernels import choose_kernel
+
+
+def main() -> None:
+    start = time.perf_counter()
+    kernel, on_cpu = choose_kernel("auto", Adam(betas=(0.9, 0.95), eps=1e-8))
+    taken = {"CPU seconds": time.perf_counter() - start}
+    found = {"CPU": on_cpu, "same": None, "GPU": "no GPU here"}
+    if torch.cuda.is_available():
+        start = time.perf_counter()
+        chosen, found["GPU"] = choose_cuda_kernel(torch.device("cuda"), kernel)
+        taken["GPU seconds"] = time.perf_counter() - start
+        found["same"] = chosen is not None
+    print(json.dumps(found | taken))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Other people's ways to train with little GPU memory, behind this package's loop: the same rows, clock and loss.
+
+    native   plain torch's forward and backward, the gradients thrown away: what everyone has to do at least
+    fsdp2    torch's fully_shard with CPUOffloadPolicy, one rank: fp32 masters, moments and AdamW in host memory
+
+Stock DeepSpeed is an engine of the package (`--engine deepspeed`) and needs nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+SETTINGS = {
+    "native": "torch alone; weights and gradients in 16 bit on the GPU, no optimizer",
+    "fsdp2": "fully_shard of each block and of the rest, CPUOffloadPolicy(pin_memory=True), MixedPrecisionPolicy("
+    "param_dtype=bf16, reduce_dtype=fp32), torch.optim.AdamW(fused=True) on fp32 CPU parameters, clip_grad_norm_",
+}
+
+
+@contextmanager
+def in_place(peer: str | None) -> Iterator[None]:
+    """Inside, runs are built with this peer instead of the package's engine."""
+    from offload_trainer import run_build
+
+    ours = run_build.build_engine
+    if peer is not None:
+        run_build.build_engine = {"native": _native, "fsdp2": _fsdp2}[peer]
+    try:
+        yield
+    finally:
+        run_build.build_engine = ours
+
+
+def _native(setup: Any, **_: Any) -> Any:
+    from bench_step import native_engine
+
+    return native_engine(setup)
+
+
+def _fsdp2(setup: Any, **_: Any) -> Any:
+    return Fsdp2(setup.source, setup.config)
+
+
+class Fsdp2:
+    """One rank of FSDP2 whose parameters, gradients and moments are in host memory."""
+
+    rank, world = 0, 1
+
+    def __init__(self, source: Any, config: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from offload_trainer.model.source import DTYPES
+        from offload_trainer.plan.zero import decay_groups
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        for library in ("NCCL", "GLOO"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # there may be no other
+        # Norms of gradients in host memory are summed by gloo.
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1)
+        self._module = source.build(dtype=torch.float32)
+        weights = dict(self._module.model.named_parameters())
+        for name, value in source.weights():
+            weights[name].data.copy_(value)
+        self._shard(source, DTYPES[config.model.dtype])
+        self._module.train()
+        weights = dict(self._module.model.named_parameters())
+        optim = config.optim
+        decayed, plain = decay_groups(source.shape.weights)
+        groups = [
+            {"params": [weights[weight.name] for weight in some], "weight_decay": decay}
+            for some, decay in ((decayed, optim.weight_decay), (plain, 0.0))
+            if some
+        ]
+        self._adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        self._clip = optim.clip
+
+    def _shard(self, source: Any, dtype: Any) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        from offload_trainer.model.source import block_names
+
+        on_gpu = self._device.type == "cuda"
+        settings: dict[str, Any] = {
+            "mesh": init_device_mesh(self._device.type, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=True) if on_gpu else OffloadPolicy(),
+        }
+        for name in block_names(self._module.model):
+            fully_shard(self._module.model.get_submodule(name), **settings)
+        fully_shard(self._module, **settings)
+
+    def train_step(self, batches: Sequence[Any], *, lr: float, clock: Any) -> Any:
+        import torch
+
+        from offload_trainer.engine.protocol import StepResult
+
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            self._module.set_requires_gradient_sync(number == len(batches))
+            with clock.phase("forward"):
+                inputs, targets = batch.inputs.to(self._device), batch.targets.to(self._device)
+                loss = self._module(inputs, targets, batch.seed)
+                losses.append(loss.detach())
+            with clock.phase("backward"):
+                (loss / len(batches)).backward()
+        with clock.phase("update"):
+            norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._clip or float("inf"))
+            for group in self._adam.param_groups:
+                group["lr"] = lr
+            self._adam.step()
+            self._adam.zero_grad()
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        mean = float(torch.stack(losses).mean())
+        return StepResult(loss=mean, grad_norm=float(norm), loss_scale=1.0, skipped=False)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()

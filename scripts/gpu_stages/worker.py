@@ -1,0 +1,242 @@
+"""A process that builds runs as `offload-train` does and takes steps when it is asked to.
+
+    worker.py '{"deterministic": true, "cap_bytes": 34359738368}'       both may be left out
+
+One JSON object a line on stdin, one answer a line on stdout. After {"error": ...} the process ends.
+
+    build   words, fill, peer    the run that `words` mean, up to its first step; answers facts and the plan
+    steps   count                what each took, its loss and norm, peaks of memory
+    trace   path                 one step more under torch's profiler
+    digest                       sum of names and bytes of all masters
+    saves   rounds, steps        what checkpoints cost (bench_save.compare)
+    product dtype, size          floating-point operations a second that a product of two matrices reaches
+    close                        the run's end, its memory given back; another may be built
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in place of this directory: bench_step, gpu_stages
+
+from offload_trainer.errors import explain
+
+_ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0", "--resume", "never"]
+_CONTEXT = 500_000_000  # bytes of a card that are the driver's, as plans count it
+
+
+class Served:
+    """What is asked for on stdin, and what becomes of it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # libraries print to stdout
+        self._ready = False
+
+    def serve(self) -> None:
+        for line in sys.stdin:
+            wish = json.loads(line)
+            what = wish.pop("do")
+            if what == "build":
+                self._build(**wish)
+                self._give_back()
+                self.answer({})
+            elif what == "product":
+                self.answer({"rate": self._product(**wish)})
+            else:
+                raise AssertionError(f"{what}, and no run is open")
+
+    def answer(self, what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=self._answers)
+
+    # -- a run ---------------------------------------------------------------------------------------------------------
+
+    def _build(self, words: list[str], output: str, fill: bool = False, peer: str | None = None) -> None:
+        """From wish to engine; returns once `close` is asked for."""
+        from offload_trainer.launch import prepare_process
+        from offload_trainer.settings import load_config
+
+        config = load_config([*_ALWAYS, *words, "--output", output])
+        prepare_process(config)
+        self._prepare_torch()
+        from gpu_stages import fill as filler
+        from gpu_stages import peers
+        from offload_trainer import run
+
+        start = time.perf_counter()
+        with filler.cheap_weights(fill), peers.in_place(peer), _nothing_kept():
+            run.train_run(config, instead=lambda job: self._serve_run(job, Path(output), start=start))
+
+    def _serve_run(self, job: Any, output: Path, *, start: float) -> None:
+        from offload_trainer.trainer import timed_steps
+
+        self.answer(self._about(job, output) | {"build_seconds": time.perf_counter() - start})
+        running = timed_steps(job, steps=sys.maxsize)
+        deeds: dict[str, Callable[..., dict[str, Any]]] = {
+            "steps": lambda count: self._steps(running, count),
+            "trace": lambda path: self._trace(running, path),
+            "digest": lambda: {"digest": digest_of(job.engine.named_master_parameters())},
+            "saves": lambda **wish: _saves(job, **wish),
+        }
+        for line in sys.stdin:
+            wish = json.loads(line)
+            what = wish.pop("do")
+            if what == "close":
+                return
+            self.answer(deeds[what](**wish))
+
+    def _about(self, job: Any, output: Path) -> dict[str, Any]:
+        import torch
+
+        from offload_trainer.telemetry.meters import peak_rss_bytes
+
+        on_gpu = torch.cuda.is_available()
+        about = {
+            "plan": json.loads((output / "plan.json").read_text()),
+            "log": (output / "log.txt").read_text(),
+            "parameters": job.checkpoints.record.identity["parameters"],
+            "tokens_per_step": job.tokens_per_step,
+            "flops_per_step": job.flops_per_step,
+            "build_rss": peak_rss_bytes(),
+            "build_device_peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        }
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()  # from here on the peak is that of steps
+        return about
+
+    def _steps(self, running: Iterator[dict[str, Any]], count: int) -> dict[str, Any]:
+        import torch
+
+        steps = [next(running) for _ in range(count)]
+        if not torch.cuda.is_available():
+            return {"steps": steps, "reserved": 0, "in_use": 0}
+        free, total = self._driver_says()
+        return {"steps": steps, "reserved": torch.cuda.max_memory_reserved(), "in_use": total - free}
+
+    def _trace(self, running: Iterator[dict[str, Any]], path: str) -> dict[str, Any]:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        with profile(activities=kinds) as seen:
+            step = next(running)
+        seen.export_chrome_trace(path)  # gzipped by its name
+        return {"bytes": os.path.getsize(path), "step": step}
+
+    # -- torch ---------------------------------------------------------------------------------------------------------
+
+    def _prepare_torch(self) -> None:
+        """Once, before anything is computed."""
+        if self._ready:
+            return
+        self._ready = True
+        import torch
+
+        if self._settings.get("deterministic"):
+            from trials import use_deterministic_algorithms
+
+            use_deterministic_algorithms()
+        self._driver_says = torch.cuda.mem_get_info
+        cap = self._settings.get("cap_bytes")
+        if cap and torch.cuda.is_available():
+            self._cap(cap)
+
+    def _cap(self, cap: int) -> None:
+        """As much memory as a smaller card has, its driver's share taken off; never its speed."""
+        import torch
+
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap - _CONTEXT) / total))
+
+        def within_cap(device: Any = None) -> tuple[int, int]:
+            free, _ = self._driver_says(device)
+            return max(0, min(free, cap - torch.cuda.memory_reserved())), cap
+
+        torch.cuda.mem_get_info = within_cap
+
+    def _product(self, dtype: str, size: int) -> float:
+        """As many operations a second as one product reaches, on random numbers; the median of ten."""
+        self._prepare_torch()
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        one, other = (torch.randn(size, size, device=device).to(kinds[dtype]) for _ in range(2))
+        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        taken = []
+        for _ in range(13):
+            wait()
+            start = time.perf_counter()
+            one @ other
+            wait()
+            taken.append(time.perf_counter() - start)
+        del one, other
+        self._give_back()
+        return 2 * size**3 / sorted(taken[3:])[5]
+
+    def _give_back(self) -> None:
+        import torch
+
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """Inside, plans count no export and no checkpoints, of tens of gigabytes: with `instead` none is made."""
+    from offload_trainer.plan import choose
+
+    counted = choose.saved_items
+    choose.saved_items = lambda *_, **__: []
+    try:
+        yield
+    finally:
+        choose.saved_items = counted
+
+
+def digest_of(weights: Iterator[tuple[str, Any]]) -> str:
+    """SHA-256 over names and bytes, in the order that they come in, which is the model's for every engine."""
+    import hashlib
+
+    import torch
+
+    total = hashlib.sha256()
+    for name, value in sorted(weights):
+        total.update(name.encode() + b"\0")
+        total.update(memoryview(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return total.hexdigest()
+
+
+def _saves(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
+    from bench_save import compare
+
+    return compare(job, rounds=rounds, steps=steps)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped process must not outlive its stage
+    served = Served(json.loads(sys.argv[1]))
+    try:
+        served.serve()
+    except Exception as error:
+        traceback.print_exc()
+        served.answer({"error": explain(error) or f"{type(error).__name__}: {error}"})
+        os._exit(1)  # whatever still holds memory or threads
+
+
+if __name__ == "__main__":
+    main()

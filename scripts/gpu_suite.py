@@ -1,0 +1,71 @@
+"""One stage of what only a machine with a GPU can show; scripts/gpu_suite.sh says how it is called.
+
+    gpu_suite.py ── stage (gpu_stages/check, parity, ...) ──asks──> worker processes, which hold the GPU
+                       └── Record: STAGE.json and STAGE.md, anew after every result
+
+This process imports neither torch nor transformers: what hangs or dies is a worker, and the stage goes on without it.
+Exits with 1 where something failed, 2 where nothing could be begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from gpu_stages.record import Record
+from gpu_stages.stage import Stage, facts
+
+STAGES = {"check": "check", "parity": "parity", "speed": "speed", "8b": "llama_8b", "10b": "gpt2_10b", "saves": "saves"}
+NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # by the package itself
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    options = _options()
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        told = f"lacks {', '.join(lacking)}; scripts/offline_bundle.sh gathers what it can on a machine with a network"
+        print(f"gpu_suite: {sys.executable} {told}", file=sys.stderr)
+        return 2
+    if options.rehearse:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is on the drive goes
+    folder = options.folder or (tempfile.mkdtemp(prefix="gpu-rehearsal-") if options.rehearse else _PAGES)
+    about = facts(rehearsal=options.rehearse)
+    if about["gpu"] is None and not options.rehearse:
+        print("gpu_suite: torch sees no GPU here; nothing was run. --rehearse goes without", file=sys.stderr)
+        return 2
+    good = True
+    for name in STAGES if options.stage == "all" else [options.stage]:
+        module = importlib.import_module(f"gpu_stages.{STAGES[name]}")
+        record = Record(
+            Path(folder), name, title=module.TITLE, columns=module.COLUMNS, about=about, rehearsal=options.rehearse
+        )
+        with Stage(record, seconds=options.seconds, drive=options.drive) as stage:
+            module.carry_out(stage)
+        good = record.close() and good
+        print(f"gpu_suite: {record.page}", file=sys.stderr)
+    return 0 if good else 1
+
+
+_PAGES = str(ROOT / "docs" / "benchmarks" / "gpu")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_suite.sh", description=__doc__, allow_abbrev=False)
+    parser.add_argument("stage", choices=[*STAGES, "all"])
+    parser.add_argument("folder", nargs="?")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, without a GPU; the numbers mean nothing")
+    parser.add_argument("--seconds", type=float, default=520.0, help="after which a stage says what it did not get to")
+    parser.add_argument("--drive", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the drive")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -119,7 +119,9 @@ def bench_here(
     machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
     if machine.gpu is None:
         use_fp32_products(DTYPES[config.model.dtype])  # what is timed is what a run does
-    budget = Budget() if drive_bytes is None else Budget(drive_bytes=drive_bytes, drive_seconds=float("inf"))
+    budget = Budget(update_page=config.tiered.page_size)
+    if drive_bytes is not None:
+        budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
     io: dict[str, Callable[[], Transfers]] = {
         f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
             ThreadedTransfers, threads=threads, block=block

@@ -1,11 +1,15 @@
 """How fast the CPU's AdamW is, next to how fast the memory is.
 
     bench_update.py [--parameters 100e6] [--rounds 7] [--threads N] [--json]
+    bench_update.py --page 4194304 [--states fp32,bf16,8bit] [...]
 
 One update goes from a bf16 gradient to a bf16 weight: convert, scale, AdamW on fp32 master and moments, round. It moves
 28 bytes a parameter at least. Each kernel does it in turn, DeepSpeed does it as its ZeRO optimizers do, operation by
 operation, and the bound is an in-place scaling of the master weights (8 bytes a parameter). Everything takes turns, so
 that a busy machine hurts all alike; figures are medians with their least and greatest.
+
+With --page the native kernel alone, with moments in each form: all parameters in one call, then in pages of so many,
+as training has them; and the cost of a call on a page no part of which has a gradient.
 """
 
 import argparse
@@ -15,38 +19,56 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 
 from offload_trainer.engine.kernels import load_cpu_adam
-from offload_trainer.engine.updates import ADAM, UPDATE_BYTES, Buffers, kernel_update, make_buffers, stock_update
+from offload_trainer.engine.updates import ADAM, kernel_update, make_buffers, stock_update, update_bytes
 from offload_trainer.errors import UserError
+from offload_trainer.tiers.adam import Kernel, PageNoise
 from offload_trainer.tiers.kernels import choose_kernel
+from offload_trainer.tiers.moments import Noise
 
 SCALE_BYTES = 4 + 4
+STATES = ("fp32", "bf16", "8bit")
 
 
-def candidates(buffers: Buffers) -> dict[str, tuple[int, Callable[[int], None]]]:
-    """Bytes a parameter and the work, by name; what this machine cannot have is left out, with a word."""
-    found: dict[str, tuple[int, Callable[[int], None]]] = {
-        "in-place scale": (SCALE_BYTES, lambda step: buffers.master.mul_(0.999999))
-    }
+class Work(NamedTuple):
+    bytes: float  # of memory traffic a parameter
+    step: Callable[[int], None]
+
+
+def candidates(n: int) -> dict[str, Work]:
+    """What is compared, by name; what this machine cannot have is left out, with a word."""
+    buffers = make_buffers(n)[0]
+    found = {"in-place scale": Work(SCALE_BYTES, lambda step: buffers.fields["master"].mul_(0.999999))}
     for name in ("native", "torch", "deepspeed"):
         try:
             kernel, _ = choose_kernel(name, ADAM, load_op=load_cpu_adam)
         except UserError as error:
             print(f"{name}: left out: {error}", file=sys.stderr)
             continue
-        found[f"{name} kernel"] = (UPDATE_BYTES, kernel_update(kernel, buffers))
+        found[f"{name} kernel"] = Work(update_bytes("fp32"), kernel_update(kernel, [buffers]))
     if "deepspeed kernel" in found:
-        found["DeepSpeed's sequence"] = (UPDATE_BYTES, stock_update(buffers))
+        found["DeepSpeed's sequence"] = Work(update_bytes("fp32"), stock_update(buffers))
     return found
 
 
-def measure(work: dict[str, tuple[int, Callable[[int], None]]], *, rounds: int) -> dict[str, list[float]]:
+def in_pages(kernel: Kernel, n: int, *, page: int, forms: Sequence[str]) -> dict[str, Work]:
+    """One call and many, for each form of moments."""
+    found = {}
+    for states in forms:
+        for name, size in (("one call", n), ("pages", page)):
+            update = kernel_update(kernel, make_buffers(n, page=size, states=states), states=states)
+            found[f"{states}, {name}"] = Work(update_bytes(states), update)
+    return found
+
+
+def measure(work: dict[str, Work], *, rounds: int) -> dict[str, list[float]]:
     """Seconds of each candidate in each round, after one round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     names, order = list(work), random.Random(0)
@@ -54,30 +76,60 @@ def measure(work: dict[str, tuple[int, Callable[[int], None]]], *, rounds: int) 
         order.shuffle(names)  # OpenMP's threads spin on for a while, to the harm of whoever comes next
         for name in names:
             start = time.perf_counter()
-            work[name][1](number + 1)
+            work[name].step(number + 1)
             if number:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-def summary(
-    work: dict[str, tuple[int, Callable[[int], None]]], seconds: dict[str, list[float]], n: int
-) -> dict[str, dict[str, float]]:
+def empty_call(kernel: Kernel, *, states: str, calls: int = 2000) -> float:
+    """Seconds of a call that has nothing to update, the median."""
+    page = make_buffers(1 << 16, states=states)[0]
+    noise = None if states == "fp32" else PageNoise(Noise(0, 1), 0, 0)
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        kernel.update_page(page.fields, page.grad, page.out, [], states=states, scale=1.0, lr=1e-4, noise=noise)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def summary(work: dict[str, Work], seconds: dict[str, list[float]], n: int) -> dict[str, dict[str, float]]:
     """GB/s (10^9) and parameters a second, by the median; the ratios are of medians."""
-    rates = {name: [work[name][0] * n / second / 1e9 for second in seconds[name]] for name in work}
+    rates = {name: [work[name].bytes * n / second / 1e9 for second in seconds[name]] for name in work}
     medians = {name: statistics.median(rate) for name, rate in rates.items()}
-    own = medians.get("DeepSpeed's sequence")
-    return {
+    speeds = {name: medians[name] * 1e9 / work[name].bytes for name in work}
+    rows = {
         name: {
             "gb_per_second": medians[name],
             "least": min(rates[name]),
             "greatest": max(rates[name]),
-            "parameters_per_second": medians[name] * 1e9 / work[name][0],
-            "of_memory": medians[name] / medians["in-place scale"],
+            "parameters_per_second": speeds[name],
         }
-        | ({"of_deepspeed": medians[name] / own} if own and work[name][0] == UPDATE_BYTES else {})
         for name in work
     }
+    for name, row in rows.items():
+        if "in-place scale" in work:
+            row["of_memory"] = medians[name] / medians["in-place scale"]
+        if "DeepSpeed's sequence" in work and work[name].bytes == update_bytes("fp32"):
+            row["of_deepspeed"] = medians[name] / medians["DeepSpeed's sequence"]
+        if name.endswith(", pages"):
+            row["of_one_call"] = speeds[name] / speeds[name.replace("pages", "one call")]
+        if "fp32, pages" in work and name.endswith(", pages"):
+            row["of_fp32"] = speeds[name] / speeds["fp32, pages"]
+    return rows
+
+
+def as_table(rows: dict[str, dict[str, float]]) -> str:
+    extra = list(dict.fromkeys(key for row in rows.values() for key in row if key.startswith("of_")))
+    titles = ["", "GB/s", "least to greatest", "M parameters/s", *(key.replace("_", " ") for key in extra)]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for name, row in rows.items():
+        ratios = [f"{row[key]:.2f}" if key in row else "" for key in extra]
+        spread = f"{row['least']:.1f} to {row['greatest']:.1f}"
+        speed = f"{row['parameters_per_second'] / 1e6:.0f}"
+        lines.append("| " + " | ".join([name, f"{row['gb_per_second']:.1f}", spread, speed, *ratios]) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -85,23 +137,27 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--page", type=int, help="elements; the native kernel in pages of so many")
+    parser.add_argument("--states", default=",".join(STATES), help="with --page: forms of moments")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    n = int(arguments.parameters)
-    work = candidates(make_buffers(n))
+    n, empty = int(arguments.parameters), {}
+    if arguments.page:
+        kernel, _ = choose_kernel("native", ADAM)
+        forms = arguments.states.split(",")
+        work = in_pages(kernel, n, page=arguments.page, forms=forms)
+        empty = {states: empty_call(kernel, states=states) for states in forms}
+    else:
+        work = candidates(n)
     rows = summary(work, measure(work, rounds=arguments.rounds), n)
+    facts = {"parameters": n, "threads": arguments.threads, "rounds": arguments.rounds, "page": arguments.page}
     if arguments.json:
-        print(json.dumps({"parameters": n, "threads": arguments.threads, "rounds": arguments.rounds, "rows": rows}))
+        print(json.dumps(facts | {"rows": rows, "empty_call_seconds": empty}))
         return
-    print(f"{n / 1e6:.0f} M parameters, {arguments.threads} threads, medians of {arguments.rounds}")
-    print("| | GB/s | least to greatest | of memory | M parameters/s | x DeepSpeed |\n|---|---|---|---|---|---|")
-    for name, row in rows.items():
-        times = f"{row['of_deepspeed']:.2f}" if "of_deepspeed" in row else ""
-        print(
-            f"| {name} | {row['gb_per_second']:.1f} | {row['least']:.1f} to {row['greatest']:.1f} | "
-            f"{row['of_memory']:.2f} | {row['parameters_per_second'] / 1e6:.0f} | {times} |"
-        )
+    print(f"{n / 1e6:.0f} M parameters, {arguments.threads} threads, medians of {arguments.rounds}\n{as_table(rows)}")
+    for states, seconds in empty.items():
+        print(f"a call without elements, {states}: {seconds * 1e6:.1f} us")
 
 
 if __name__ == "__main__":

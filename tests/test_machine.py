@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.cli import main
-from offload_trainer.engine.updates import ADAM, kernel_update, make_buffers
+from offload_trainer.engine.updates import ADAM, available_updates, kernel_update, make_buffers
 from offload_trainer.errors import UserError
 from offload_trainer.machine import bench, cache
 from offload_trainer.machine.probe import probe_machine
@@ -24,6 +24,7 @@ from offload_trainer.machine.profile import (
     named_machines,
     profile_from_json,
     read_machine,
+    update_key,
 )
 from offload_trainer.planner import described
 from offload_trainer.tiers.kernels import choose_kernel
@@ -49,9 +50,9 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
     return bench.bench_machine(
         probe_machine(drives=(str(drive),), output=str(tmp_path)),
         transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
-        updates=[("torch", lambda n: kernel_update(kernel, make_buffers(n)))],
+        updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
         dtypes=["fp32"],
-        budget=bench.Budget(drive_bytes=24 << 20, update_elements=100_000),
+        budget=bench.Budget(drive_bytes=24 << 20, update_elements=100_000, update_page=32_768),
         say=lambda line: None,
     )
 
@@ -60,6 +61,7 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, driv
     rates = timed.rates
     assert set(rates.matmul) == {"fp32"}
     assert rates.update["torch"].value > 0
+    assert "in pages of 0.0328 M" in rates.update["torch"].source
     assert rates.memory
     assert rates.memory.origin == "measured"
     found = timed.drives[0].rates
@@ -72,6 +74,21 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, driv
         assert found.words in measured.source
     assert not list((drive / "offload-trainer").glob("run-*"))
     assert "products, fp32" in describe_rates(timed)
+
+
+def test_each_form_of_moments_is_timed_in_pages() -> None:
+    made = dict(available_updates(say=lambda line: None))
+    assert {"native", "native.bf16", "native.8bit", "torch"} <= set(made)
+    pages = make_buffers(70_000, page=32_768, states="8bit")
+    assert [page.grad.numel() for page in pages] == [32_768, 32_768, 4464]
+    for states in ("fp32", "bf16", "8bit"):
+        pages = make_buffers(70_000, page=32_768, states=states)
+        before = [page.fields["master"].clone() for page in pages]
+        kernel_update(choose_kernel("native", ADAM)[0], pages, states=states)(1)
+        for page, old in zip(pages, before, strict=True):  # not a number is left as it was, nor is one no number
+            assert (page.fields["master"] != old).float().mean() > 0.99
+            assert (page.fields["master"] - old).abs().max() < 1e-3
+        made[update_key("native", states)](70_000, 32_768)(1)
 
 
 def test_a_profile_survives_json(timed: MachineProfile) -> None:

@@ -180,3 +180,19 @@ def test_only_what_is_steady_corrects_later_plans() -> None:
     assert [correction(r) for r in ([], [8.5], [8.5, 1.2], [8.5, 1.2, 1.3], [1.1, 1.2, 58.7, 1.3, 44])] == [
         *(1.0, 1.0, 1.2, 1.3, 1.3)
     ]
+
+
+def test_the_update_takes_the_rate_of_its_form_of_moments() -> None:
+    """Where an earlier version timed fp32 alone, a share of that."""
+    shape = SHAPES["gpt2"]
+    rates = {"native": rate(1e9), "native.bf16": rate(5e8), "torch": rate(1e8), "torch.8bit": rate(1e6)}
+    machine = replace(timed(), rates=replace(timed().rates, update=rates))
+
+    def seconds(states: str, *words: str) -> float:
+        found = make_plan(wish("--ram-fraction", "1", f"optim.states={states}", *words), shape, machine).forecast
+        return found.seconds["update"] - _UPDATE_START  # type: ignore[operator]
+
+    assert seconds("fp32") == pytest.approx(shape.trainable / 1e9)
+    assert seconds("bf16") == pytest.approx(shape.trainable / 5e8)
+    assert seconds("8bit") == pytest.approx(shape.trainable / (0.45 * 1e9))
+    assert seconds("8bit", "optim.kernel=torch") == pytest.approx(shape.trainable / 1e6)

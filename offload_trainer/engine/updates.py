@@ -5,7 +5,7 @@ Each takes a number of parameters and returns what carries out one step on them;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,66 +13,117 @@ import torch
 
 from offload_trainer.engine.kernels import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
-from offload_trainer.tiers.adam import Adam, Kernel, update_stretch
+from offload_trainer.machine.profile import update_key
+from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, bytes_of_state, field_bytes, page_bytes
+from offload_trainer.tiers.adam import Adam, Kernel, PageNoise, Stretch
 from offload_trainer.tiers.kernels import choose_kernel
 from offload_trainer.tiers.memory import host_buffer
+from offload_trainer.tiers.moments import Noise, encode_8bit
+from offload_trainer.tiers.store import field_dtype
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
-UPDATE_BYTES = 2 + 3 * 4 + 3 * 4 + 2  # read gradient, master, moments; write master, moments, weight
 _LR, _DECAY, _SCALE = 1e-4, 0.1, 0.7
+_PATTERN = 1 << 18  # elements whose ordinary values are repeated
 
 Step = Callable[[int], None]  # called with the step's number, from 1
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """The tensors of one weight, 1-D: fp32 master and moments, bf16 gradient and new weight."""
+    """A page as the tiered engine has it: its fields, a bf16 gradient and the new bf16 weights."""
 
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    fields: dict[str, torch.Tensor]
     grad: torch.Tensor
     out: torch.Tensor
 
 
-def make_buffers(elements: int) -> Buffers:
-    """Ordinary values in memory as the trainer has it."""
-    wide = [host_buffer(4 * elements).view(torch.float32) for _ in range(3)]
-    narrow = [host_buffer(2 * elements).view(torch.bfloat16) for _ in range(2)]
-    for tensor in (*wide, narrow[0]):
-        tensor.normal_(std=0.02)
-    wide[2].square_()
-    return Buffers(*wide, *narrow)
+def update_bytes(states: str) -> float:
+    """Of memory traffic for each parameter: gradient, state both ways, new weight."""
+    return 2 + 2 * bytes_of_state(states) + 2
 
 
-def kernel_update(kernel: Kernel, b: Buffers) -> Step:
-    """One of the tiered engine's kernels."""
+def make_buffers(elements: int, *, page: int | None = None, states: str = "fp32") -> list[Buffers]:
+    """Ordinary values in memory as the trainer has it, in pages of at most `page` elements (None: one page)."""
+    sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
+    memory = iter(host_buffer(sum(map(partial(page_bytes, states=states), sizes))).split(
+        [page_bytes(size, states=states) for size in sizes]
+    ))  # fmt: skip
+    narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
+    values = _ordinary(states)
+    pages = []
+    for size, grad, out in zip(sizes, *narrow, strict=True):
+        data, start, fields = next(memory), 0, {}
+        for name, (width, per) in FIELDS[states].items():
+            fields[name] = data[start:][: width * -(-size // per)].view(field_dtype(name, states=states))
+            _repeat(values[name], fields[name])
+            start += field_bytes(name, size, states=states)
+        _repeat(values["grad"], grad)
+        pages.append(Buffers(fields, grad, out))
+    return pages
+
+
+def _ordinary(states: str) -> dict[str, torch.Tensor]:
+    """A gradient and the fields of a page, as they are stored."""
+    random = torch.Generator().manual_seed(0)
+    master, first, grad = 0.02 * torch.randn(3, _PATTERN, generator=random)
+    found = {"master": master, "grad": grad.bfloat16()}
+    for name, values in (("exp_avg", first), ("exp_avg_sq", first.square())):
+        found[name] = values.to(field_dtype(name, states=states))
+        if states == "8bit":
+            scales = found[f"{name}_scales"] = torch.empty(_PATTERN // BLOCK_8BIT)
+            encode_8bit(values, found[name], scales, signed=name == "exp_avg")
+    return found
+
+
+def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
+    for part in out.split(values.numel()):
+        part.copy_(values[: part.numel()])
+
+
+def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, states: str = "fp32") -> Step:
+    """One of the tiered engine's kernels, page by page."""
+    sizes = [page.grad.numel() for page in pages]
 
     def update(step: int) -> None:
-        state = (b.master, b.exp_avg, b.exp_avg_sq, b.grad, b.out)
-        update_stretch(kernel, *state, scale=_SCALE, lr=_LR, decay=_DECAY, step=step)
+        start = 0
+        for page, size in zip(pages, sizes, strict=True):
+            kernel.update_page(
+                page.fields,
+                page.grad,
+                page.out,
+                [Stretch(0, size, _DECAY, step)],
+                states=states,
+                scale=_SCALE,
+                lr=_LR,
+                noise=None if states == "fp32" else PageNoise(Noise(0, step), 0, start),
+            )
+            start += size
 
     return update
 
 
-def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable[[int], Step]]]:
-    """Names, and what makes each update: our kernels, and DeepSpeed's step where its kernel is built already."""
-    found: list[tuple[str, Callable[[int], Step]]] = []
+def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable[[int, int], Step]]]:
+    """Names (`update_key`), and what makes each update of so many parameters in pages of so many.
+
+    Our kernels, the fastest that is there with each form of moments; and DeepSpeed's step where its kernel is built.
+    """
+    found: list[tuple[str, Callable[[int, int], Step]]] = []
     for name in ("native", "torch"):
         try:
             kernel, _ = choose_kernel(name, ADAM)
         except UserError as error:
             say(f"bench: {name} kernel left out: {error}")
             continue
-        found.append((name, partial(_with_buffers, partial(kernel_update, kernel))))
+        for states in FIELDS if not found else ["fp32"]:
+            found.append((update_key(name, states), partial(_with_buffers, kernel, states=states)))
     if is_built("cpu_adam"):
         load_cpu_adam()
-        found.append(("deepspeed", partial(_with_buffers, partial(stock_update, gradient=False))))
+        found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0], gradient=False)))
     return found
 
 
-def _with_buffers(make: Callable[[Buffers], Step], elements: int) -> Step:
-    return make(make_buffers(elements))
+def _with_buffers(kernel: Kernel, elements: int, page: int, *, states: str) -> Step:
+    return kernel_update(kernel, make_buffers(elements, page=page, states=states), states=states)
 
 
 def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
@@ -82,9 +133,9 @@ def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    parameter = torch.nn.Parameter(b.master)
+    parameter = torch.nn.Parameter(b.fields["master"])
     optimizer = DeepSpeedCPUAdam([parameter], lr=_LR, betas=ADAM.betas, eps=ADAM.eps, weight_decay=_DECAY)
-    optimizer.state[parameter] = {"step": 0, "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    optimizer.state[parameter] = {"step": 0, "exp_avg": b.fields["exp_avg"], "exp_avg_sq": b.fields["exp_avg_sq"]}
     made_before = b.grad.float()
 
     def update(step: int) -> None:

@@ -39,6 +39,7 @@ class Budget:
     drive_seconds: float = 8.0  # for each of the figures of a drive
     try_seconds: float = 2.0  # for each way to move bytes that is tried
     update_elements: int = 20_000_000
+    update_page: int = 4 << 20  # elements
 
     def written(self, *, drives: int, ways: int) -> int:
         """Bytes that go to the drives at most: filling the file, each way tried, writing alone, both at once."""
@@ -49,13 +50,14 @@ def bench_machine(
     machine: MachineProfile,
     *,
     transfers: Mapping[str, Callable[[], Transfers]],
-    updates: Sequence[tuple[str, Callable[[int], Callable[[int], None]]]],
+    updates: Sequence[tuple[str, Callable[[int, int], Callable[[int], None]]]],
     dtypes: Sequence[str],
     budget: Budget,
     say: Callable[[str], None],
 ) -> MachineProfile:
     """`machine` with rates. `transfers`: what may move bytes, by the words that ask for it; the best is kept for each
-    drive. `updates`: names, and for each what makes an update of n parameters, called with the step.
+    drive. `updates`: names (`update_key`), and for each what makes an update of so many parameters in pages of so many,
+    called with the step.
 
     Raises TrainerError where a drive fails or has too little room.
     """
@@ -64,7 +66,8 @@ def bench_machine(
     say("bench: memory")
     memory = _triad()
     say("bench: AdamW on the CPU")
-    update = {name: _update(make, elements=budget.update_elements) for name, make in updates}
+    sizes = {"elements": budget.update_elements, "page": budget.update_page}
+    update = {name: _update(make, **sizes) for name, make in updates}
     copies = _copies() if machine.gpu is not None else Rates()
     drives = []
     for drive in machine.drives:
@@ -124,8 +127,8 @@ def _triad() -> Rate:
     return Rate(12 * size / median(taken), "measured", f"triad of 256 MiB arrays, median of {len(taken)}")
 
 
-def _update(make: Callable[[int], Callable[[int], None]], *, elements: int) -> Rate:
-    work, step = make(elements), 0
+def _update(make: Callable[[int, int], Callable[[int], None]], *, elements: int, page: int) -> Rate:
+    work, step = make(elements, page), 0
 
     def once() -> None:
         nonlocal step
@@ -133,7 +136,8 @@ def _update(make: Callable[[int], Callable[[int], None]], *, elements: int) -> R
         work(step)
 
     taken = _repeat(once, seconds=1.5, least=5)
-    how = f"{elements / 1e6:.0f} M parameters, casts in and out, median of {len(taken)}"
+    pages = f"pages of {page / 1e6:.3g} M" if page < elements else "one call"
+    how = f"{elements / 1e6:.0f} M parameters in {pages}, casts in and out, median of {len(taken)}"
     return Rate(elements / median(taken), "measured", how)
 
 

@@ -95,7 +95,7 @@ class Rates:
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
     memory: Rate | None = None  # bytes/s of a triad on all cores
-    update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by kernel, with casts in and out
+    update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, with casts in and out
     to_device: Rate | None = None  # bytes/s, from pinned memory
     from_device: Rate | None = None  # bytes/s, into pinned memory
     pageable_to_device: Rate | None = None
@@ -104,6 +104,11 @@ class Rates:
     corrections: dict[Line, Ratio] = field(
         default_factory=dict
     )  # "engine.phase.bound" -> measured / predicted, earlier
+
+
+def update_key(kernel: str, states: str) -> str:
+    """What a rate of the update is called, by the form of its moments: earlier versions timed fp32 alone."""
+    return kernel if states == "fp32" else f"{kernel}.{states}"
 
 
 @with_config(EXACT)
@@ -173,7 +178,7 @@ def describe_rates(machine: MachineProfile) -> str:
         add(f"products, {dtype}", rate, 1e9, "GFLOP/s")
     add("memory", rates.memory, 1e9, "GB/s")
     for kernel, rate in rates.update.items():
-        add(f"AdamW, {kernel}", rate, 1e6, "M parameters/s")
+        add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
     for name in ("to_device", "from_device", "pageable_to_device", "pageable_from_device", "both_ways"):
         add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
     for drive in machine.drives:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate
+from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, update_key
+from offload_trainer.plan.layout import bytes_of_state
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered import gradient_bytes
 from offload_trainer.plan.traffic import Traffic
@@ -28,7 +29,7 @@ _STOCK_BACKWARD = 8e-9
 _STOCK_UPDATE = 0.47
 _PLAIN_UPDATE = 0.36  # torch's optimizer, and over the state once more for the norm, the clipping and the rounding
 _UPDATE_START = 0.005  # seconds: pages and stretches are walked in Python
-_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.37, "8bit": 0.28}  # speed of the update (docs/benchmarks/states.md)
+_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # speed of the update, where fp32 alone was timed
 
 
 @dataclass(frozen=True)
@@ -170,17 +171,22 @@ def _update_bound(
         stock = machine.rates.update.get("deepspeed")
         rate = stock.value if stock else rate * _STOCK_UPDATE
     else:
-        rate *= 28 / (26 + gradient_bytes(config))  # the kernel was timed with 16-bit gradients
+        moved = 2 * bytes_of_state(config.optim.states) + 2  # of memory, beside the gradient; that was timed in 16 bits
+        rate *= (moved + 2) / (moved + gradient_bytes(config))
     return Bound("update", count / rate + _UPDATE_START, what, "adamw")
 
 
 def _update_rate(config: TrainConfig, machine: MachineProfile) -> float | None:
-    """Parameters a second of the kernel that the run takes."""
-    rates = machine.rates.update
+    """Parameters a second of the kernel that the run takes, with moments as it stores them."""
+    rates, states = machine.rates.update, config.optim.states
     wish = config.optim.kernel
     names = ["native", "torch"] if wish == "auto" else [wish]
-    rate = next((rates[name] for name in names if name in rates), None)
-    return rate.value * _OF_FP32_STATES[config.optim.states] if rate else None
+    for name in names:
+        if timed := rates.get(update_key(name, states)):
+            return timed.value
+        if whole := rates.get(name):
+            return whole.value * _OF_FP32_STATES[states]
+    return None
 
 
 def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase: str, stretch: float) -> list[Bound]:

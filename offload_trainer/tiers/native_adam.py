@@ -222,6 +222,8 @@ def tables() -> tuple[Tables, tuple[torch.Tensor, ...]]:
     """The tables of the 8-bit format, and the tensors that they lie in."""
     steps = cells() * torch.tensor([1.0, 2.0**-17])
     steps[0, 1] = 0.0
-    kept = (dynamic_map(False), dynamic_map(True), nearest_table(True), lower_table(), steps)
+    nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # by the whole top half, which begins with the sign
+    nearest[:, :0x3F81] = nearest_table(True)
+    kept = (dynamic_map(False), dynamic_map(True), nearest, lower_table(), steps)
     at = [tensor.data_ptr() for tensor in kept]
     return Tables((ctypes.c_void_p * 2)(*at[:2]), *at[2:]), kept

@@ -3,6 +3,10 @@
 
 #include "numbers.h"
 
+#ifdef __AVX512FP16__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int64_t BLOCK = 256;  // elements: those that share a scale in 8 bits, and 1 KiB of fp32
@@ -16,7 +20,7 @@ struct Cell {
 // The tables of the 8-bit format; native_adam.py has the same fields.
 struct Tables {
     const float* values[2];      // what the codes stand for: of second moments, of first ones
-    const uint32_t* nearest;     // of first moments: the way to the nearest code
+    const uint32_t* nearest;     // of first moments: the way to the nearest code; those of numbers below 0 count down
     const uint32_t* lower;       // of second moments: the way to the greatest code that is no more
     const Cell* cells;
 };
@@ -44,11 +48,47 @@ inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict
     }
 }
 
-// to[i] = table[index[i]], one by one: compilers that put vectors together from single loads take twice as long.
+#ifdef __AVX512FP16__  // CPUs that gather faster than they look up one by one: others are slow, or were made so for safety
+
+inline __m512i wide(const uint16_t* index) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)));
+}
+inline __m512i wide(const uint8_t* index) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(index)));
+}
+inline __m512i wide(const uint32_t* index) { return _mm512_loadu_si512(index); }
+
+// The same by whole vectors. How many elements that was.
+template <class Index, class Entry>
+inline int64_t gather(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m512i places = wide(index + i);
+        if (sizeof(Entry) == 4) {
+            _mm512_storeu_si512(to + i, _mm512_i32gather_epi32(places, table, 4));
+        } else {
+            _mm512_storeu_si512(to + i, _mm512_i32gather_epi64(_mm512_castsi512_si256(places), table, 8));
+            _mm512_storeu_si512(to + i + 8, _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(places, 1), table, 8));
+        }
+    }
+    return i;
+}
+
+#else
+
+template <class Index, class Entry>
+inline int64_t gather(const Entry*, const Index*, Entry*, int64_t) {
+    return 0;
+}
+
+#endif
+
+// to[i] = table[index[i]], one by one where gathering does not pay: compilers that put vectors together from single loads
+// take twice as long.
 template <class Index, class Entry>
 inline void look_up(const Entry* __restrict table, const Index* __restrict index, Entry* __restrict to, int64_t count) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = gather(table, index, to, count); i < count; i++) {
         size_t place = index[i];
         asm("" : "+r"(place));
         std::memcpy(to + i, table + place, sizeof *to);
@@ -81,14 +121,21 @@ inline uint32_t greatest_magnitude(const float* values, int64_t count) {
     return greatest;
 }
 
-// Values, none greater than `scale`, as parts of it, correctly rounded where it matters: below 2^-40 all are alike, as
-// long as those that are not 0 stay so.
-inline void divide(const float* __restrict values, float scale, float* __restrict to, int64_t count) {
+// Values, none greater than `scale`, as parts of it, and the top halves of these. Correctly rounded where it matters:
+// below 2^-40 all are alike, as long as those that are not 0 stay so.
+inline void divide(const float* __restrict values, float scale, float* __restrict to, uint16_t* __restrict top,
+                   int64_t count) {
     const Divisor divisor(scale);
     if (scale >= 0x1p-60f && scale <= 1.0f)
-        for (int64_t i = 0; i < count; i++) to[i] = quotient(values[i], divisor);
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = quotient(values[i], divisor);
+            top[i] = uint16_t(bits(to[i]) >> 16);
+        }
     else
-        for (int64_t i = 0; i < count; i++) to[i] = values[i] / scale;
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = values[i] / scale;
+            top[i] = uint16_t(bits(to[i]) >> 16);
+        }
 }
 
 // How tables that go by the top halves of numbers are read: the entry has the code for the least number with that half
@@ -105,11 +152,7 @@ inline void encode_8bit(const float* __restrict values, const uint32_t* __restri
         std::memset(codes, int(table[0] >> 16), count);  // the code of zero
         return;
     }
-    divide(values, *absmax, scaled, count);
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t word = bits(scaled[i]);
-        top[i] = uint16_t((word >> 31) * 0x3f81 + (word >> 16 & 0x7fff));  // a quotient's top half is at most 0x3f80
-    }
+    divide(values, *absmax, scaled, top, count);
     look_up(table, top, entry, count);
     for (int64_t i = 0; i < count; i++) {
         const uint32_t word = bits(scaled[i]);
@@ -130,8 +173,7 @@ inline void encode_8bit_by_chance(const float* __restrict values, const Tables& 
         std::memset(codes, 0, count);
         return;
     }
-    divide(values, *absmax, scaled, count);
-    for (int64_t i = 0; i < count; i++) top[i] = uint16_t(bits(scaled[i]) >> 16);
+    divide(values, *absmax, scaled, top, count);
     look_up(tables.lower, top, code, count);
     for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;
     look_up(tables.cells, code, cell, count);

@@ -100,10 +100,14 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
 
 
 def use_deterministic_algorithms() -> None:
-    """The same bits from the same command on a GPU, as far as torch has such algorithms; it warns where it has none."""
+    """The same bits from the same command on a GPU. Where torch has no such algorithm it stops and says so.
+
+    Told only to warn, it would leave the backward of flash and memory-efficient attention as it is (torch 2.11,
+    aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    """
     import torch
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=False)
     # What it would fill with NaN is also pages and rings of buffers, all of which are written before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

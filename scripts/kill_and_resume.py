@@ -29,7 +29,6 @@ from trials import (
     load_libraries,
     moment,
     rows,
-    use_deterministic_algorithms,
     verify_checkpoint,
     what_was_hit,
 )
@@ -50,13 +49,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--deterministic", action="store_true", help="by torch's deterministic algorithms, as CUDA needs"
-    )
     wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
     load_libraries()
-    if wishes.deterministic:
-        use_deterministic_algorithms()
     with scratch("kills-", directory=named and Path(named)) as folder:
         try:
             Trial(folder, random.Random(wishes.seed)).carry_out(wishes.kills)
@@ -107,7 +101,8 @@ class Trial:
         small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
         often = ["--steps", STEPS, "--save-every", EVERY, f"save.keep={KEEP}", "train.eval_every=0"]
         names = ["--nvme", self.drive, "--output", output, f"data.cache={self.folder / 'cache'}"]
-        return [*small, *often, *names, *placement, "placement.threads=1", "tiered.page_size=65536"]
+        more = ["placement.threads=1", "tiered.page_size=65536", "train.deterministic=true"]
+        return [*small, *often, *names, *placement, *more]
 
     def finish(self, words: list[object]) -> None:
         finish(words, log=self.log)

@@ -49,18 +49,6 @@ def load_libraries() -> None:
     import offload_trainer.trainer  # noqa: F401
 
 
-def use_deterministic_algorithms() -> None:
-    """Here and in forks. On CUDA the same command gives the same bits only so; on the CPU it changes nothing.
-
-    Memory that torch would fill with NaN then is the engine's pages too, and takes seconds: it is left as it is.
-    """
-    import torch
-
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 class Command:
     """`offload-train WORDS` in a session of its own. `log` gets what it says; `first` is called in it beforehand."""
 

@@ -28,6 +28,7 @@ from gpu_stages.record import OUT_OF_TIME, Record  # noqa: E402
 from gpu_stages.stage import NO_SHARE, Failure, Stage  # noqa: E402
 
 from offload_trainer.config import PlacementSection  # noqa: E402
+from offload_trainer.run import use_deterministic_algorithms  # noqa: E402
 from offload_trainer.settings import load_config  # noqa: E402
 
 SHARES = "gpu_fraction" in PlacementSection.model_fields  # on the GPU: the key comes with them
@@ -239,11 +240,21 @@ def test_forks_of_the_libraries_may_still_begin_cuda() -> None:
         "def begun(*_, **__): raise SystemExit('CUDA was begun')\n"
         "for name in ('_lazy_init', 'device_count', 'get_device_capability', 'get_device_properties'):\n"
         "    setattr(torch.cuda, name, begun)\n"
-        "import trials; trials.load_libraries(); trials.use_deterministic_algorithms()\n"
+        "import trials; trials.load_libraries()\n"
     )
     subprocess.run(
         [sys.executable, "-c", code], cwd=SCRIPTS, env=environment(PYTHONPATH=f"{ROOT}:{SCRIPTS}"), check=True
     )
+
+
+def test_deterministic_is_more_than_a_warning() -> None:
+    """torch leaves the backward of fused attention as it is where it is told only to warn."""
+    try:
+        use_deterministic_algorithms()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # -- what is compared, and with what -----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def carry_out(stage: Stage) -> None:
             row = {"dtype": dtype, "accumulate": accumulate, "weights": weights, "shares": _told(shares)}
             try:
                 if worker is None:
-                    worker = stage.worker("parity", deterministic=True)
+                    worker = stage.worker("parity")
                 found = _run(
                     stage, worker, [*_words(stage, dtype, accumulate), *_home(weights, shares, tiny=stage.rehearsal)]
                 )
@@ -108,7 +108,7 @@ def _words(stage: Stage, dtype: str, accumulate: int) -> list[str]:
     if stage.rehearsal:
         model = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
     more = ["model.overrides.resid_pdrop=0.1", "model.checkpointing=on", "optim.initial_loss_scale=1024"]
-    rate = ["--lr", "5e-5", "optim.warmup_steps=10"]
+    rate = ["--lr", "5e-5", "optim.warmup_steps=10", "train.deterministic=true"]
     return [*model, *more, *rate, "--dtype", dtype, "--accumulate", str(accumulate)]
 
 

@@ -64,9 +64,7 @@ def kill(stage: Stage, *, count: int) -> None:
     """SIGKILL at random moments; what the runs end with must be the uninterrupted one's, bit for bit."""
     script = str(ROOT / "scripts" / "kill_and_resume.py")
     try:
-        done = stage.command(
-            [sys.executable, script, "--kills", str(count), "--deterministic"], env={"KILL_DIRECTORY": str(stage.drive)}
-        )
+        done = stage.command([sys.executable, script, "--kills", str(count)], env={"KILL_DIRECTORY": str(stage.drive)})
         last = _LAST_LINE.search(done.stdout)
         if done.returncode or last is None:
             raise Failure(f"failed: exit {done.returncode}: {' '.join((done.stdout + done.stderr).split())[-300:]}")

@@ -1,6 +1,6 @@
 """A process that builds runs as `offload-train` does and takes steps when it is asked to.
 
-    worker.py '{"deterministic": true, "cap_bytes": 34359738368}'       both may be left out
+    worker.py '{"cap_bytes": 34359738368}'       the GPU memory that there is; {}: all
 
 One JSON object a line on stdin, one answer a line on stdout. After {"error": ...} the process ends.
 
@@ -144,10 +144,6 @@ class Served:
         self._ready = True
         import torch
 
-        if self._settings.get("deterministic"):
-            from trials import use_deterministic_algorithms
-
-            use_deterministic_algorithms()
         self._driver_says = torch.cuda.mem_get_info
         cap = self._settings.get("cap_bytes")
         if cap and torch.cuda.is_available():

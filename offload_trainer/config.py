@@ -172,15 +172,21 @@ class PlacementSection(_Section):
     engine: Literal["auto", "tiered", "deepspeed", "plain"] = Field(
         "auto",
         description="tiered: ours; deepspeed: stock ZeRO; plain: torch alone, everything on one device; "
-        "auto: tiered, but deepspeed for several GPUs or an optimizer on the GPU",
+        "auto: tiered, but deepspeed for several GPUs or optim.name=adamw8bit",
     )
     params: Home = Field("auto", description="home of the 16-bit weights")
     optimizer: Home = Field("auto", description="home of master weights and moments")
     nvme: tuple[str, ...] = Field((), description="directories on drives that state may live on")
     gradients: Home = Field(
         "auto",
-        description="tiered only: home of a step's gradients; auto: the GPU where several micro-batches are added up "
-        "and it has room, else RAM, or a drive where RAM is too small",
+        description="tiered only: home of a step's gradients, but for those whose whole state is on the GPU, and so "
+        "they; auto: the GPU where several micro-batches are added up and it has room, else RAM, or a drive where RAM "
+        "is too small",
+    )
+    gpu_fraction: Fraction | Auto = Field(
+        "auto",
+        description="tiered only: share of the optimizer state kept and updated on the GPU; auto: as much as fits, "
+        "before RAM and drives",
     )
     ram_fraction: Fraction | Auto = Field(
         "auto", description="tiered only: share of the optimizer state kept in RAM; auto: as much as fits"
@@ -293,22 +299,23 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
 
 
 def engine_of(config: TrainConfig, *, world: int = 1) -> Literal["tiered", "deepspeed", "plain"]:
-    """The engine that is meant. Several ranks and an optimizer on the GPU are DeepSpeed's."""
+    """The engine that is meant. Several ranks and bitsandbytes' optimizer are DeepSpeed's."""
     if config.placement.engine != "auto":
         return config.placement.engine
-    on_gpu = config.placement.optimizer == "gpu" or config.optim.name == "adamw8bit"
-    return "deepspeed" if max(config.placement.gpus, world) > 1 or on_gpu else "tiered"
+    several = max(config.placement.gpus, world) > 1
+    return "deepspeed" if several or config.optim.name == "adamw8bit" else "tiered"
 
 
 def wishes_of_tiered(config: TrainConfig, engine: str) -> list[str]:
     """Wishes that another engine would have to ignore."""
     place = config.placement
-    mistakes = []
-    if place.ram_fraction != "auto":
-        mistakes.append(
-            f"--ram-fraction {place.ram_fraction} with the {engine} engine: it keeps the optimizer state wholly in one "
-            "place; only --engine tiered divides it"
-        )
+    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+    mistakes = [
+        f"{flag} {share:g} with the {engine} engine: it keeps the optimizer state wholly in one place; only --engine "
+        "tiered divides it"
+        for flag, share in shares.items()
+        if share != "auto"
+    ]
     if place.gradients != "auto":
         mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
     if config.model.offload_activations == "nvme":
@@ -329,24 +336,38 @@ def _tiered_mistakes(config: TrainConfig) -> list[str]:
         mistakes.append("deepspeed.* keys with --engine tiered, which does not read them: add --engine deepspeed")
     if place.gpus > 1:
         mistakes.append(f"--gpus {place.gpus} with --engine tiered: it trains with one rank; use --engine deepspeed")
-    if place.optimizer == "gpu" or config.optim.name == "adamw8bit":
+    if config.optim.name == "adamw8bit":
         mistakes.append(
-            "--engine tiered updates on the CPU, from RAM and drives: for an optimizer on the GPU use --engine "
-            "deepspeed, for 8-bit moments optim.states=8bit"
+            "optim.name=adamw8bit with --engine tiered: it is bitsandbytes', on the GPU, and DeepSpeed's; for 8-bit "
+            "moments use optim.states=8bit"
         )
     if place.gradients == "nvme" and not place.nvme:
         mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
     if config.model.offload_activations == "nvme" and not place.nvme:
         mistakes.append("model.offload_activations=nvme needs a drive: add --nvme DIR")
-    share = place.ram_fraction
-    if share != "auto" and share < 1 and not place.nvme:
-        mistakes.append(f"--ram-fraction {share:g} leaves state for a drive: add --nvme DIR")
-    if share != "auto" and share < 1 and place.optimizer == "cpu":
-        mistakes.append(f"--ram-fraction {share:g} with --optimizer cpu, which is all of it in RAM: leave one out")
+    mistakes += _mistakes_of_shares(place)
     speeds = config.tiered.drive_speeds
     if speeds and len(speeds) != len(place.nvme):
         mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
     return mistakes
+
+
+def _mistakes_of_shares(place: PlacementSection) -> list[str]:
+    """Shares of the state on the GPU and in RAM that do not add up, or against --optimizer: one sentence at most."""
+    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+    given = {flag: share for flag, share in shares.items() if share != "auto"}
+    words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
+    left = round(1 - sum(given.values()), 9)
+    if left < 0:
+        return [f"{words} make {1 - left:g} of the state: lower one of them"]
+    only = {"gpu": "--gpu-fraction", "cpu": "--ram-fraction"}.get(place.optimizer)
+    if only and any(share != (flag == only) for flag, share in given.items()):
+        where = "on the GPU" if place.optimizer == "gpu" else "in RAM"
+        return [f"{words} with --optimizer {place.optimizer}, which is all of it {where}: leave one out"]
+    if place.ram_fraction != "auto" and left and not place.nvme:
+        other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
+        return [f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}"]
+    return []
 
 
 def _deepspeed_mistakes(config: TrainConfig) -> list[str]:

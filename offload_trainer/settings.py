@@ -49,6 +49,7 @@ FLAGS: dict[str, Flag] = {
     "--engine": Flag("placement.engine", "auto|tiered|deepspeed|plain"),
     "--params": Flag("placement.params", "auto|gpu|cpu|nvme"),
     "--optimizer": Flag("placement.optimizer", "auto|gpu|cpu|nvme"),
+    "--gpu-fraction": Flag("placement.gpu_fraction", "auto|0..1"),
     "--ram-fraction": Flag("placement.ram_fraction", "auto|0..1"),
     "--gpus": Flag("placement.gpus", "N"),
     "--force": Flag("placement.force"),

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,12 @@ class LateDevice:
     def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         into.fill_(float("nan"))
         return late(lambda: into.copy_(values))
+
+    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reached(self) -> Ticket:
+        return late(lambda: None)
 
     def close(self) -> None:
         pass

@@ -85,6 +85,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "placement.optimizer": (["--nvme", "ONE"], ["--optimizer", "nvme"], "files"),
     "placement.nvme": (DRIVE, ["--nvme", "TWO"], "files"),
     "placement.gradients": (DRIVE, ["placement.gradients=nvme"], "files"),
+    "placement.gpu_fraction": (["--nvme", "ONE", "--ram-fraction", "0"], ["--gpu-fraction", "0.5"], "files"),
     "placement.ram_fraction": (DRIVE, ["--ram-fraction", "0.5"], "files"),
     "placement.threads": ([], ["placement.threads=2"], "threads"),
     "save.output": ([], ["--output", "OTHER"], "output"),

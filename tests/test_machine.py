@@ -155,6 +155,40 @@ def test_the_flagship_has_a_place_on_every_named_machine(name: str, capsys: pyte
         assert "gpu needs" in plan["rejected"][0]["reason"]
 
 
+def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for words in ([], ["--gpu-fraction", "0"]):
+        main(["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", "v100-32gb", *words])
+        plans.append(json.loads(capsys.readouterr().out))
+    filled, without = plans
+    assert all(plan["fits"] and plan["chosen"]["params"] == "gpu" for plan in plans)
+    assert without["tiers"]["/mnt/nvme"]["need"] > 22e9
+    assert filled["tiers"]["/mnt/nvme"]["need"] < 14e9
+    assert filled["chosen"]["sizes"]["gpu_fraction"] > 0
+    assert sum(filled["seconds"].values()) < 0.8 * sum(without["seconds"].values())
+    (written,) = [moved["written"] for moved in filled["traffic"] if moved["place"] == "/mnt/nvme"]
+    assert written == filled["tiers"]["/mnt/nvme"]["need"]
+
+
+def test_all_state_of_an_8b_model_is_on_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert main(["plan", "--json", "--model", str(tmp_path), "--scratch", "--machine", "h200"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["chosen"]["engine"] == "tiered"
+    assert (plan["chosen"]["params"], plan["chosen"]["optimizer"]) == ("gpu", "gpu")
+    assert plan["chosen"]["sizes"]["gpu_fraction"] == 1
+    held = {item["tier"]: item["bytes"] for item in plan["items"] if item["name"].startswith("state") and item["bytes"]}
+    assert list(held) == ["gpu"]
+    assert held["gpu"] > 12 * 8.03e9
+    assert plan["tiers"]["/mnt/nvme"]["need"] == 0
+    assert not [moved for moved in plan["traffic"] if moved["phase"] == "update" and moved["read"] + moved["written"]]
+
+
 def test_planning_for_another_machine_imports_no_torch() -> None:
     script = (
         "import sys; from offload_trainer.cli import main; "

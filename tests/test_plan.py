@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.choose import make_plan
-from offload_trainer.plan.layout import ALIGN, RAM, aligned, pages_of, units_of
+from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, pages_of, units_of
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.plan.zero import Placement, zero_sizes
@@ -105,8 +106,10 @@ def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
 def test_auto_takes_the_first_that_fits_and_says_why_not_the_others() -> None:
     shape = SHAPES["gpt2-xl"]
     chosen = {gpu: make_plan(wish(), shape, machine(gpu=gpu * GB)) for gpu in (80, 16)}
-    assert (chosen[80].engine, chosen[80].homes) == ("deepspeed", "params gpu, optimizer gpu")
-    assert (chosen[16].engine, chosen[16].homes) == ("tiered", "params gpu, optimizer RAM")
+    assert (chosen[80].engine, chosen[80].homes) == ("tiered", "params gpu, optimizer gpu")
+    assert chosen[80].to_json()["chosen"]["optimizer"] == "gpu"
+    assert chosen[16].engine == "tiered"
+    assert re.fullmatch(r"params gpu, optimizer [1-9][0-9.]+% gpu, else RAM", chosen[16].homes)
     assert [name for name, _ in chosen[16].rejected] == ["params gpu, optimizer gpu"]
     assert "gpu needs" in chosen[16].rejected[0][1]
     assert make_plan(wish(), shape, machine(gpu=16 * GB)) == chosen[16]
@@ -117,19 +120,66 @@ def test_auto_takes_the_first_that_fits_and_says_why_not_the_others() -> None:
 
 @pytest.mark.parametrize("ram", [20, 16, 12, 8])
 def test_auto_divides_the_state_so_that_ram_is_used_and_not_exceeded(ram: int) -> None:
-    plan = make_plan(wish(), SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=ram * GB))
+    plan = make_plan(wish("--gpu-fraction", "0"), SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=ram * GB))
     assert plan.fits
     assert isinstance(plan.sizes, TierSizes)
     assert 0 < plan.sizes.ram_fraction < 1
     assert 0.9 * ram * GB < plan.tiers["ram"]["need"] <= 0.96 * ram * GB
 
 
+@pytest.mark.parametrize("ram", [20, 12])
+@pytest.mark.parametrize("gpu", [12, 16, 20])
+def test_auto_fills_the_gpu_then_ram_then_drives(gpu: int, ram: int) -> None:
+    plan = make_plan(wish(), SHAPES["gpt2-xl"], machine(gpu=gpu * GB, ram=ram * GB))
+    assert plan.fits
+    assert isinstance(plan.sizes, TierSizes)
+    assert 0 < plan.sizes.gpu_fraction < 1
+    # A unit's gradients come to the GPU with the last of its state: those of one may not have fitted.
+    assert gpu * GB - 0.4 * GB < plan.tiers["gpu"]["need"] <= gpu * GB
+    left = 1 - plan.sizes.gpu_fraction - plan.sizes.ram_fraction
+    assert round(left, 9) == 0 or plan.tiers["ram"]["need"] > 0.9 * ram * GB
+    state = {item.tier: item.bytes for item in plan.items if item.name.startswith("state")}
+    total = sum(state.values())
+    assert state["gpu"] == pytest.approx(plan.sizes.gpu_fraction * total, rel=0.01)
+    assert state.get("/ssd", 0) == pytest.approx(max(0.0, left) * total, rel=0.01, abs=1e6)
+
+
+def test_wishes_for_shares_are_kept() -> None:
+    shape, here = SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=64 * GB)
+
+    def shares(*words: str) -> tuple[float, float]:
+        sizes = make_plan(wish(*words), shape, here).sizes
+        assert isinstance(sizes, TierSizes)
+        return sizes.gpu_fraction, sizes.ram_fraction
+
+    on_gpu, in_ram = shares()
+    assert on_gpu + in_ram == 1
+    assert shares("--ram-fraction", "0.25") == (on_gpu, 0.25)
+    assert shares("--ram-fraction", "0.9") == (0.1, 0.9)
+    assert shares("--gpu-fraction", "0.125") == (0.125, 0.875)
+    assert shares("--gpu-fraction", "0.25", "--ram-fraction", "0.5") == (0.25, 0.5)
+    assert shares("--optimizer", "gpu") == (1, 0)
+    assert shares("--optimizer", "cpu") == (0, 1)
+    assert shares("--optimizer", "nvme") == (0, 0)
+
+
+def test_where_the_gpu_has_no_kernel_no_state_is_there() -> None:
+    shape, here = SHAPES["gpt2-xl"], dataclasses.replace(machine(gpu=80 * GB), no_state_on_gpu="no NVRTC")
+    plan = make_plan(wish(), shape, here)
+    assert plan.homes == "params gpu, optimizer RAM"
+    assert [note for note in plan.notes if "no NVRTC" in note]
+    for words in (["--gpu-fraction", "0.5"], ["--optimizer", "gpu"]):
+        with pytest.raises(UserError, match="no NVRTC; use --gpu-fraction 0"):
+            make_plan(wish(*words), shape, here)
+
+
 def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
     """Every byte of the state is somewhere, once, for each share and number of drives."""
     units = units_of(SHAPES["gpt2"])
     total = sum(unit.trained for unit in units)
-    for share, speeds in product((0.0, 0.1, 0.5, 0.999, 1.0), ([1.0], [1.0, 2.0, 0.5])):
-        pages = pages_of(units, page=100_000, ram_fraction=share, speeds=speeds)
+    shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
+    for (gpu, ram), speeds in product([*shares, (0.7, 0.3)], ([1.0], [1.0, 2.0, 0.5])):
+        pages = pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=ram, speeds=speeds)
         ends = dict.fromkeys(range(len(units)), 0)
         for page in pages:
             assert page.start == ends[page.unit]
@@ -137,11 +187,13 @@ def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
             assert 0 < page.elements <= aligned(100_000)
             ends[page.unit] += page.elements
         assert [ends[unit.index] for unit in units] == [unit.trained for unit in units]
-        in_ram = sum(page.elements for page in pages if page.home == RAM)
-        assert 0 <= in_ram - share * total < ALIGN
+        on_gpu, in_ram = (sum(page.elements for page in pages if page.home == home) for home in (DEVICE, RAM))
+        assert 0 <= on_gpu - gpu * total < ALIGN
+        assert abs(in_ram - ram * total) < ALIGN
+        assert pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=1 - gpu, speeds=[])  # nothing is left over
         for drive, speed in enumerate(speeds):
             held = sum(page.elements for page in pages if page.home == drive)
-            assert held == pytest.approx((total - in_ram) * speed / sum(speeds), abs=250_000)
+            assert held == pytest.approx((total - on_gpu - in_ram) * speed / sum(speeds), abs=250_000)
 
 
 def test_weights_of_a_unit_do_not_overlap() -> None:
@@ -217,7 +269,7 @@ def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
 
 def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
     """Their item, in 4 bytes or 2; nothing comes out in the backward, and all of it, once, in the update."""
-    shape, words = SHAPES["gpt2-xl"], ("--engine", "tiered", "--accumulate", "4", "--micro-batch", "1")
+    shape, words = SHAPES["gpt2-xl"], ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     trained = sum(unit.trained for unit in units_of(shape))
     for extra, size in (([], 4), (["optim.accumulate_dtype=model"], 2)):
         plan = make_plan(wish(*words, *extra), shape, machine(gpu=24 * GB))
@@ -231,7 +283,7 @@ def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
         assert out["update"] == size * trained
     assert make_plan(wish(*words), shape, machine(gpu=8 * GB)).sizes.gradients == "cpu"  # type: ignore[union-attr]
     assert make_plan(wish(*words), shape, machine()).sizes.gradients == "cpu"  # type: ignore[union-attr]
-    once = make_plan(wish("--engine", "tiered"), shape, machine(gpu=24 * GB))
+    once = make_plan(wish("--gpu-fraction", "0"), shape, machine(gpu=24 * GB))
     assert once.sizes.gradients == "cpu"  # type: ignore[union-attr]
 
 
@@ -240,7 +292,7 @@ def test_gradients_on_their_way_are_counted() -> None:
     shape, e = SHAPES["gpt2-xl"], 2
     block, tied = max(w.numel for w in shape.weights if w.block), shape.largest
     assert next(w for w in shape.weights if w.numel == tied).uses == 2
-    words = ("--engine", "tiered", "--micro-batch", "1", "--params", "gpu")
+    words = ("--gpu-fraction", "0", "--micro-batch", "1", "--params", "gpu")
 
     def items(*more: str, gpu: int) -> dict[str, int]:
         plan = make_plan(wish(*words, *more), shape, machine(gpu=gpu * GB))
@@ -260,7 +312,7 @@ def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
     """Each micro-batch but the first: 4 bytes of a sum read and written, 2 of a gradient, at the memory's speed."""
     shape, rates = SHAPES["gpt2-xl"], Rates(memory=Rate(100e9, "measured", "here"))
     timed = dataclasses.replace(machine(gpu=24 * GB), rates=rates)
-    words = ("--engine", "tiered", "--accumulate", "4", "--micro-batch", "1")
+    words = ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     for home, wanted in (("cpu", [3 * 10 * sum(unit.trained for unit in units_of(shape)) / 100e9]), ("gpu", [])):
         plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, timed)
         assert [bound.seconds for bound in plan.forecast.bounds if bound.kind == "memory"] == pytest.approx(wanted)

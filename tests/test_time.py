@@ -99,12 +99,38 @@ def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
     shape = SHAPES["gpt2-xl"]
     here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
     known = replace(here.rates, to_device=rate(12e9), from_device=rate(12e9), both_ways=rate(10e9))
-    plan = make_plan(wish(), shape, replace(here, rates=known))
+    config = wish("--gpu-fraction", "0")
+    plan = make_plan(config, shape, replace(here, rates=known))
     assert plan.fits
     steps = dict(plan.rejected)
     assert any("a step takes" in reason for reason in steps.values())
-    assert any("needs" in reason for reason in steps.values())
-    assert make_plan(wish(), shape, replace(here, rates=known)) == plan
+    assert make_plan(config, shape, replace(here, rates=known)) == plan
+
+
+def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
+    """By the bytes a parameter: 28 of fp32 moments were timed, 16 are moved with 8-bit ones and 30 with fp32 sums."""
+    shape, gpu, rates = SHAPES["gpt2-xl"], 1e9, timed().rates
+    here = replace(timed(), gpu="V100", gpu_bytes=80 * GB, ram_bytes=80 * GB)
+    copies = {way: rate(1e12) for way in ("to_device", "from_device", "both_ways")}
+    here = replace(here, rates=replace(rates, update=rates.update | {"cuda": rate(gpu)}, **copies))
+
+    def seconds(*words: str) -> list[float | None]:
+        found = make_plan(wish("--engine", "tiered", "--params", "gpu", *words), shape, here).forecast
+        return [bound.seconds for bound in found.bounds if bound.kind in ("adamw", "adamw_gpu")]
+
+    (whole,), (alone,) = seconds("--gpu-fraction", "1"), seconds("--gpu-fraction", "0")
+    assert whole == pytest.approx(shape.trainable / gpu)
+    on_gpu, on_cpu = seconds("--gpu-fraction", "0.25")
+    assert on_gpu == pytest.approx(whole / 4)
+    assert on_cpu == pytest.approx(0.75 * alone, rel=0.01)
+    (narrow,) = seconds("--gpu-fraction", "1", "optim.states=8bit")
+    assert narrow == pytest.approx(whole * (2 * (4 + 2 + 8 / 256) + 4) / 28)
+    (sums,) = seconds("--gpu-fraction", "1", "--accumulate", "2")
+    assert sums == pytest.approx(whole * 30 / 28)
+    untimed = make_plan(
+        wish("--gpu-fraction", "1"), shape, replace(here, rates=replace(here.rates, update=rates.update))
+    )
+    assert untimed.forecast.seconds["update"] is None
 
 
 def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:

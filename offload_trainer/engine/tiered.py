@@ -23,11 +23,13 @@ from offload_trainer.engine.protocol import StepResult
 from offload_trainer.engine.scaler import LossScale
 from offload_trainer.engine.state import EngineState
 from offload_trainer.engine.tiered_state import TieredSnapshot, TieredState
+from offload_trainer.errors import UserError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
 from offload_trainer.plan.auto import reentrant, row_length, wants_checkpointing
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.layout import Unit, page_bytes, units_of
+from offload_trainer.plan.routes import routes_of
 from offload_trainer.plan.tiered import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -40,8 +42,9 @@ from offload_trainer.plan.zero import Placement
 from offload_trainer.telemetry.meters import PhaseClock
 from offload_trainer.tiers.account import StoreAccount
 from offload_trainer.tiers.activations import Activations
-from offload_trainer.tiers.adam import Adam, Stretch
+from offload_trainer.tiers.adam import Adam, Kernel, Stretch
 from offload_trainer.tiers.cuda import CudaDevice
+from offload_trainer.tiers.cuda_adam import choose_cuda_kernel
 from offload_trainer.tiers.device import CpuDevice, Device
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.kernels import choose_kernel
@@ -107,8 +110,10 @@ class TieredEngine:
             self._weights,
             self._gradients,
             kernel,
+            device=self._device,
+            device_kernel=self._kernel_there(kernel, say=say),
+            routes=self._routes,
             slots=sizes.page_buffers,
-            pinned=self._device.is_cuda,
         )
         self._module = source.build(
             dtype=self._dtype,
@@ -142,7 +147,9 @@ class TieredEngine:
             states=sizes.states,
             files=self._files(drives, "state", state_sizes, [page.home for page in homes.pages]),
             transfers=self._transfers,
+            device=self._device,
         )
+        self._routes = routes_of(homes, is_gpu=self._device.is_cuda)
         weight_sizes = [unit.elements * self._dtype.itemsize for unit in self._units]
         self._weights = Weights(
             self._units,
@@ -166,6 +173,16 @@ class TieredEngine:
             order=order,
         )
         self._open.callback(self._gradients.close)
+
+    def _kernel_there(self, kernel: Kernel, *, say: Callable[[str], None]) -> Kernel:
+        """What updates the pages on the device with the bits of `kernel`. UserError where a GPU has no such kernel."""
+        if self._device.place.type != "cuda" or not any(route.on_device for route in self._routes):
+            return kernel
+        found, why = choose_cuda_kernel(self._device.place, kernel)
+        say(why)
+        if found is None:
+            raise UserError(f"{why}. Use --gpu-fraction 0, so that the state is in RAM and on drives")
+        return found
 
     def _files(self, drives: Sequence[Path], name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
         """A file on each drive for what has its home there."""

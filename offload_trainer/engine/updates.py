@@ -1,4 +1,4 @@
-"""AdamW on the CPU as each engine does it, ready to be timed: from a 16-bit gradient to a 16-bit weight.
+"""AdamW as each engine does it, ready to be timed: from a 16-bit gradient to a 16-bit weight.
 
 Each takes a number of parameters and returns what carries out one step on them; the buffers are made before.
 """
@@ -16,6 +16,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import update_key
 from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, bytes_of_state, field_bytes, page_bytes
 from offload_trainer.tiers.adam import Adam, Kernel, PageNoise, Stretch
+from offload_trainer.tiers.cuda_adam import choose_cuda_kernel
 from offload_trainer.tiers.kernels import choose_kernel
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.moments import Noise, encode_8bit
@@ -105,7 +106,8 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, states: str = "fp
 def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable[[int, int], Step]]]:
     """Names (`update_key`), and what makes each update of so many parameters in pages of so many.
 
-    Our kernels, the fastest that is there with each form of moments; and DeepSpeed's step where its kernel is built.
+    Our kernels, the fastest that is there with each form of moments; DeepSpeed's step where its kernel is built; and
+    "cuda", the kernel for state that lives on the GPU.
     """
     found: list[tuple[str, Callable[[int, int], Step]]] = []
     for name in ("native", "torch"):
@@ -119,7 +121,28 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
     if is_built("cpu_adam"):
         load_cpu_adam()
         found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0], gradient=False)))
+    if torch.cuda.is_available():
+        place = torch.device("cuda", torch.cuda.current_device())
+        there, words = choose_cuda_kernel(place, choose_kernel("auto", ADAM)[0])
+        if there is None:
+            say(f"bench: {words}")
+        else:
+            found += [(update_key("cuda", states), partial(_on_gpu, there, states=states)) for states in FIELDS]
     return found
+
+
+def _on_gpu(kernel: Kernel, elements: int, page: int, *, states: str) -> Step:
+    pages = [
+        Buffers({name: field.cuda() for name, field in one.fields.items()}, one.grad.cuda(), one.out.cuda())
+        for one in make_buffers(elements, page=page, states=states)
+    ]
+    update = kernel_update(kernel, pages, states=states)
+
+    def carried_out(step: int) -> None:
+        update(step)
+        torch.cuda.synchronize()
+
+    return carried_out
 
 
 def _with_buffers(kernel: Kernel, elements: int, page: int, *, states: str) -> Step:

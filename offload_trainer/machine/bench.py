@@ -65,7 +65,7 @@ def bench_machine(
     matmul = {dtype: _matmul(_DTYPES[dtype], gpu=machine.gpu is not None) for dtype in dtypes}
     say("bench: memory")
     memory = _triad()
-    say("bench: AdamW on the CPU")
+    say("bench: AdamW")
     sizes = {"elements": budget.update_elements, "page": budget.update_page}
     update = {name: _update(make, **sizes) for name, make in updates}
     copies = _copies() if machine.gpu is not None else Rates()

@@ -19,18 +19,12 @@ from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.card import refuse_card
 from offload_trainer.plan.kept import kept_inputs
+from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import (
-    MARGIN,
-    STATE_IN_RAM,
-    GradientHome,
-    TierSizes,
-    tier_sizes,
-    tiered_items,
-    with_share_that_fits,
-)
+from offload_trainer.plan.shares import shares_that_fit
+from offload_trainer.plan.tiered import GradientHome, TierSizes, tier_sizes, tiered_items
 from offload_trainer.plan.time import forecast, stands_for
 from offload_trainer.plan.traffic import Traffic, bytes_of_additions, deepspeed_traffic, tiered_traffic
 from offload_trainer.plan.zero import Placement, Tier, drive_stretch, zero_sizes
@@ -119,45 +113,30 @@ def _excess(plan: Plan) -> int:
 def _tiered_plans(config: TrainConfig, shape: ModelShape, machine: MachineProfile) -> list[Plan]:
     """Everything on the GPU, where that is left open; then weights on the device, in RAM, on drives, and gradients too.
 
-    Each with as much of the optimizer state in RAM as fits, unless that is given.
+    Each with as much of the optimizer state on the GPU as fits, then in RAM, unless that is given.
     """
+    trained = sum(unit.trained for unit in units_of(shape))
     plans = []
-    stock = machine.gpu is not None and not machine.lacks("deepspeed")
-    if stock and _leaves_optimizer_open(config) and config.placement.params in ("auto", "gpu"):
-        everything = Placement("gpu", "gpu")
-        plans.append(_laid_out(config, shape, machine, engine="deepspeed", placement=everything, sizes=None, world=1))
     for placement, gradients in _tiered_candidates(config, machine):
         sizes = tier_sizes(config, placement, machine, gradients=gradients)
+
+        def needs(sizes: TierSizes, placement: Placement = placement) -> dict[str, int]:
+            items = _tiered_items(config, shape, machine, placement, sizes)
+            return {tier: sum(item.bytes for item in items if item.tier == tier) for tier in ("gpu", "ram")}
+
+        if placement.optimizer != "gpu":
+            sizes = shares_that_fit(config.placement, sizes, machine, trained=trained, needs=needs)
+        if sizes.gpu_fraction == 1:
+            placement, sizes = replace(placement, optimizer="gpu"), replace(sizes, gradients="gpu")
         plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
-        if not plan.fits and _leaves_share_open(config):
-            held = sum(item.bytes for item in plan.items if item.name == STATE_IN_RAM)
-            # With a share on a drive there are page buffers too: the bytes without any state in RAM count.
-            bare = _laid_out(
-                config,
-                shape,
-                machine,
-                engine="tiered",
-                placement=placement,
-                sizes=replace(sizes, ram_fraction=0.0),
-                world=1,
-            )
-            spare = int(machine.ram_bytes * (1 - MARGIN)) - bare.tiers["ram"]["need"]
-            if spare < held:
-                sizes = with_share_that_fits(shape, sizes, spare_bytes=max(0, spare))
-                plan = _laid_out(config, shape, machine, engine="tiered", placement=placement, sizes=sizes, world=1)
-        plans.append(plan)
+        if plan not in plans:  # all on the GPU comes twice where it fits
+            plans.append(plan)
     return plans
 
 
-def _leaves_optimizer_open(config: TrainConfig) -> bool:
-    """Whether nothing asks for the tiered engine, so that all of it may go to the GPU."""
+def _leaves_shares_open(config: TrainConfig) -> bool:
     place = config.placement
-    return place.engine == "auto" and place.optimizer == "auto" and not wishes_of_tiered(config, "deepspeed")
-
-
-def _leaves_share_open(config: TrainConfig) -> bool:
-    place = config.placement
-    return place.optimizer == "auto" and place.ram_fraction == "auto" and bool(place.nvme)
+    return (place.optimizer, place.gpu_fraction, place.ram_fraction) == ("auto",) * 3
 
 
 def _tiered_candidates(config: TrainConfig, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
@@ -173,8 +152,10 @@ def _tiered_candidates(config: TrainConfig, machine: MachineProfile) -> list[tup
     else:
         params = ["gpu", "cpu", "nvme"]
     candidates: list[tuple[Placement, GradientHome]] = []
+    if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == "gpu" and _leaves_shares_open(config):
+        candidates.append((Placement("gpu", "gpu"), "gpu"))
     for home in params:
-        placement = Placement(home, "nvme" if place.optimizer == "nvme" else "cpu")
+        placement = Placement(home, "cpu" if place.optimizer == "auto" else place.optimizer)
         if place.gradients != "auto":
             candidates.append((placement, place.gradients))
         else:
@@ -196,6 +177,9 @@ def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: s
             raise UserError(lacks(wish, package))
     if engine != "tiered" and (ignored := wishes_of_tiered(config, engine)):
         raise UserError("; ".join(ignored))
+    on_gpu = config.placement.gpu_fraction not in ("auto", 0) or config.placement.optimizer == "gpu"
+    if engine == "tiered" and on_gpu and machine.no_state_on_gpu:
+        raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
     if machine.gpu is None and config.model.dtype == "fp16" and engine == "deepspeed":
         raise UserError(
             "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine tiered"
@@ -258,16 +242,7 @@ def _laid_out(
     if engine == "plain":
         items = plain_items(config, shape, device=device, checkpointing=checkpointing, seq_len=seq_len)
     elif sizes is not None:
-        items = tiered_items(
-            config,
-            shape,
-            placement,
-            sizes,
-            device=device,
-            drives=[one.directory for one in machine.drives],
-            checkpointing=checkpointing,
-            seq_len=seq_len,
-        )
+        items = _tiered_items(config, shape, machine, placement, sizes)
     else:
         zero = zero_sizes(shape, config.deepspeed, placement, world=world, item_bytes=item_bytes(config.model.dtype))
         items = deepspeed_items(
@@ -311,6 +286,7 @@ def _laid_out(
             traffic,
             engine=engine,
             optimizer=placement.optimizer,
+            gpu_fraction=sizes.gpu_fraction if sizes else 0.0,
             checkpointing=checkpointing,
             tokens=tokens,
             seq_len=seq_len,
@@ -320,6 +296,21 @@ def _laid_out(
         ),
         rejected=(),
         notes=_notes(config, placement, traffic, engine=engine, machine=machine, checkpointing=checkpointing),
+    )
+
+
+def _tiered_items(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, placement: Placement, sizes: TierSizes
+) -> list[Item]:
+    return tiered_items(
+        config,
+        shape,
+        placement,
+        sizes,
+        device="ram" if machine.gpu is None else "gpu",
+        drives=[one.directory for one in machine.drives],
+        checkpointing=wants_checkpointing(config.model, shape),
+        seq_len=row_length(config, shape),
     )
 
 
@@ -369,6 +360,8 @@ def _notes(
         notes.append(
             "what DeepSpeed copies beyond its buffers is from peaks seen on a CPU, not worked out (predictions.md)"
         )
+    if machine.no_state_on_gpu and engine == "tiered":
+        notes.append(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}")
     if config.save.every == 0 and engine == "deepspeed":
         notes.append(
             "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"

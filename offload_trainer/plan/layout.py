@@ -91,29 +91,52 @@ def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
     )
 
 
-def pages_of(units: Sequence[Unit], *, page: int, ram_fraction: float, speeds: Sequence[float]) -> tuple[Page, ...]:
-    """Pages of at most `page` elements, `ram_fraction` of all elements in RAM, the rest divided as `speeds`.
+def pages_of(
+    units: Sequence[Unit], *, page: int, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float = 0.0
+) -> tuple[Page, ...]:
+    """Pages of at most `page` elements: `gpu_fraction` of all elements on the device, `ram_fraction` of all in RAM, the
+    rest divided as `speeds`.
 
-    RAM and the drives alternate, so that the arithmetic of pages in RAM hides the drives. The share in RAM is exact
-    to ALIGN elements, rounded up: one page is cut for it. `speeds` has one number a drive and may be empty for
-    a share of 1.
+    The device holds the first units, whole but for the last of them, so that their gradients can stay there, and what
+    the next forward needs first is updated where it is needed. RAM and the drives alternate, so that the arithmetic of
+    pages in RAM hides the drives. Both shares are exact to ALIGN elements, rounded up: a page is cut for each. `speeds`
+    has one number a drive and may be empty where the shares make 1.
     """
     bare = [piece for unit in units for piece in _cut(unit, page)]
     total = sum(piece.elements for piece in bare)
-    in_ram = min(total, aligned(int(-(-total * ram_fraction // 1))))
-    assert in_ram == total or speeds, "state outside RAM needs a drive"
+    on_device = min(total, aligned(int(-(-total * gpu_fraction // 1))))
+    left = total - on_device
+    divided = round(1 - gpu_fraction - ram_fraction, 9) > 0
+    in_ram = min(left, aligned(int(-(-total * ram_fraction // 1)))) if divided else left
+    pages, bare = _first(bare, on_device)
+    assert in_ram == left or speeds, "state outside memory needs a drive"
     drives = sum(speeds)
-    wanted = {RAM: in_ram / total if total else 1.0}
+    wanted = {RAM: in_ram / left if left else 1.0}
     wanted |= {drive: (1 - wanted[RAM]) * speed / drives for drive, speed in enumerate(speeds)}
     held = dict.fromkeys(wanted, 0)
     done = 0
-    pages: list[Page] = []
+    others: list[Page] = []
     for piece in bare:
         done += piece.elements
         home = max(wanted, key=lambda home: wanted[home] * done - held[home])
         held[home] += piece.elements
-        pages.append(replace(piece, home=home))
-    return tuple(_settle(pages, in_ram - held[RAM], drives=len(speeds)))
+        others.append(replace(piece, home=home))
+    return (*pages, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
+
+
+def _first(pages: Sequence[Page], elements: int) -> tuple[list[Page], list[Page]]:
+    """The first `elements` of all pages on the device, and the pages that are left."""
+    inside: list[Page] = []
+    for place, page in enumerate(pages):
+        if page.elements > elements:
+            if not elements:
+                return inside, list(pages[place:])
+            inside.append(replace(page, elements=elements, home=DEVICE))
+            rest = replace(page, start=page.start + elements, elements=page.elements - elements)
+            return inside, [rest, *pages[place + 1 :]]
+        inside.append(replace(page, home=DEVICE))
+        elements -= page.elements
+    return inside, []
 
 
 def _cut(unit: Unit, page: int) -> list[Page]:
@@ -153,21 +176,35 @@ class Homes:
 
 
 def homes_of(
-    units: Sequence[Unit], *, params: str, gradients: str, page: int, ram_fraction: float, speeds: Sequence[float]
+    units: Sequence[Unit],
+    *,
+    params: str,
+    gradients: str,
+    page: int,
+    ram_fraction: float,
+    speeds: Sequence[float],
+    gpu_fraction: float = 0.0,
 ) -> Homes:
     """`params` and `gradients` ("gpu", "cpu", "nvme") for what is not small, the rest as `pages_of`.
 
-    The sums of small units are on the device where all are, and in RAM otherwise.
+    The sums of small units are on the device where all are, and in RAM otherwise; those of units whose whole state is
+    on the device are there too.
     """
     moved = [unit for unit in units if not unit.small]
     drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
     place = {"gpu": DEVICE, "cpu": RAM}
+    pages = pages_of(units, page=page, ram_fraction=ram_fraction, speeds=speeds, gpu_fraction=gpu_fraction)
+    updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
+
+    def gradient(unit: Unit) -> int:
+        if unit.index in updated:
+            return DEVICE
+        return place[gradients] if gradients in place else RAM if unit.small else drive[unit]
+
     return Homes(
-        pages=pages_of(units, page=page, ram_fraction=ram_fraction, speeds=speeds),
+        pages=pages,
         weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
-        gradients=tuple(
-            place[gradients] if gradients in place else RAM if unit.small else drive[unit] for unit in units
-        ),
+        gradients=tuple(map(gradient, units)),
     )
 
 

@@ -46,9 +46,12 @@ class Plan:
     def _homes(self) -> str:
         if not isinstance(self.sizes, TierSizes):
             return str(self.placement)
-        share = self.sizes.ram_fraction
-        state = "RAM" if share == 1 else "nvme" if share == 0 else f"{share:.1%} RAM, else nvme"
-        gradients = "" if self.sizes.gradients == "cpu" else f", gradients {self.sizes.gradients}"
+        on_gpu, in_ram = self.sizes.gpu_fraction, self.sizes.ram_fraction
+        shown = self.sizes.gradients != "cpu" and on_gpu < 1
+        gradients = f", gradients {self.sizes.gradients}" if shown else ""
+        if self._without_gpu:
+            on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
+        state = _divided({"gpu": on_gpu, "RAM": in_ram, "nvme": round(1 - on_gpu - in_ram, 9)})
         inputs = f", block inputs {self.sizes.activations}" if self.checkpointing and self.sizes.activations else ""
         return f"params {self.placement.params}, optimizer {state}{gradients}{inputs}"
 
@@ -59,7 +62,8 @@ class Plan:
         if isinstance(self.sizes, TierSizes):
             inputs = self.checkpointing and self.sizes.activations == "nvme"
             weights, gradients = self.placement.params == "nvme", self.sizes.gradients == "nvme"
-            return weights or gradients or inputs or self.sizes.ram_fraction < 1
+            stored = round(1 - self.sizes.gpu_fraction - self.sizes.ram_fraction, 9) > 0
+            return weights or gradients or inputs or stored
         return on_drive
 
     @property
@@ -136,6 +140,12 @@ class Plan:
                 f"    the update is a tenth of a step from {format_count(hidden)} tokens a step on (--accumulate)"
             )
         return lines
+
+
+def _divided(shares: dict[str, float]) -> str:
+    """Shares that make 1, in words."""
+    *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
+    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"else {last}" if parts else last])
 
 
 def _shortfalls(tiers: dict[str, dict[str, int]]) -> list[str]:

@@ -6,7 +6,7 @@ The engine lays out exactly what `plan/layout.py` says, so the bytes of pages, w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from offload_trainer.config import TrainConfig
@@ -15,12 +15,12 @@ from offload_trainer.plan.kept import input_items, kept_inputs
 from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
 from offload_trainer.plan.memory import PROCESS, Item, activation_items, cuda_process, item_bytes
 from offload_trainer.plan.rings import slot_sizes
+from offload_trainer.plan.routes import device_slot, host_slot, routes_of
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.zero import Placement
 from offload_trainer.units import format_bytes
 
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
-STATE_IN_RAM = "state in RAM"  # name of that item
 GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
 # Bytes of gradients that wait on a GPU for their copies, beside the largest: 20 ms of copies on a slow bus.
 GRADIENTS_IN_FLIGHT = 256_000_000
@@ -35,8 +35,9 @@ GradientHome = Literal["gpu", "cpu", "nvme"]
 class TierSizes:
     """What the engine is built with."""
 
-    ram_fraction: float  # share of the optimizer state in RAM
-    gradients: GradientHome
+    gpu_fraction: float  # share of the optimizer state on the device
+    ram_fraction: float  # share in RAM; what is left is on drives
+    gradients: GradientHome  # of those that are not updated on the device
     activations: bool | Literal["cpu", "nvme"]  # home of what gradient checkpointing keeps; False: the device
     states: str  # how moments are stored
     page: int  # elements
@@ -50,13 +51,14 @@ class TierSizes:
 def tier_sizes(
     config: TrainConfig, placement: Placement, machine: MachineProfile, *, gradients: GradientHome
 ) -> TierSizes:
-    """The sizes that `config` asks for; an `auto` share is all or nothing here, as `placement.optimizer` says.
+    """The sizes that `config` asks for; `auto` shares are all or nothing here, as `placement.optimizer` says.
 
     Requests to drives, and their shares, are as they were timed fastest on this machine, where nothing else is asked.
     """
-    wish = config.placement.ram_fraction
+    wish, place = config.placement, placement.optimizer
+    on_gpu = wish.gpu_fraction if wish.gpu_fraction != "auto" else 1.0 if place == "gpu" else 0.0
+    in_ram = wish.ram_fraction if wish.ram_fraction != "auto" else 0.0 if place == "nvme" else 1.0 - on_gpu
     tiered, timed = config.tiered, [drive.rates for drive in machine.drives if drive.rates is not None]
-    share = wish if wish != "auto" else 0.0 if placement.optimizer == "nvme" else 1.0
     io = {"tiered.io_threads": tiered.io_threads, "tiered.io_block_bytes": tiered.io_block_bytes}
     if timed:
         best = dict(word.split("=") for word in timed[0].words.split())
@@ -65,7 +67,8 @@ def tier_sizes(
     if not tiered.drive_speeds and len(timed) == len(speeds):
         speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
     return TierSizes(
-        ram_fraction=share,
+        gpu_fraction=on_gpu,
+        ram_fraction=in_ram,
         gradients=gradients,
         activations=config.model.offload_activations,
         states=config.optim.states,
@@ -103,6 +106,7 @@ def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> H
         params=placement.params,
         gradients=sizes.gradients,
         page=sizes.page,
+        gpu_fraction=sizes.gpu_fraction,
         ram_fraction=sizes.ram_fraction,
         speeds=sizes.speeds,
     )
@@ -133,7 +137,7 @@ def tiered_items(
     items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=device == "gpu")))
     stored = [page_bytes(page.elements, states=sizes.states) for page in homes.pages if page.home != RAM]
     if stored and config.save.every != 0:
-        why = f"{SAVE_BUFFERS} pages on their way from drives into a checkpoint"
+        why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
         items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
     inputs = kept_inputs(config, shape, seq_len=seq_len)
     kept = input_items(config, inputs, device=device, drives=drives) if checkpointing else []
@@ -157,21 +161,20 @@ def _page_items(
     for home, tier in tiers.items():
         held = sum(state(page) for page in homes.pages if page.home == home)
         if home == RAM:
-            items.append(Item(tier, STATE_IN_RAM, held, f"{why}, {sizes.ram_fraction:.0%} of it"))
-        elif home != DEVICE:
+            items.append(Item(tier, "state in RAM", held, f"{why}, {sizes.ram_fraction:.0%} of it"))
+        elif home == DEVICE:
+            items.append(Item(tier, "state on the GPU", held, f"{why}, {sizes.gpu_fraction:.0%} of it"))
+        else:
             items.append(Item(tier, "state", held, why))
-    # The update reads and writes in host memory: what is not there passes through a buffer.
-    outside = {RAM} | ({DEVICE} if tiers[DEVICE] == "ram" else set())
-    rounded = [page for page in homes.pages if homes.weights[page.unit] not in outside]
-    collected = [page for page in homes.pages if homes.gradients[page.unit] != RAM]
-    stored = [page for page in homes.pages if page.home != RAM]
-    moved = {id(page) for pages in (rounded, collected, stored) for page in pages}
+    routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
+    moved = [route for route in routes if route.through_host]
     if moved:
-        each = max(map(state, stored), default=0)
-        each += e * max((page.elements for page in rounded), default=0)
-        each += g * max((page.elements for page in collected), default=0)
+        each = host_slot(routes, states=sizes.states, gradient=g, weight=e).total
         count = min(sizes.page_buffers, len(moved))
         items.append(Item("ram", "page buffers", count * each, f"{count}, each with a page on its way"))
+    each = device_slot(routes, gradient=g, weight=e).total
+    if each:
+        items.append(Item(tiers[DEVICE], "update buffers", each, "a page's gradient or new weights on their way"))
     return items
 
 
@@ -240,10 +243,3 @@ def _buffers(away: dict[Unit, int], count: int) -> tuple[int, str]:
     many, one = min(count, len(blocks)), min(1, len(others))
     words = f"{many} blocks and {one} other module"
     return many * max(blocks, default=0) + one * max(others, default=0), words
-
-
-def with_share_that_fits(shape: ModelShape, sizes: TierSizes, *, spare_bytes: int) -> TierSizes:
-    """The largest share, in thousandths, for which the state in RAM takes at most `spare_bytes`."""
-    each = bytes_of_state(sizes.states)
-    total = each * sum(unit.trained for unit in units_of(shape))
-    return replace(sizes, ram_fraction=int(1000 * min(1.0, spare_bytes / total)) / 1000)

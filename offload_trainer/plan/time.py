@@ -1,7 +1,7 @@
 """Seconds of a step, phase by phase, from what the machine was timed at. Pure arithmetic.
 
     forward, backward   the slowest of: computing, the weights' way to the device, the drives, adding gradients in RAM
-    update              the slowest of: the CPU's AdamW, the drives, the new weights' way to the device
+    update              the slowest of: AdamW on the CPU and on the GPU, the drives, the weights' way to the device
 
 What overlaps counts once: everything within a phase does, phases follow each other. A phase for which the machine has
 no rate is None.
@@ -39,7 +39,7 @@ class Bound:
     phase: str
     seconds: float | None  # None: not timed
     what: str
-    kind: str  # "compute", "adamw", "device", "drive" or "memory"
+    kind: str  # "compute", "adamw", "adamw_gpu", "device", "drive" or "memory"
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,13 @@ def forecast(
     tokens: int,
     seq_len: int,
     world: int,
+    gpu_fraction: float = 0.0,
     stretch: float = 1.0,
     added: int = 0,
 ) -> Forecast:
     """`tokens` are those of a step on all `world` ranks; `optimizer` is the home of the state.
 
+    `gpu_fraction` of the tiered engine's state is updated on the GPU, while the CPU updates the rest.
     `stretch`: how many times as long the update's drives take as their bytes both ways at once. `added`: bytes of host
     memory that gradients are added in.
     """
@@ -106,7 +108,10 @@ def forecast(
         )
         for phase, flops in computed.items()
     ]
-    bounds.append(_update_bound(config, shape, machine, engine=engine, optimizer=optimizer, world=world))
+    if engine == "tiered":
+        bounds += _tiered_update_bounds(config, shape, machine, gpu_fraction=gpu_fraction)
+    else:
+        bounds.append(_update_bound(config, shape, machine, engine=engine, optimizer=optimizer))
     if machine.gpu is not None and machine.rates.memory is not None and added:
         # Where the CPU computes it takes turns with that, as it was seen to.
         bounds.append(Bound("backward", added / machine.rates.memory.value, "adding gradients in RAM", "memory"))
@@ -154,10 +159,33 @@ def stands_for(dtype: str, machine: MachineProfile) -> str | None:
     return next((name for name in (dtype, others.get(dtype)) if name in machine.rates.matmul), None)
 
 
+def _tiered_update_bounds(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, gpu_fraction: float
+) -> list[Bound]:
+    """AdamW alone, on the GPU's share and on what is left to the CPU. Kernels were timed with 16-bit gradients."""
+    bounds = []
+    on_gpu = gpu_fraction if machine.gpu is not None else 0.0
+    inside, outside = round(on_gpu * shape.trainable), round((1 - on_gpu) * shape.trainable)
+    states = config.optim.states
+    moved = 2 * bytes_of_state(states) + 2  # of memory, beside the gradient
+    longer = (moved + gradient_bytes(config)) / (moved + 2)
+    if inside:
+        rates, whole = machine.rates.update, 2 * bytes_of_state("fp32") + 4
+        timed, wide = rates.get(update_key("cuda", states)), rates.get("cuda")
+        rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
+        seconds = inside / rate * longer if rate else None
+        bounds.append(Bound("update", seconds, f"AdamW on {format_count(inside)} parameters on the GPU", "adamw_gpu"))
+    if outside:
+        speed = _update_rate(config, machine)
+        seconds = outside / speed * longer + _UPDATE_START if speed else None
+        bounds.append(Bound("update", seconds, f"AdamW on {format_count(outside)} parameters", "adamw"))
+    return bounds
+
+
 def _update_bound(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, engine: str, optimizer: str, world: int
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, engine: str, optimizer: str
 ) -> Bound:
-    """AdamW alone: on the CPU, or on the device."""
+    """The other engines' AdamW alone: on the CPU, or on the device."""
     count = shape.trainable
     what = f"AdamW on {format_count(count)} parameters"
     if machine.gpu is not None and (optimizer == "gpu" or engine == "plain"):
@@ -167,12 +195,9 @@ def _update_bound(
         return Bound("update", None, what, "adamw")
     if engine == "plain":
         rate *= _PLAIN_UPDATE
-    elif engine == "deepspeed":
+    else:
         stock = machine.rates.update.get("deepspeed")
         rate = stock.value if stock else rate * _STOCK_UPDATE
-    else:
-        moved = 2 * bytes_of_state(config.optim.states) + 2  # of memory, beside the gradient; that was timed in 16 bits
-        rate *= (moved + 2) / (moved + gradient_bytes(config))
     return Bound("update", count / rate + _UPDATE_START, what, "adamw")
 
 

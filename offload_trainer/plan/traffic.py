@@ -50,16 +50,18 @@ def tiered_traffic(
             moved.setdefault((home, phase), [0, 0])[index] += size
 
     for page in homes.pages:
-        state = page_bytes(page.elements, states=sizes.states)
-        move(page.home, "update", read=state, written=state)
-        if homes.weights[page.unit] == DEVICE:
-            move(DEVICE, "update", read=e * page.elements)
-        else:
-            move(homes.weights[page.unit], "update", written=e * page.elements)
-        if homes.gradients[page.unit] == DEVICE:
-            move(DEVICE, "update", written=g * page.elements)
-        else:
-            move(homes.gradients[page.unit], "update", read=g * page.elements)
+        weights, gradients, inside = homes.weights[page.unit], homes.gradients[page.unit], page.home == DEVICE
+        if not inside:
+            state = page_bytes(page.elements, states=sizes.states)
+            move(page.home, "update", read=state, written=state)
+        if weights != DEVICE:
+            move(weights, "update", written=e * page.elements)
+        if gradients != DEVICE:
+            move(gradients, "update", read=g * page.elements)
+        if inside != (gradients == DEVICE):  # up to the page, or down to it
+            move(DEVICE, "update", **{"read" if inside else "written": g * page.elements})
+        if inside != (weights == DEVICE):
+            move(DEVICE, "update", **{"written" if inside else "read": e * page.elements})
     forward, backward = _orders(units)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
     for unit, place in fetches(away, [*forward, *backward] * micro, blocks=sizes.unit_buffers):

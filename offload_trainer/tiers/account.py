@@ -3,7 +3,7 @@
     <lease>/store.json   where each weight's master is, in which file; the model's directory
     <lease>/progress     the update that the files are of, and whether one was under way
 
-A killed process loses nothing that it has written to `progress`: the kernel has it. Pages in RAM are gone with it.
+A killed process loses nothing that it has written to `progress`: the kernel has it. Pages in memory are gone with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, Strict, with_config
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.plan.layout import ALIGN, FIELDS, RAM, Page, Unit, page_bytes
+from offload_trainer.plan.layout import ALIGN, DEVICE, FIELDS, Page, Unit, page_bytes
 from offload_trainer.readback import EXACT, Count, Flag, Line, Steps, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.tiers.durable import write_text
 from offload_trainer.tiers.store import offsets, size_of_home
@@ -33,7 +33,7 @@ _FIX = "Export the run's newest checkpoint"
 
 States = Annotated[str, Field(pattern=f"^({'|'.join(FIELDS)})$")]
 _PageElements = Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
-_Home = Annotated[int, Strict(), Field(ge=RAM, lt=1000)]
+_Home = Annotated[int, Strict(), Field(ge=DEVICE, lt=1000)]
 
 
 class StoreAccount:
@@ -162,7 +162,7 @@ def read_store(directory: Path) -> StoredMasters:
     """The masters in a private directory that a dead run left. UserError where they are not all in files."""
     told = read_back(directory / DESCRIPTION, _Told, fix=_FIX)
     progress = _read_progress(directory)
-    lost = sum(page.elements for page in told.pages if page.home == RAM)
+    lost = sum(page.elements for page in told.pages if page.home < 0)
     if lost or told.fixed:
         total = format_count(sum(page.elements for page in told.pages))
         what = f"{format_count(lost)} of {total} masters" if lost else f"{len(told.fixed)} fixed weights"

@@ -1,8 +1,9 @@
-"""A CUDA device: streams for the copies each way, ordered by events."""
+"""A CUDA device: streams for the copies each way and for the update of its pages, ordered by events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -32,8 +33,10 @@ class CudaDevice:
         self.place = device
         self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._keeping, self._returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._beside = torch.cuda.Stream(device)
         self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
         self._waiter, self._stager = Workers(1, "event"), Workers(1, "staging")
+        self._passed = Workers(1, "passed")
         self._downloaded = Workers(1, "downloaded")
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -127,8 +130,21 @@ class CudaDevice:
         arrival.queued.then(lambda _: self._waiter.put(ending(left, arrival.finish)))
         return Return(arrival, left)
 
+    @contextmanager
+    def beside(self, *, after: torch.cuda.Event | None) -> Iterator[None]:
+        with torch.cuda.device(self.place), torch.cuda.stream(self._beside):
+            if after is not None:
+                self._beside.wait_event(after)
+            yield
+
+    def reached(self) -> Ticket:
+        event, ticket = torch.cuda.Event(blocking=True), Ticket()  # who waits for it sleeps
+        event.record(torch.cuda.current_stream(self.place))
+        self._passed.put(ending(ticket, event.synchronize))
+        return ticket
+
     def close(self) -> None:
-        for workers in (self._stager, self._waiter, self._downloaded):
+        for workers in (self._stager, self._waiter, self._downloaded, self._passed):
             workers.close()
         self._stagings.clear()  # with the last view of it CUDA lets go of pinned memory
 

@@ -4,6 +4,7 @@
     upload    host memory -> the device                                 (new weights from the update)
     download  the device -> host memory                                 (gradients)
     keep, bring_back   the device -> host memory -> the device          (what gradient checkpointing keeps)
+    beside    computing on a stream of its own                          (the update of state that lives on the device)
 
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
 so that its code takes the same turns; a test makes them late and out of order, and each missing wait shows as a wrong
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +71,15 @@ class Device(Protocol):
         """Fill `into` (on the device) from host memory that is filled once `ready`, not before `after` is passed."""
         ...
 
+    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+        """What is computed and copied in here, on any thread, goes on beside the model, not before the device has
+        passed `after`, and in the order in which it is told."""
+        ...
+
+    def reached(self) -> Ticket:
+        """Done when the device has passed what it was told so far, here or in this `beside`."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -108,6 +119,12 @@ class CpuDevice:
 
     def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
         into.copy_(values)
+        return done()
+
+    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reached(self) -> Ticket:
         return done()
 
     def close(self) -> None:

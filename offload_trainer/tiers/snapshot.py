@@ -1,6 +1,6 @@
 """The optimizer state of one moment, read out page by page while training goes on.
 
-    reader   page 0, 1, 2, ... in order; drives are read one page ahead
+    reader   page 0, 1, 2, ... in order; drives and the device are read one page ahead
     update   waits at a page that has not been read yet (`wait_for`)
 
 Only the update changes a page, so the forward, the backward and all updates of pages that have been read go on.
@@ -16,7 +16,6 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.tiered import SAVE_BUFFERS
-from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.store import PageStore
 from offload_trainer.tiers.transfer import Ticket
 
@@ -38,8 +37,7 @@ class PageSnapshot:
     def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Each page's number and fields (views, until the next page is asked for). TrainerError once it is closed."""
         away = deque(n for n in range(len(self._store.pages)) if self._store.in_memory(n) is None)
-        size = max(map(self._store.bytes_of, away), default=0)
-        free = [host_buffer(size) for _ in range(min(SAVE_BUFFERS, len(away)))]
+        free = self._store.buffers(SAVE_BUFFERS)
         arriving: deque[tuple[torch.Tensor, Ticket]] = deque()
         for number in range(len(self._store.pages)):
             while free and away:

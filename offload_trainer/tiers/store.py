@@ -1,7 +1,7 @@
 """Homes of what a run keeps: optimizer state by page, 16-bit weights and gradients by unit, in memory or in files.
 
-    PageStore    pages of masters and moments          RAM: a view of the page        drive: `read`, `write` a buffer
-    UnitStore    one flat tensor for each unit         RAM: `host(unit)`              drive: `read`, `write` a stretch
+    PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
+    UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a stretch
 
 Training moves whole aligned stretches. Whoever builds, saves or loads reads and writes single weights at any place
 (`get`, `put`), through a desk that holds one stretch of one file at a time.
@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from offload_trainer.plan.layout import ALIGN, FIELDS, RAM, Page, aligned, field_bytes, page_bytes
+from offload_trainer.plan.layout import ALIGN, DEVICE, FIELDS, RAM, Page, aligned, field_bytes, page_bytes
+from offload_trainer.tiers.device import Device
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
 
@@ -68,14 +69,25 @@ def field_dtype(field: str, *, states: str) -> torch.dtype:
 class PageStore:
     """The optimizer state. A page is its fields, one after the other: fp32 master, moments, scales of 8-bit moments."""
 
-    def __init__(self, pages: Sequence[Page], *, states: str, files: Sequence[DriveFile], transfers: Transfers) -> None:
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        *,
+        states: str,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        device: Device,
+    ) -> None:
         self.pages = tuple(pages)
         self.states = states
-        self._files, self._transfers = files, transfers
+        self._files, self._transfers, self._device = files, transfers, device
         self._sizes = [page_bytes(page.elements, states=states) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
         self._memory = host_buffer(size_of_home(self._sizes, homes, RAM))
+        self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
+        if self._on_device.numel():
+            device.reached().wait()  # its memory is zero before anybody else writes there
         self._desk = Desk(transfers, places=_PAGES_OPEN)
         self._of_unit: dict[int, list[int]] = {}
         for number, page in enumerate(pages):
@@ -90,6 +102,19 @@ class PageStore:
             return None
         return self._memory[self._offsets[number] :][: self._sizes[number]]
 
+    def on_device(self, number: int) -> torch.Tensor | None:
+        """The bytes of a page that lives on the device. They change `beside` what else the device computes."""
+        if self.pages[number].home != DEVICE:
+            return None
+        return self._on_device[self._offsets[number] :][: self._sizes[number]]
+
+    def buffers(self, count: int) -> list[torch.Tensor]:
+        """At most `count` of them, each for any page that is not in RAM."""
+        away = [size for size, page in zip(self._sizes, self.pages, strict=True) if page.home != RAM]
+        copied = any(page.home == DEVICE for page in self.pages)
+        pinned = self._device.is_cuda and copied
+        return [host_buffer(max(away), pinned=pinned) for _ in range(min(count, len(away)))]
+
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """The page's fields within `data`, its bytes wherever they are."""
         found, start = {}, 0
@@ -101,19 +126,30 @@ class PageStore:
         return found
 
     def read(self, number: int, buffer: torch.Tensor) -> Ticket:
-        """Fill `buffer` (uint8, the page's bytes) from the page's drive."""
+        """Fill `buffer` (uint8, the page's bytes) from the page's drive, or from the device as it is by then."""
+        resident = self.on_device(number)
+        if resident is not None:
+            return self._copy(resident, buffer)
         return self._transfers.read(self._files[self.pages[number].home], self._offsets[number], buffer)
 
     def write(self, number: int, buffer: torch.Tensor) -> Ticket:
+        resident = self.on_device(number)
+        if resident is not None:
+            return self._copy(buffer, resident)
         return self._transfers.write(self._files[self.pages[number].home], self._offsets[number], buffer)
+
+    def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        """To the device or from it, in order with the updates there."""
+        with self._device.beside(after=None):
+            into.copy_(values, non_blocking=True)
+            return self._device.reached()
 
     def replaced(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Each page's number and its fields, all zero, to be set before the next is asked for.
 
         All are home at the end.
         """
-        size = max((self._sizes[n] for n, page in enumerate(self.pages) if page.home != RAM), default=0)
-        free = [host_buffer(size) for _ in range(2 if size else 0)]
+        free = self.buffers(2)
         leaving: deque[tuple[torch.Tensor, Ticket]] = deque()
         for number in range(len(self.pages)):
             inside = self.in_memory(number)
@@ -169,6 +205,8 @@ class PageStore:
     def _field(self, field: str, number: int, *, modify: bool) -> torch.Tensor:
         """One field of a page, wherever it lives."""
         inside = self.in_memory(number)
+        if inside is None:
+            inside = self.on_device(number)
         if inside is not None:
             return self.fields(number, inside)[field]
         page, names = self.pages[number], list(FIELDS[self.states])

@@ -1,12 +1,13 @@
-"""The update: AdamW over all pages, drives reading ahead and writing behind while the CPU computes.
+"""The update: AdamW over all pages, drives reading ahead and writing behind while CPU and device compute.
 
     drive ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive        pages that move
                                memory ──kernel──> memory                                    pages that stay
+                               device ──its kernel──> device                                pages that live there
 
 Slots are host buffers, each with one page on its way in, ready, or on its way out. A slot whose bytes have left is
-filled again at once, on the thread that saw them leave; the CPU takes what is ready, and pages in memory while nothing
-is. Clipping and loss scaling are one factor on the gradient. No element depends on another, so the order does not
-change a bit.
+filled again at once, on the thread that saw them leave. The device is told its pages first and computes them beside
+all else; the CPU takes what is ready, and pages in memory while nothing is. Clipping and loss scaling are one factor on
+the gradient. No element depends on another, so the order does not change a bit.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from offload_trainer.plan.layout import RAM
+from offload_trainer.plan.routes import Route, device_slot, host_slot
 from offload_trainer.tiers.adam import Kernel, PageNoise, Stretch, within
+from offload_trainer.tiers.device import Device
 from offload_trainer.tiers.gradients import Gradients
 from offload_trainer.tiers.memory import host_buffer
 from offload_trainer.tiers.moments import Noise
 from offload_trainer.tiers.snapshot import PageSnapshot
 from offload_trainer.tiers.store import PageStore
-from offload_trainer.tiers.transfer import Ticket, together
+from offload_trainer.tiers.transfer import Ticket, done, together
 from offload_trainer.tiers.weights import Weights
 
 
@@ -34,38 +37,58 @@ from offload_trainer.tiers.weights import Weights
 class _Job:
     """A page in a slot."""
 
-    number: int
-    state: torch.Tensor  # uint8; empty where the state lives in RAM
-    gradient: torch.Tensor  # empty where it lives in RAM
-    out: torch.Tensor  # empty where the weights can be written in place
+    route: Route
+    state: torch.Tensor  # uint8; each is empty where that does not pass through the slot
+    gradient: torch.Tensor
+    out: torch.Tensor
     loaded: list[Ticket]
     slot: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step's update is told."""
+
+    stretches: Sequence[Sequence[Stretch]]  # of each unit
+    scale: float
+    lr: float
+    noise: Noise | None
+    after: Any  # the device's mark: all gradients are made
 
 
 class Updater:
     """Carries the update out over `store`, `gradients` and `weights`."""
 
     def __init__(
-        self, store: PageStore, weights: Weights, gradients: Gradients, kernel: Kernel, *, slots: int, pinned: bool
+        self,
+        store: PageStore,
+        weights: Weights,
+        gradients: Gradients,
+        kernel: Kernel,
+        *,
+        device: Device,
+        device_kernel: Kernel,
+        routes: Sequence[Route],
+        slots: int,
     ) -> None:
-        self._store, self._weights, self._gradients, self._kernel = store, weights, gradients, kernel
-        pages = store.pages
-        self._staying = [number for number in range(len(pages)) if self._stays(number)]
-        self._moving = [number for number in range(len(pages)) if not self._stays(number)]
-        state = [store.bytes_of(n) for n in self._moving if store.in_memory(n) is None]
-        collected = [pages[n].elements for n in self._moving if gradients.store.host(pages[n].unit) is None]
-        rounded = [pages[n].elements for n in self._moving if weights.direct(pages[n].unit) is None]
-        self._parts = (
-            max(state, default=0),
-            gradients.dtype.itemsize * max(collected, default=0),
-            weights.dtype.itemsize * max(rounded, default=0),
-        )
+        """`device_kernel` is for the pages that live on `device`; `routes` are those of the store's pages."""
+        self._store, self._weights, self._gradients = store, weights, gradients
+        self._kernel, self._device, self._device_kernel = kernel, device, device_kernel
+        self._moving = [route for route in routes if route.through_host]
+        staying = [route for route in routes if not route.through_host]
+        self._staying = [route for route in staying if not route.on_device]
+        self._living = [route for route in staying if route.on_device]
+        sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
+        parts = host_slot(routes, states=store.states, **sizes)
         self._slots = [
-            host_buffer(sum(self._parts), pinned=pinned).split(self._parts)
+            host_buffer(parts.total, pinned=device.is_cuda).split([parts.state, parts.gradient, parts.weights])
             for _ in range(min(slots, len(self._moving)))
         ]
+        inside = device_slot(routes, **sizes)
+        self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
+        self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._free = list(range(len(self._slots)))
-        self._waiting: deque[int] = deque()
+        self._waiting: deque[Route] = deque()
         self._ready: queue.SimpleQueue[_Job | BaseException] = queue.SimpleQueue()
         self._early: list[_Job] | None = None  # pages read before their gradients were known
         self._leaving: list[Ticket] = []
@@ -76,15 +99,6 @@ class Updater:
         """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
         self._snapshot = PageSnapshot(self._store)
         return self._snapshot
-
-    def _stays(self, number: int) -> bool:
-        """Whether a page and all that its update touches are in host memory."""
-        unit = self._store.pages[number].unit
-        return (
-            self._store.in_memory(number) is not None
-            and self._gradients.store.host(unit) is not None
-            and self._weights.direct(unit) is not None
-        )
 
     # -- pages that move ----------------------------------------------------------------------------------------------
 
@@ -105,19 +119,19 @@ class Updater:
             if not self._waiting:
                 self._free.append(slot)
                 return
-            number = self._waiting.popleft()
-        page = self._store.pages[number]
+            route = self._waiting.popleft()
         state, gradient, out = self._slots[slot]
+        count, through = route.page.elements, route.through_host
         job = _Job(
-            number=number,
-            state=state[: self._store.bytes_of(number) if page.home != RAM else 0],
-            gradient=gradient.view(self._gradients.dtype)[: page.elements],
-            out=out.view(self._weights.dtype)[: page.elements],
+            route=route,
+            state=state[: self._store.bytes_of(route.number) if "state" in through else 0],
+            gradient=gradient.view(self._gradients.dtype)[: count if "gradient" in through else 0],
+            out=out.view(self._weights.dtype)[: count if "weights" in through else 0],
             loaded=[],
             slot=slot,
         )
-        if page.home != RAM:
-            job.loaded.append(self._store.read(number, job.state))
+        if "state" in through:
+            job.loaded.append(self._store.read(route.number, job.state))
         with self._lock:
             if self._early is not None:
                 self._early.append(job)
@@ -126,20 +140,31 @@ class Updater:
 
     def _complete(self, job: _Job) -> None:
         """Read the gradient as well, and report the page when all of it is there."""
-        page = self._store.pages[job.number]
-        if self._gradients.store.host(page.unit) is None:
+        if "gradient" in job.route.through_host:
+            page = job.route.page
             job.loaded.append(self._gradients.read(page.unit, page.start, job.gradient))
         together(job.loaded).then(lambda error: self._ready.put(error or job))
 
-    def _send(self, job: _Job) -> None:
-        """Start what has changed on its way home; then the slot is filled again."""
-        page = self._store.pages[job.number]
-        leaving = [self._store.write(job.number, job.state)] if page.home != RAM else []
-        if self._weights.direct(page.unit) is None:
-            leaving.append(self._weights.commit(page.unit, page.start, job.out))
-        ticket = together(leaving)
-        self._leaving.append(ticket)
-        ticket.then(lambda error: self._refill(job.slot, error))
+    def _send(self, job: _Job, computed: Ticket) -> None:
+        """Start what has changed on its way home, once it is computed; then the slot is filled again."""
+        home = Ticket()
+        self._leaving.append(home)
+        home.then(lambda error: self._refill(job.slot, error))
+        computed.then(lambda error: self._leave(job, home, error))
+
+    def _leave(self, job: _Job, home: Ticket, error: BaseException | None) -> None:
+        """Runs on a transfer's thread where the device computed the page."""
+        try:
+            if error is not None:
+                raise error
+            leaving, page, through = [], job.route.page, job.route.through_host
+            if "state" in through:
+                leaving.append(self._store.write(job.route.number, job.state))
+            if "weights" in through:
+                leaving.append(self._weights.commit(page.unit, page.start, job.out))
+            together(leaving).then(home.finish_part)
+        except BaseException as caught:
+            home.finish_part(caught)
 
     def _refill(self, slot: int, error: BaseException | None) -> None:
         """Where a transfer's thread must not die of what goes wrong, since `update` would wait for ever."""
@@ -159,64 +184,106 @@ class Updater:
         step before and partly of this one.
         """
         self.read_ahead()
+        step = _Step(stretches, scale=scale, lr=lr, noise=noise, after=self._device.mark())
         with self._lock:
             early, self._early = self._early or [], None
         for job in early:
             self._complete(job)
+        if self._living:
+            with self._device.beside(after=step.after):
+                for route in self._living:
+                    self._compute_on_device(route, None, step)
+                self._leaving.append(self._device.reached())
         staying, moving = deque(self._staying), len(self._moving)
         while staying or moving:
             try:
                 arrived = self._ready.get(block=not staying)
             except queue.Empty:
-                self._compute(staying.popleft(), None, stretches, scale=scale, lr=lr, noise=noise)
+                self._compute(staying.popleft(), None, step)
                 continue
             if isinstance(arrived, BaseException):
                 raise arrived
             job = arrived
-            self._compute(job.number, job, stretches, scale=scale, lr=lr, noise=noise)
-            self._send(job)
+            if job.route.on_device:
+                with self._device.beside(after=step.after):
+                    self._compute_on_device(job.route, job, step)
+                    self._send(job, self._device.reached())
+            else:
+                self._compute(job.route, job, step)
+                self._send(job, done())
             moving -= 1
         for ticket in self._leaving:
             ticket.wait()
         self._leaving.clear()
 
-    def _compute(
-        self,
-        number: int,
-        job: _Job | None,
-        stretches: Sequence[Sequence[Stretch]],
-        *,
-        scale: float,
-        lr: float,
-        noise: Noise | None,
-    ) -> None:
-        """The arithmetic of one page, on whichever of its parts are in a slot and whichever are at home."""
-        if self._snapshot is not None:
-            self._snapshot.wait_for(number)
-        page = self._store.pages[number]
-        stretch = slice(page.start, page.start + page.elements)
-        inside = self._store.in_memory(number)
-        data = inside if inside is not None else job.state if job else None
-        gradient = self._gradients.store.host(page.unit)
-        out = self._weights.direct(page.unit)
+    def _compute(self, route: Route, job: _Job | None, step: _Step) -> None:
+        """The arithmetic of one page on the CPU, on whichever of its parts are in a slot and whichever are at home."""
+        data = job.state if job and "state" in route.through_host else self._store.in_memory(route.number)
         assert data is not None
-        assert job is not None or (gradient is not None and out is not None)
-        fields = self._store.fields(number, data)
-        new = out[stretch] if out is not None else job.out  # type: ignore[union-attr]
-        parts = within(stretches[page.unit], page.start, page.start + page.elements)
-        if out is None:  # weights without a gradient keep their value, and go home with the others
-            _copy_rest(fields["master"], new, parts)
-        grad = gradient[stretch] if gradient is not None else job.gradient  # type: ignore[union-attr]
-        self._kernel.update_page(
+        gradient, out = self._host_gradient(route, job), self._host_weights(route, job)
+        self._update(self._kernel, route, data, gradient, out, step, rest="weights" in route.through_host)
+
+    def _host_gradient(self, route: Route, job: _Job | None) -> torch.Tensor:
+        if job and "gradient" in route.through_host:
+            return job.gradient
+        return _part(self._gradients.store.host(route.page.unit), route)
+
+    def _host_weights(self, route: Route, job: _Job | None) -> torch.Tensor:
+        """Where the CPU writes a page's new weights, or the device has them copied to."""
+        if job and "weights" in route.through_host:
+            return job.out
+        return _part(self._weights.direct(route.page.unit), route)
+
+    def _compute_on_device(self, route: Route, job: _Job | None, step: _Step) -> None:
+        """The same on the device, told `beside`: what of the page lives elsewhere is copied there and back."""
+        count, unit = route.page.elements, route.page.unit
+        data = self._store.on_device(route.number)
+        assert data is not None
+        if "gradient" in route.through_device:
+            gradient = self._device_gradient[:count].copy_(self._host_gradient(route, job), non_blocking=True)
+        else:
+            gradient = _part(self._gradients.on_device(unit), route)
+        leaves = "weights" in route.through_device
+        out = self._device_out[:count] if leaves else _part(self._weights.resident(unit), route)
+        self._update(self._device_kernel, route, data, gradient, out, step, rest=leaves)
+        if leaves:
+            self._host_weights(route, job).copy_(out, non_blocking=True)
+
+    def _update(
+        self,
+        kernel: Kernel,
+        route: Route,
+        data: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        step: _Step,
+        *,
+        rest: bool,
+    ) -> None:
+        """`kernel` on a page's state, where it is. `rest`: weights without a gradient go home with the others."""
+        if self._snapshot is not None:
+            self._snapshot.wait_for(route.number)
+        page = route.page
+        fields = self._store.fields(route.number, data)
+        parts = within(step.stretches[page.unit], page.start, page.start + page.elements)
+        if rest:
+            _copy_rest(fields["master"], out, parts)
+        kernel.update_page(
             fields,
-            grad,
-            new,
+            gradient,
+            out,
             parts,
             states=self._store.states,
-            scale=scale,
-            lr=lr,
-            noise=None if noise is None else PageNoise(noise, page.unit, page.start),
+            scale=step.scale,
+            lr=step.lr,
+            noise=None if step.noise is None else PageNoise(step.noise, page.unit, page.start),
         )
+
+
+def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
+    """A page's stretch of its unit, which is where the route says."""
+    assert whole is not None
+    return whole[route.page.start :][: route.page.elements]
 
 
 def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]) -> None:
@@ -224,5 +291,5 @@ def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]
     end = 0
     for part in [*stretches, Stretch(master.numel(), master.numel(), 0.0, 0)]:
         if part.start > end:
-            out[end : part.start].copy_(master[end : part.start])
+            out[end : part.start].copy_(master[end : part.start], non_blocking=True)
         end = part.end

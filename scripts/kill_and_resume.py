@@ -38,6 +38,8 @@ from offload_trainer.tiers.removal import Workplace, scratch
 STEPS, EVERY, KEEP = 12, 2, 2
 PLACEMENTS = (
     ["--ram-fraction", "1"],
+    ["--gpu-fraction", "1"],
+    ["--gpu-fraction", "0.4", "--ram-fraction", "0.3"],
     ["--optimizer", "nvme", "--ram-fraction", "0.5"],
     ["--optimizer", "nvme"],
     ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],

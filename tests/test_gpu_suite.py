@@ -25,13 +25,11 @@ sys.path.insert(0, str(SCRIPTS))
 from gpu_stages import check, gpt2_10b, llama_8b, parity, saves, speed, worker  # noqa: E402
 from gpu_stages.fill import filled_for_benchmarks  # noqa: E402
 from gpu_stages.record import OUT_OF_TIME, Record  # noqa: E402
-from gpu_stages.stage import NO_SHARE, Failure, Stage  # noqa: E402
+from gpu_stages.stage import Failure, Stage  # noqa: E402
 
-from offload_trainer.config import PlacementSection  # noqa: E402
 from offload_trainer.run import use_deterministic_algorithms  # noqa: E402
 from offload_trainer.settings import load_config  # noqa: E402
 
-SHARES = "gpu_fraction" in PlacementSection.model_fields  # on the GPU: the key comes with them
 STAGES = ("check", "parity", "speed", "8b", "10b", "saves")
 TINY = ["model.overrides.n_layer=2", "model.overrides.n_embd=64", "--seq-len", "32", "--micro-batch", "2"]
 
@@ -70,7 +68,7 @@ def test_every_stage_passes_its_rehearsal_and_says_that_it_is_one(rehearsed: Cal
     found = json.loads((folder / f"{stage}.json").read_text())
     assert (found["done"], found["rehearsal"]) == (True, True), said
     assert found["rows"], said
-    assert {row["outcome"] for row in found["rows"]} <= {"ok", *([] if SHARES else [NO_SHARE])}, said
+    assert {row["outcome"] for row in found["rows"]} == {"ok"}, said
     page = (folder / f"{stage}.md").read_text().splitlines()
     assert page[0].startswith("# rehearsal: ")
     assert next(line for line in page if line.startswith("|")).startswith("| rehearsal: ")
@@ -79,7 +77,6 @@ def test_every_stage_passes_its_rehearsal_and_says_that_it_is_one(rehearsed: Cal
     assert (folder / "left").read_text() == ""
 
 
-@pytest.mark.skipif(not SHARES, reason="no shares on the GPU")
 def test_parity_compares_every_home_with_plain_torch_and_with_the_first(rehearsed: Callable[[str], Path]) -> None:
     rows = json.loads((rehearsed("parity") / "parity.json").read_text())["rows"]
     groups = {(row["dtype"], row["accumulate"]) for row in rows}
@@ -116,7 +113,6 @@ def test_the_tests_that_are_run_on_a_gpu_are_there() -> None:
     assert [file for file in check.COMPUTING if not (ROOT / file).exists()] == []
 
 
-@pytest.mark.skipif(not SHARES, reason="no shares on the GPU")
 def test_every_case_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
     drive = ["--nvme", str(tmp_path), "--engine", "tiered", "--params", "gpu"]
     given = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values()]

@@ -21,6 +21,7 @@ COMPUTING = (
     "tests/test_against_torch.py",
     "tests/test_gradients.py",
     "tests/test_streams.py",
+    "tests/test_shares.py",
     "tests/test_stored_moments.py",
     "tests/test_update_page.py",
     "tests/test_dropout.py",

@@ -80,7 +80,7 @@ def homes(plan: dict[str, Any]) -> str:
     chosen, sizes = plan["chosen"], plan["chosen"]["sizes"] or {}
     if chosen["engine"] != "tiered":
         return f"{chosen['engine']}, weights {chosen['params']}, state {chosen['optimizer']}"
-    gpu, ram = sizes.get("gpu_fraction", 0.0), sizes["ram_fraction"]
+    gpu, ram = sizes["gpu_fraction"], sizes["ram_fraction"]
     drive = max(0.0, 1 - gpu - ram)
     return f"weights {chosen['params']}; state {gpu:.1%} GPU, {ram:.1%} RAM, {drive:.1%} drive"
 

@@ -22,12 +22,10 @@ from statistics import median
 from typing import Any, TypeVar
 
 from gpu_stages.record import OUT_OF_TIME, Record
-from offload_trainer.config import PlacementSection
 from offload_trainer.tiers.removal import scratch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _Of = TypeVar("_Of")
-NO_SHARE = "not run: this version keeps no state on the GPU"
 _CLOSING = 12.0  # seconds kept for ending processes and writing the page
 _LEAST = 15.0  # with fewer seconds left nothing is begun: a process takes as many to start
 
@@ -111,19 +109,9 @@ class Worker:
         """The run that `words` mean, its drive and its directory here; `given` is as worker.py has it."""
         self._runs += 1
         here = ["--nvme", str(self.folder)] if "{drive}" in words else []
-        words = self._without_unknown_shares([word for word in words if word != "{drive}"])
+        words = [word for word in words if word != "{drive}"]
         words = [*words, *here, *(["placement.threads=1"] if self._stage.rehearsal else [])]
         return self.ask("build", words=words, output=str(self.folder / f"run-{self._runs}"), **given)
-
-    def _without_unknown_shares(self, words: list[str]) -> list[str]:
-        """The words without a share of 0 on the GPU; Failure for another, where this version has no such share."""
-        if "--gpu-fraction" not in words or "gpu_fraction" in PlacementSection.model_fields:
-            return words
-        place = words.index("--gpu-fraction")
-        if float(words[place + 1]):
-            self.end()
-            raise Failure(NO_SHARE)
-        return words[:place] + words[place + 2 :]
 
     def ask(self, what: str, **given: Any) -> dict[str, Any]:
         """Its answer. Failure with its last words, or out of time; the process has ended then."""

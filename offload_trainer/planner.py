@@ -12,12 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError, reason
 from offload_trainer.launch import ranks_of_environment
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.choose import settle_and_plan
+from offload_trainer.plan.memory import item_bytes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.units import format_bytes
 
@@ -61,7 +62,8 @@ def _with_what_goes(machine: MachineProfile) -> MachineProfile:
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     """The plan of a run on a machine that is only described."""
     section = config.model
-    shape = None if section.overrides or section.freeze else preset_shape(section.name)
+    changed = section.overrides or section.freeze or section.attention != ModelSection().attention
+    shape = None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
     if shape is None:
         from offload_trainer.model.source import resolve_model
 

@@ -186,7 +186,7 @@ def _machine(folder: Path) -> Kind:
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
     cache.keep_rates(whole)
     cache.keep_ratios(whole, {"tiered.update": 1.5, "tiered.forward": 0.5})
-    config, shape = load_config(["--model", "gpt2", "--nvme", "/mnt/a"]), preset_shape("gpt2")
+    config, shape = load_config(["--model", "gpt2", "--nvme", "/mnt/a"]), preset_shape("gpt2", item_bytes=2)
     assert shape is not None
 
     def use() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from offload_trainer.plan.activations import Activations, Growth, Part, pruned
 from offload_trainer.plan.shape import ModelShape, Weight
 
 
@@ -44,8 +45,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def gpt2_shape(config: dict[str, Any]) -> ModelShape:
-    """Parameters of transformers' GPT2LMHeadModel with tied embeddings, in its own order."""
+def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2) -> ModelShape:
+    """Parameters of transformers' GPT2LMHeadModel with tied embeddings, in its own order; numbers of `item_bytes`."""
     hidden, layers = config["n_embd"], config["n_layer"]
     block: dict[str, tuple[int, ...]] = {
         "ln_1.weight": (hidden,),
@@ -80,9 +81,62 @@ def gpt2_shape(config: dict[str, Any]) -> ModelShape:
         vocabulary=config["vocab_size"],
         context=config["n_positions"],
         attention=(2 * hidden,) * layers,
+        on_gpu=(counted := gpt2_activations(config, item_bytes=item_bytes)),
+        on_cpu=counted,
     )
 
 
-def preset_shape(name: str) -> ModelShape | None:
+def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
+    """What `model/activations.py` counts, in closed form: without dropout, with fused attention.
+
+    Its eager `gelu_new` keeps most: 28 hidden states a token and block in all.
+    """
+    e, hidden, vocabulary = item_bytes, config["n_embd"], config["vocab_size"]
+    states = e * hidden
+    numbers = 4 * config["n_head"] + 16  # attention's logarithms, means and deviations of two norms, in fp32
+    kept = 28 * states + numbers
+    block = Part(
+        kept=Growth(token=kept),
+        forward=(Growth(token=kept + 2 * states),),
+        backward=pruned(
+            [
+                Growth(fixed=4 * states * (hidden + 1), position=-states, token=12 * states + numbers),
+                Growth(fixed=states * (4 * hidden + 1), position=-states, token=31 * states + numbers),
+                Growth(position=-states, token=35 * states + numbers),
+            ]
+        ),
+    )
+    norm = Part(
+        kept=Growth(position=-states, token=8 - states),
+        forward=(Growth(token=states + 8),),
+        backward=(Growth(fixed=2 * states, position=-states, token=states + 8),),
+    )
+    head = Part(
+        kept=Growth(token=4 * vocabulary),
+        forward=(Growth(token=8 * vocabulary),),
+        backward=pruned(
+            [
+                Growth(fixed=states * vocabulary, token=e * vocabulary + states),
+                Growth(token=12 * vocabulary),
+            ]
+        ),
+    )
+    return Activations(
+        before=Growth(position=states + 8, token=2 * states),
+        kinds=(block,),
+        blocks=(0,) * config["n_layer"],
+        hidden=Growth(token=states),
+        norm=norm,
+        head=head,
+        embedding=pruned(
+            [
+                Growth(fixed=states * vocabulary, position=8, token=2 * states),
+                Growth(fixed=states * config["n_positions"], position=states + 8, token=2 * states),
+            ]
+        ),
+    )
+
+
+def preset_shape(name: str, *, item_bytes: int) -> ModelShape | None:
     """The shape of a preset, or None for another name."""
-    return gpt2_shape(PRESETS[name]) if name in PRESETS else None
+    return gpt2_shape(PRESETS[name], item_bytes=item_bytes) if name in PRESETS else None

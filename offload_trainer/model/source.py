@@ -13,7 +13,7 @@ import difflib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
+from offload_trainer.model.activations import count_activations
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.beside import check_beside, copy_beside
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
@@ -39,6 +40,7 @@ from offload_trainer.model.pretrained import (
     pretrained_order,
     pretrained_weights,
 )
+from offload_trainer.plan.activations import Activations
 from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.readback import one_line
@@ -164,7 +166,7 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
         match_weights(directory, model)
     return ModelSource(
         config=config,
-        shape=_shape(model, freeze=section.freeze),
+        shape=_shape(model, section),
         section=section,
         seed=seed,
         directory=directory,
@@ -226,8 +228,9 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
         setattr(config, key, value)
 
 
-def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
-    patterns = []
+def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
+    """Counts of a model on the meta device; its parameters are in the run's dtype, and frozen, afterwards."""
+    freeze, patterns = section.freeze, []
     for text in freeze:
         try:
             patterns.append(re.compile(text))
@@ -258,6 +261,10 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
         )
     if not any(weight.trainable for weight in weights):
         raise UserError("model.freeze leaves nothing to train")
+    trained = {weight.name for weight in weights if weight.trainable}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    on_gpu, on_cpu = _activations(model, blocks, section)
     text = model.config.get_text_config()
     return ModelShape(
         weights=tuple(weights),
@@ -266,7 +273,19 @@ def _shape(model: PreTrainedModel, *, freeze: tuple[str, ...]) -> ModelShape:
         vocabulary=text.vocab_size,
         context=getattr(text, "max_position_embeddings", None) or 2048,
         attention=attention_widths(model, blocks),
+        on_gpu=on_gpu,
+        on_cpu=on_cpu,
     )
+
+
+def _activations(
+    model: PreTrainedModel, blocks: Sequence[str], section: ModelSection
+) -> tuple[Activations, Activations] | tuple[None, None]:
+    """Counted, or None for a model that cannot run without values: its plan is an estimate."""
+    try:
+        return count_activations(model, blocks, dtype=DTYPES[section.dtype])
+    except Exception:  # of an architecture's own code, which may do anything
+        return None, None
 
 
 # As transformers' Trainer tells biases and norms; and the rates at which Mamba's state decays, as its authors do.

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.plan.activations import peak_of
 from offload_trainer.plan.layout import bytes_of_state
-from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.shape import ModelShape, estimated
 from offload_trainer.plan.zero import Placement, ZeroSizes
 from offload_trainer.units import format_bytes
 
 CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; free bytes are asked before there is one
+ALLOCATOR = 0.05  # of what comes and goes on a GPU: holes that fit nothing, sizes rounded up; assumed, not measured
 PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
 PRODUCTS = 32_000_000  # what oneDNN and the allocator keep once products of all shapes ran (20 MB AVX2, 40 AMX)
-_KEPT = 1.8  # of a block's inputs and outputs, for the backward
 STOCK_PROCESS = 650_000_000  # with DeepSpeed's
 CUDA_PROCESS = 1_600_000_000  # more where a GPU computes: CUDA's libraries in host memory; estimated, not measured
 
@@ -142,33 +143,44 @@ def activation_items(
     checkpointing: bool,
     seq_len: int,
     kept: Sequence[Item] = (),
+    gradients: bool = False,
+    waiting: int = 0,
 ) -> list[Item]:
-    """Activations of one micro-batch, and the logits of one chunk. `kept`: the blocks' inputs, where they have homes.
+    """What a micro-batch holds at its largest moment (`plan/activations.py`), and what the device's libraries take.
 
-    What autograd keeps of a block, without the attention matrix, which SDPA does not keep: of transformers' GPT-2 1.78
-    times the inputs and outputs of its products, of Qwen3 1.65, of Llama 1.28 (counted through `saved_tensors_hooks`;
-    dropout doubles it). With checkpointing only its input is kept, and one block is recomputed at a time.
+    `kept`: the blocks' inputs, where they have homes of their own. `gradients`: whether those of weights are counted
+    there, where they do not stay; `waiting`: as `peak_of` has it.
     """
-    e = item_bytes(config.model.dtype)
-    tokens = config.train.micro_batch * seq_len
-    blocks = int(_KEPT * e * tokens * shape.widths)
-    block = blocks // max(1, shape.layers)
-    if checkpointing:
-        inputs = shape.layers * e * tokens * shape.hidden
-        home = "ram" if config.model.offload_activations else device
-        items = [
-            *(kept or [Item(home, "block inputs", inputs * world, "kept by gradient checkpointing")]),
-            Item(device, "activations", block * world, "one block, recomputed in the backward"),
-        ]
+    counted = shape.on_gpu if device == "gpu" else shape.on_cpu
+    offloaded = bool(kept) or bool(checkpointing and config.model.offload_activations and device == "gpu")
+    rows = config.train.micro_batch
+    peak = peak_of(
+        counted or estimated(shape, item_bytes(config.model.dtype)),
+        rows=rows,
+        length=seq_len,
+        chunk=config.model.loss_chunk,
+        checkpointing=checkpointing,
+        inputs_here=not offloaded,
+        gradients=gradients,
+        waiting=waiting,
+    )
+    how = peak.when if counted else f"{peak.when}; an estimate, this architecture could not be counted"
+    items = list(kept)
+    if offloaded:
+        inputs = shape.layers * rows * seq_len * shape.hidden * item_bytes(config.model.dtype)
+        if not kept:
+            items.append(Item("ram", "block inputs", inputs * world, "kept by gradient checkpointing"))
+        items.append(Item(device, "activations", peak.bytes * world, f"at their largest, {how}"))
     else:
-        items = [Item(device, "activations", blocks * world, "every block's, until its backward")]
+        name = "block inputs" if checkpointing else "activations kept"
+        items.append(Item(device, name, peak.kept * world, "of the blocks, until their backward"))
+        items.append(Item(device, "activations", peak.rest * world, f"beside those at the largest moment, {how}"))
     if device == "gpu":
         items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "the driver's, in each process"))
+        why = f"{ALLOCATOR:.0%} of the activations, for what the allocator cannot use of its memory; assumed"
+        items.append(Item(device, "allocator", int(ALLOCATOR * peak.bytes) * world, why))
     else:
         items.append(Item(device, "products", PRODUCTS * world, "their code and buffers, in each process"))
-    chunk = min(tokens, config.model.loss_chunk)
-    logits = chunk * shape.vocabulary * (8 + e)
-    items.append(Item(device, "logits", logits * world, f"{chunk} tokens at a time, with their gradient"))
     return items
 
 

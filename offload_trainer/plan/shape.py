@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from offload_trainer.plan.activations import Activations, Growth, Part
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -46,6 +48,8 @@ class ModelShape:
     vocabulary: int
     context: int
     attention: tuple[int, ...] = ()  # of each block: heads x (size of a key + size of a value)
+    on_gpu: Activations | None = None  # what forward and backward hold; None: it could not be counted
+    on_cpu: Activations | None = None  # the same with a CPU's kernels
 
     @property
     def parameters(self) -> int:
@@ -107,3 +111,23 @@ class ModelShape:
 
 def _forward(weight: Weight) -> float:
     return 2 * weight.products * weight.numel
+
+
+def estimated(shape: ModelShape, item_bytes: int) -> Activations:
+    """For an architecture that does not run without values: 1.8 times the inputs and outputs of the blocks' products.
+
+    Counted ones keep 1.2 (Llama) to 2.1 times as much, without attention's matrices, and a third more for a moment.
+    """
+    e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
+    kept = Growth(token=1.8 * e * shape.widths / max(1, shape.layers))
+    largest = max((weight.numel for weight in shape.weights if weight.block), default=0)
+    head = e * shape.vocabulary * shape.hidden
+    return Activations(
+        before=states,
+        kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),
+        blocks=(0,) * shape.layers,
+        hidden=states,
+        norm=Part(states, (states + states,), (states + states,)),
+        head=Part(Growth(), (), (Growth(token=12 * shape.vocabulary), Growth(fixed=head, token=e * shape.vocabulary))),
+        embedding=(Growth(fixed=head) + states + states,),
+    )

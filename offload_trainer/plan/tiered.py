@@ -145,7 +145,15 @@ def tiered_items(
         on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
         items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
     items += activation_items(
-        config, shape, device=device, world=1, checkpointing=checkpointing, seq_len=seq_len, kept=kept
+        config,
+        shape,
+        device=device,
+        world=1,
+        checkpointing=checkpointing,
+        seq_len=seq_len,
+        kept=kept,
+        gradients=True,
+        waiting=e * sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1),
     )
     return items
 
@@ -208,24 +216,17 @@ def _gradient_items(units: Sequence[Unit], homes: Sequence[int], *, tiers: dict[
 
 
 def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool) -> tuple[int, str]:
-    """Bytes of gradients on the device beside the sums there, and what they are.
+    """Bytes of gradients that were handed over and still are on the device, beside the sums there, and what they are.
 
-    Those of a tied weight wait for each other. A CPU's copies are made at once; on a GPU there are, beside the one that
-    is being made, the largest and `GRADIENTS_IN_FLIGHT` on their way. The first to set out, a head's, has left when
-    the last, an embedding's, is made, unless all blocks' together are less than that.
+    A CPU's copies are made at once; on a GPU the largest and `GRADIENTS_IN_FLIGHT` may be on their way. That which is
+    being made, and those of a tied weight that wait for each other, are among the activations' moments.
     """
-    weights = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
-    largest = e * max((weight.numel for weight, _ in weights), default=0)
-    waiting = e * sum(weight.numel for weight, _ in weights if weight.uses > 1)
-    words = "the largest weight's" + (", and a tied weight's until its uses have met" if waiting else "")
-    copied = [(e * weight.numel, unit.block) for weight, unit in weights if homes[unit.index] != DEVICE]
+    trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
+    copied = [e * weight.numel for weight, unit in trained if homes[unit.index] != DEVICE]
     if not gpu or not copied:
-        return largest + waiting, words
-    blocks = [size for size, block in copied if block]
-    everything = sum(size for size, _ in copied)
-    if sum(blocks) > GRADIENTS_IN_FLIGHT:
-        everything = min(everything, max(size for size, _ in copied) + max(blocks) + GRADIENTS_IN_FLIGHT)
-    return max(largest, everything) + waiting, f"{words}, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
+        return 0, "handed over at once"
+    most = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT)
+    return most, f"handed over: the largest weight's, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
 
 
 def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:

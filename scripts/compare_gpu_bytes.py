@@ -1,0 +1,237 @@
+"""GPU bytes that are planned, beside those that torch itself tracks. No GPU and no memory is needed.
+
+    compare_gpu_bytes.py [--only TEXT ...] [--quick] [--table FILE] [--json FILE]
+
+The module that is trained, at its full depth and with its loss, checkpointing and hand-over of gradients, runs forward
+and backward on tensors without memory (FakeTensorMode), and torch.distributed._tools.mem_tracker.MemTracker notes the
+peak. The plan's figure is what it counts on the GPU beside what no tensor shows: the driver's context, gradients that
+are still being copied, and the allocator's margin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.model.source import ModelSource, resolve_model
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.tiers.removal import scratch
+
+UNSEEN = ("CUDA context", "allocator", "gradients in flight")  # by no tensor
+
+_LLAMA = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+SHAPES: dict[str, dict[str, Any]] = {  # keys of their config.json that make a difference to bytes
+    "Llama-3-8B": {
+        **_LLAMA,
+        **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "vocab_size": 128256},
+    },
+    "Qwen3-8B": {
+        **_LLAMA,
+        **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
+    },
+    "Mixtral-8x7B": {
+        **_LLAMA,
+        **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
+        **{"sliding_window": None, "max_position_embeddings": 32768},
+    },
+    "Qwen3-30B-A3B": {
+        **_LLAMA,
+        **{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936},
+        **{"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 40960},
+    },
+}
+PRESETS = ("gpt2-medium", "gpt2-xl", "gpt2-10b")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    rows: int
+    length: int
+    checkpointing: bool
+    offloaded: bool = False
+
+    @property
+    def name(self) -> str:
+        kept = "off" if not self.checkpointing else "in host memory" if self.offloaded else "on"
+        return f"{self.model}, {self.rows} x {self.length}, checkpointing {kept}"
+
+
+def cases(*, quick: bool) -> list[Case]:
+    sizes = [(4, 1024)] if quick else [(rows, length) for length in (1024, 8192) for rows in (1, 4, 16)]
+    kinds = [(True, False), (True, True), (False, False)]  # what is not recomputed cannot be kept elsewhere
+    return [Case(model, *size, *kind) for model in (*PRESETS, *SHAPES) for size in sizes for kind in kinds]
+
+
+def wish(case: Case, folder: Path) -> TrainConfig:
+    section: dict[str, Any] = {"name": case.model, "checkpointing": "on" if case.checkpointing else "off"}
+    if case.model in SHAPES:
+        directory = folder / case.model
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(SHAPES[case.model]))
+        section |= {"name": str(directory), "scratch": True}
+    elif case.length > 1024:
+        section["overrides"] = {"n_positions": case.length}  # its own context is 1024
+    if case.offloaded:
+        section["offload_activations"] = "cpu"
+    return TrainConfig.model_validate(
+        {
+            "model": section,
+            "data": {"seq_len": case.length},
+            "train": {"micro_batch": case.rows, "accumulate": 1},
+            "placement": {"engine": "tiered", "params": "gpu", "optimizer": "cpu", "ram_fraction": 1.0},
+            "save": {"every": 0},
+        }
+    )
+
+
+def planned(config: TrainConfig, source: ModelSource) -> int:
+    machine = MachineProfile(
+        gpu="any", gpu_bytes=10**13, ram_bytes=10**13, cores=8, drives=(), output=DriveFacts("/out", 10**13, "ext4")
+    )
+    plan = make_plan(config, source.shape, machine)
+    # Inputs of blocks that leave are gone at once here; those still on their way are the plan's.
+    unseen = (*UNSEEN, "block inputs") if config.model.offload_activations else UNSEEN
+    return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen)
+
+
+def tracked(config: TrainConfig, source: ModelSource) -> int:
+    """The peak of one micro-batch, weights and all."""
+    with ExitStack() as stack:
+        # Asked of values that are not there: rows of consecutive positions are not packed.
+        given = masking_utils.find_packed_sequence_indices
+        stack.callback(setattr, masking_utils, "find_packed_sequence_indices", given)
+        masking_utils.find_packed_sequence_indices = lambda *_: None
+        stack.enter_context(FakeTensorMode())
+        module = source.build(dtype=torch.bfloat16)
+        module.train()
+        tied = _take_apart(module)
+        if config.model.offload_activations:
+            _keep_inputs_elsewhere(module)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over, tied))
+        tokens = torch.zeros(config.train.micro_batch, config.data.seq_len, dtype=torch.int64)
+        tracker = _Peak()
+        tracker.track_external(module, tokens)
+        with tracker:
+            module(tokens, tokens).backward()
+        return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+class _Peak(MemTracker):
+    """Without its accounts of each module, which take most of the time."""
+
+    def _note(self, *_: Any) -> None:
+        pass
+
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _note
+
+
+def _hand_over(tied: dict[int, list[torch.Tensor]], parameter: torch.nn.Parameter) -> None:
+    """Gone at once; a tied weight's waits for that of its other use, and is added to it."""
+    gradient, parameter.grad = parameter.grad, None
+    waiting = tied.get(parameter.untyped_storage()._cdata)
+    if waiting is None or gradient is None:
+        return
+    if waiting:
+        waiting.pop().add_(gradient)
+    else:
+        waiting.append(gradient)
+
+
+def _take_apart(module: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
+    """A tied weight is a parameter for each of its uses, on the same memory, as the engine makes it.
+
+    A list for what waits, by the memory of each that is tied.
+    """
+    seen: set[int] = set()
+    tied: dict[int, list[torch.Tensor]] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                part._parameters[key] = torch.nn.Parameter(parameter.detach())
+                tied[parameter.untyped_storage()._cdata] = []
+            seen.add(id(parameter))
+    return tied
+
+
+def _keep_inputs_elsewhere(module: Any) -> None:
+    """What checkpointing keeps leaves the device, here for one that is not counted."""
+
+    def kept_elsewhere(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def back(there: torch.Tensor) -> torch.Tensor:
+            return torch.empty(there.shape, dtype=there.dtype)
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.to("meta"), back):
+            return checkpoint(function, *args, **kwargs)
+
+    module.model._set_gradient_checkpointing(
+        enable=True, gradient_checkpointing_func=partial(kept_elsewhere, use_reentrant=False)
+    )
+
+
+def table(found: dict[Case, tuple[int, int]]) -> Iterator[str]:
+    yield "| model | rows x tokens | checkpointing | tracked GB | planned GB | planned / tracked |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for case, (seen, said) in found.items():
+        name, size, kept = case.name.split(", ")
+        kept = kept.removeprefix("checkpointing ")
+        yield f"| {name} | {size} | {kept} | {seen / 1e9:.3f} | {said / 1e9:.3f} | {said / seen:.3f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="part of a case's name; repeat it for several")
+    parser.add_argument("--quick", action="store_true", help="4 x 1024 only")
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--json", type=Path, help="keeps what was tracked; cases that are in it are not tracked again")
+    options = parser.parse_args()
+    found: dict[Case, tuple[int, int]] = {}
+    kept: dict[str, int] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    with scratch("gpu-bytes-") as folder:
+        for case in cases(quick=options.quick):
+            if options.only and not any(part in case.name for part in options.only):
+                continue
+            start = time.process_time()
+            config = wish(case, folder)
+            source = resolve_model(config.model, seed=0)
+            if case.name not in kept:
+                kept[case.name] = tracked(config, source)
+                gc.collect()
+                if options.json:
+                    options.json.write_text(json.dumps(kept, indent=1) + "\n")
+            found[case] = kept[case.name], planned(config, source)
+            seen, said = found[case]
+            took = time.process_time() - start
+            print(f"{case.name}: {said / seen:.3f} of {seen / 1e9:.3f} GB, {took:.0f} s", flush=True)
+    print("\n".join(table(found)))
+    if options.table:
+        options.table.write_text("\n".join(table(found)) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

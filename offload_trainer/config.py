@@ -39,7 +39,8 @@ class ModelSection(_Section):
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
         description="of weights, activations and gradients; master weights are fp32 always and begin with what a "
-        "directory holds in fp32, moments are as optim.states says",
+        "directory holds in fp32, moments are as optim.states says; where nothing is said and the card has no bf16 "
+        "units: fp16",
     )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation")
     checkpointing: Literal["auto", "on", "off"] = Field(

@@ -20,7 +20,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
-from offload_trainer.plan.card import card_mistakes
+from offload_trainer.plan.card import card_mistakes, with_dtype_of_card
 from offload_trainer.units import format_bytes
 
 State = Literal["ok", "warning", "failure"]
@@ -203,7 +203,7 @@ def _gpu(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
         yield Check("GPU", "warning", "none: the CPU computes", "nothing, if that is meant")
         return
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
-    for told, fix in card_mistakes(machine, dtype=config.model.dtype):
+    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(config, machine).model.dtype):
         yield Check("GPU", "failure", told, fix)
     if machine.no_state_on_gpu:
         told = f"no optimizer state can live there: {machine.no_state_on_gpu}"

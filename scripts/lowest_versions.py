@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -59,8 +58,7 @@ def _install(venv: Path, pins: list[str]) -> int:
     if subprocess.run(asked, capture_output=True, check=False).returncode:
         print("lowest versions: not tried, since pip finds no package index from here")
         return _UNREACHABLE
-    shutil.rmtree(venv, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", venv], check=True)
     here = Path(sysconfig.get_paths()["purelib"])
     there = venv / "lib" / here.parent.name / here.name
     for found in here.iterdir():

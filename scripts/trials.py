@@ -68,6 +68,7 @@ class Command:
             far, near = os.openpty()
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the fork from the first, as once the command line was read
         self.pid = os.fork()
         if not self.pid:
             self._carry_out(near, [far, *self._far.values()], end, first)
@@ -93,7 +94,6 @@ class Command:
                 os.dup2(source, descriptor)
             for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as it is once the command line was read
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if first is not None:
                 first()

@@ -18,7 +18,7 @@ from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.machine.profile import MachineProfile, Rate, Rates, profile_from_json, read_machine
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.card import card_mistakes, runs
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.choose import make_plan, settle_and_plan
 from offload_trainer.settings import load_config
 from offload_trainer.tiers import nvrtc
 
@@ -65,7 +65,7 @@ def test_a_card_that_the_installed_torch_has_no_kernels_for() -> None:
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 0), True), ((7, 5), True), ((8, 0), False), ((9, 0), False)])
 def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refused: bool) -> None:
-    machine, shape = card(capability, None), preset_shape("gpt2")
+    machine, shape = card(capability, None), preset_shape("gpt2", item_bytes=2)
     assert shape
     make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, machine)
     config = load_config(["--model", "gpt2", "--dtype", "bf16"])
@@ -82,6 +82,19 @@ def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refuse
 def test_the_named_machine_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt2-10b", "--dtype", "bf16", "--machine", "v100-32gb"]) == 2
     assert "(sm_70) has no bf16 units" in capsys.readouterr().err
+
+
+def test_where_nothing_is_asked_for_the_card_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = preset_shape("gpt2", item_bytes=2)
+    for words, capability, dtype in (
+        ([], (7, 0), "fp16"), ([], (8, 0), "bf16"), (["--dtype", "fp32"], (7, 0), "fp32"), ([], None, "bf16"),
+    ):  # fmt: skip
+        config = load_config(["--model", "gpt2", *words])
+        settled, plan = settle_and_plan(config, shape, replace(card((8, 0), None), capability=capability))
+        assert settled.model.dtype == dtype
+        assert ("has no bf16 units: fp16" in "".join(plan.notes)) == (dtype == "fp16")
+    assert main(["plan", "--model", "gpt2-10b", "--machine", "v100-32gb"]) == 0
+    assert "has no bf16 units: fp16, with dynamic loss scaling" in capsys.readouterr().out
 
 
 def missing() -> None:
@@ -168,7 +181,7 @@ def timed(**speeds: float) -> MachineProfile:
     ],
 )
 def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) -> None:
-    shape = preset_shape("gpt2")
+    shape = preset_shape("gpt2", item_bytes=2)
     assert shape
     config = load_config(["--model", "gpt2", "--dtype", "fp16"])
     plan = make_plan(config, shape, timed(**speeds))
@@ -192,7 +205,7 @@ def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) 
 
 def test_a_cpu_takes_products_in_fp32() -> None:
     """Where it has no units for 16 bits they are taken in fp32 and rounded."""
-    shape = preset_shape("gpt2")
+    shape = preset_shape("gpt2", item_bytes=2)
     assert shape
     cpu = replace(card((8, 0)), gpu=None, rates=Rates(matmul={"fp32": Rate(1e12, "measured", "here")}))
     plan = make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, cpu)
@@ -201,7 +214,7 @@ def test_a_cpu_takes_products_in_fp32() -> None:
 
 @pytest.mark.parametrize("engine", ["tiered", "deepspeed", "plain"])
 def test_a_process_with_cuda_takes_two_gigabytes(engine: str) -> None:
-    shape = preset_shape("gpt2")
+    shape = preset_shape("gpt2", item_bytes=2)
     assert shape
     config = load_config(["--model", "gpt2", "--engine", engine])
     held = [

@@ -109,7 +109,7 @@ def machine(*installed: str) -> MachineProfile:
 
 
 def test_auto_never_picks_what_is_not_installed() -> None:
-    shape = preset_shape("gpt2")
+    shape = preset_shape("gpt2", item_bytes=2)
     assert shape
     config = load_config(["--model", "gpt2"])
     assert make_plan(config, shape, machine()).engine == "tiered"

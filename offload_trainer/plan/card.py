@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import re
 
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.machine.profile import MachineProfile
 
 BF16_FROM = (8, 0)  # Ampere; before it bf16 is emulated
-_CU126_UP_TO = (
-    7,
-    5,
-)  # pytorch #172352, #175253: from 2.11 on Volta and what is older is in the wheels for CUDA 12.6 only
+_CU126_UP_TO = (7, 5)  # pytorch #172352, #175253: from 2.11 on Volta and older are in the wheels for CUDA 12.6 alone
 _CU126 = "pip install --force-reinstall 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126"
 _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
+
+
+def with_dtype_of_card(config: TrainConfig, machine: MachineProfile) -> TrainConfig:
+    """fp16 in place of the default, where no dtype was asked for and the card has no bf16 units."""
+    if "dtype" in config.model.model_fields_set or has_bf16(machine):
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "fp16"})})
 
 
 def refuse_card(machine: MachineProfile, *, dtype: str) -> None:

@@ -17,7 +17,7 @@ from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.packages import lacks
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.batches import micro_batches
-from offload_trainer.plan.card import refuse_card
+from offload_trainer.plan.card import has_bf16, refuse_card, with_dtype_of_card
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
@@ -46,10 +46,11 @@ _CANDIDATES = (
 def settle_and_plan(
     config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1
 ) -> tuple[TrainConfig, Plan]:
-    """The wish with its micro-batches chosen, and the plan for it. UserError as `make_plan`.
+    """The wish with its dtype and micro-batches chosen, and the plan for it. UserError as `make_plan`.
 
-    Of those that make `train.tokens_per_step` the fastest that fits, or the largest where nothing was timed.
+    Of micro-batches that make `train.tokens_per_step` the fastest that fits, or the largest where nothing was timed.
     """
+    config = with_dtype_of_card(config, machine)
     tried = [
         (one, make_plan(one, shape, machine, world=world))
         for one in micro_batches(config, seq_len=row_length(config, shape), world=world)
@@ -344,6 +345,8 @@ def _notes(
             notes.append(f"{drive.directory} is rated for {rated}: {steps} steps of {format_bytes(written)} written")
         elif written:
             notes.append(f"a step writes {format_bytes(written)} to {drive.directory}")
+    if machine.gpu is not None and not has_bf16(machine) and config.model.dtype == "fp16":
+        notes.append(f"{machine.gpu} has no bf16 units: fp16, with dynamic loss scaling")
     dtype, timed = config.model.dtype, machine.rates.matmul
     if machine.gpu is not None and timed and dtype not in timed:
         as_fast = stands_for(dtype, machine)

@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from test_plan import machine, wish
+from test_weight_decay import small
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from offload_trainer.config import ModelSection
+from offload_trainer.model import held
 from offload_trainer.model import source as model_source
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.activations import Activations, Growth, Part, peak_of, pruned
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.shape import ModelShape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import compare_gpu_bytes
@@ -28,6 +33,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, untied": {**_SMALL, "model_type": "llama", "tie_word_embeddings": False},
     "mistral, windows": {**_SMALL, "model_type": "mistral", "sliding_window": 32},
     "mixtral, experts": {**_SMALL, "model_type": "mixtral", "num_local_experts": 4},
+    "deepseek, latent attention": {**_SMALL, "model_type": "deepseek_v3", "num_key_value_heads": 4}
+    | {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    | {"moe_intermediate_size": 48, "first_k_dense_replace": 1},
+    "opt": {"model_type": "opt", "vocab_size": 3000, "hidden_size": 64, "ffn_dim": 256, "word_embed_proj_dim": 64}
+    | {"num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512, "dropout": 0.0},
+}
+# Of every architecture that transformers builds from its defaults: those that are planned by the estimate.
+ESTIMATED = {
+    "data decide": {"Blt", "DiffLlama", "JetMoe", "LongcatFlash", "XLM", "XLNet"},
+    "blocks are not known": {"CTRL", "CpmAnt", "OpenAIGPT"},
+    "more operations than are counted": {"Rwkv", "Zamba"},
+    "only the whole depth runs, and is too much": {"Dots3Note", "Gemma4", "Gemma4Unified", "HrmText", "Zamba2"},
+    "buffers in fp32 do not go with weights in bf16": {"MiniMax", "xLSTM"},
+    "no body and head to take apart, it is not trained here": {"Llama4", "Llama4Text", "Mllama"},
+    "the defaults do not run": {"DeepseekV2", "Xmod"},
 }
 KEPT = {"on": (True, False), "in host memory": (True, True), "off": (False, False)}
 
@@ -102,6 +123,56 @@ def test_what_cannot_be_counted_is_estimated_and_said(monkeypatch: pytest.Monkey
         assert needs[0] == pytest.approx(needs[1], rel=0.25)
         assert any("an estimate" in item.why for item in plans[0].items)
         assert not any("an estimate" in item.why for item in plans[1].items)
+
+
+@pytest.mark.parametrize("kind", ["Bamba", "BertGeneration", "FalconH1", "Gemma3", "Gemma4Text"])
+def test_what_once_could_not_be_counted_is(kind: str) -> None:
+    """A state beside the tokens, unnamed blocks, a head that reads the body, blocks of a vision tower, no token ids."""
+    shape = shape_of(getattr(transformers, f"{kind}Config"))
+    assert shape.on_gpu is not None
+    assert len(shape.on_gpu.blocks) == shape.layers
+    assert min(part.kept.at(1, 65536) for part in shape.on_gpu.kinds) > 65536 * shape.hidden
+
+
+@pytest.mark.parametrize("kind", ["Blt", "CTRL", "DiffLlama"])
+def test_an_architecture_that_cannot_be_counted_has_a_shape(kind: str) -> None:
+    """Also one that keeps its sizes elsewhere (Blt), and one whose blocks are not known (CTRL)."""
+    shape = shape_of(getattr(transformers, f"{kind}Config"))
+    assert shape.on_gpu is shape.on_cpu is None
+    assert shape.layers > 0
+    assert shape.hidden > 0
+    assert shape.widths > 0
+
+
+def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "_MOST_OPERATIONS", 1000)
+    assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
+
+
+@pytest.mark.slow
+def test_every_architecture_is_counted_or_known_not_to_be() -> None:
+    """Of default configurations with two layers each, as tests/test_weight_decay.py builds them."""
+    estimated, counted = set(), 0
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            shape = shape_of(kind)
+        except AssertionError:  # the defaults make no model
+            continue
+        counted += shape.on_gpu is not None
+        if shape.on_gpu is None:
+            estimated.add(kind.__name__.removesuffix("Config"))
+    known = {name for names in ESTIMATED.values() for name in names}
+    assert estimated <= known
+    assert counted > 130
+
+
+def shape_of(kind: Any) -> ModelShape:
+    """AssertionError where a configuration's defaults make no model, what the shape raises as it is."""
+    try:
+        model = small(kind())
+    except Exception as error:  # a package is missing, or keys do not fit each other
+        raise AssertionError from error
+    return model_source._shape(model, ModelSection(name="gpt2", scratch=True))
 
 
 def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     Gemma2Config,
     GPT2Config,
     GPT2PreTrainedModel,
     GraniteConfig,
     LlamaConfig,
     MixtralConfig,
+    OPTConfig,
     Qwen2MoeConfig,
     Qwen3Config,
 )
@@ -46,6 +48,12 @@ ARCHITECTURES = {
     "qwen3, tied": Qwen3Config(**_COMMON, head_dim=8, tie_word_embeddings=True),
     "gemma2, soft-capped": Gemma2Config(**_COMMON, head_dim=8, final_logit_softcapping=3.0),
     "granite, scaled": GraniteConfig(**_COMMON, logits_scaling=8.0),
+    "opt, whose head calls a part of the body": OPTConfig(
+        **_COMMON | {"num_key_value_heads": None}, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0
+    ),
+    "falcon-h1, whose head reads a scale of the body": FalconH1Config(
+        **_COMMON, lm_head_multiplier=3.0, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+    ),
     "mixtral, experts": MixtralConfig(**_COMMON, num_local_experts=4),
     "qwen2moe, shared expert": Qwen2MoeConfig(
         **_COMMON, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16

@@ -1,177 +1,46 @@
 """Counts what a model's forward and backward hold, for any architecture: the module itself runs on the meta device.
 
-    allocations and releases of tensors, in order        (`_Held`, on the module as it is trained, dropout and all)
-    the same in rows or tokens twice as many              -> how each grows
-    cut where blocks begin and where gradients come back  -> moments of each part    (plan/activations.py)
+    allocations and releases of tensors, in order, dropout and all  (model/held.py)
+    the same in rows or tokens twice as many                        -> how each grows
+    cut where blocks begin and where gradients come back            -> moments of each part  (plan/activations.py)
 
-No tensor has memory there, so a count costs the dispatch: three passes of three blocks of each kind. What is
-not known without values: which kernel takes attention (fused: flash or memory-efficient keep its output and a
-logarithm a row; on a CPU none does with dropout), whether rows are packed (they are not). Experts are counted as
-transformers groups them, one row for each token and expert chosen, whatever the routing.
+No tensor has memory there, so a count costs the dispatch: three passes of three blocks of each kind. Experts are
+counted as transformers groups them, one row for each token and expert chosen, whatever the routing.
 """
 
 from __future__ import annotations
 
 import gc
 import re
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from offload_trainer.model.held import Gradient, Held, Kernels, Operations, TooLong
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.plan.activations import Activations, Growth, Part, pruned
 
-Kind = Literal["gpu", "cpu"]
-_aten = torch.ops.aten
-_MOST_OPERATIONS = 20_000  # of a pass: about a second
 _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attributes that tell alike blocks apart
-
-
-class _Attention(torch.autograd.Function):
-    """Memory of a fused attention: its output, a logarithm for each row, and what its backward works in."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, workspace: bool) -> torch.Tensor:
-        if mask is not None and mask.dtype is torch.bool:
-            mask = mask.new_empty(mask.shape, dtype=query.dtype)
-        output = _heads_inside(query, value.shape[-1])
-        ctx.workspace = workspace
-        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        query, key, value, *_ = ctx.saved_tensors
-        # On a GPU the query's gradient is added up in fp32, those of shared keys and values for each head.
-        work = [query.new_empty(query.shape, dtype=torch.float32)] if ctx.workspace else []
-        if ctx.workspace and key.shape[1] != query.shape[1]:
-            work += [torch.empty_like(query), torch.empty_like(query)]
-        found = [_heads_inside(x, x.shape[-1]) if x.requires_grad else None for x in (query, key, value)]
-        del work
-        return *found, None, None
-
-
-def _heads_inside(like: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, heads, tokens, width] in the memory order of these kernels: the heads of a token side by side."""
-    rows, heads, tokens = like.shape[:-1]
-    return like.new_empty(rows, tokens, heads, width).transpose(1, 2)
-
-
-class _Gradient(torch.autograd.Function):
-    """Gives back a gradient of the input's size, as what comes behind would."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.like = hidden.shape, hidden.dtype
-        return hidden.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0].new_empty(ctx.like[0], dtype=ctx.like[1])
-
-
-class _Kernels(TorchFunctionMode):
-    """Takes the device's kernels where they hold something else than torch's operations without memory."""
-
-    def __init__(self, kind: Kind) -> None:
-        super().__init__()
-        self._gpu = kind == "gpu"
-        self.differs = False  # whether the other kind holds something else
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        if func is nn.functional.dropout:
-            return self._drop(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _attend(
-        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
-    ) -> Any:
-        on_cpu = not dropout_p and query.shape[-1] == value.shape[-1]
-        self.differs |= not on_cpu
-        if self._gpu or on_cpu:
-            return _Attention.apply(query, key, value, attn_mask, self._gpu)
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-
-    def _drop(self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        self.differs |= training and p > 0
-        if self._gpu and training and 0 < p < 1 and not inplace:
-            return torch.native_dropout(input, p, True)[0]  # keeps a byte an element, a CPU a number
-        return nn.functional.dropout(input, p, training, inplace)
-
-
-class _TooLong(Exception):
-    """An architecture that takes tokens one by one."""
-
-
-class _Held(TorchDispatchMode):
-    """Every allocation (+ bytes) and release (- bytes) in order, and marks in between."""
-
-    def __init__(self, given: Iterator[torch.Tensor]) -> None:
-        super().__init__()
-        self.events: list[int] = []
-        self.marks: list[tuple[str, int, int]] = []  # what, which of them, how many events before it
-        self._operations = 0
-        self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
-        self._any = False
-
-    def mark(self, what: str, number: int = 0) -> None:
-        self.marks.append((what, number, len(self.events)))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return not self._any  # "is all of it so": nothing is padded, packed, or infinite
-        if func.overloadpacket in (_aten.any, _aten.all):
-            self._any = func.overloadpacket is _aten.any
-        self._operations += 1
-        if self._operations > _MOST_OPERATIONS:
-            raise _TooLong
-        result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor):
-                self._note(value.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known[key] = weakref.ref(storage, lambda _: self._released(key, size))
-            self.events.append(size)
-
-    def at_marks(self) -> list[int]:
-        """Bytes held: the most before the first mark, at it, the most until the next, at that, ..., at the end."""
-        held, found, start = list(accumulate(self.events, initial=0)), [], 0
-        for end in (*(event for _, _, event in self.marks), len(self.events)):
-            found += [max(held[start : end + 1]), held[end]]
-            start = end
-        return found
-
-    def _released(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.events.append(-size)
 
 
 class _Run:
     """One pass of a body, or of a head, on the meta device."""
 
-    def __init__(self, model: PreTrainedModel, kernels: _Kernels) -> None:
-        self._model, self._kernels = model, kernels
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, operations: Operations) -> None:
+        self._model, self._kernels, self.operations = model, kernels, operations
 
     @contextmanager
-    def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[_Held]:
+    def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[Held]:
         parameters = list(self._model.parameters())
-        held = _Held(iter([*parameters, *self._model.buffers(), *given]))
+        held = Held(iter([*parameters, *self._model.buffers(), *given]), self.operations)
+        places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -182,6 +51,7 @@ class _Run:
                 if comes is not None:
                     comes.register_hook(lambda _: held.mark("gradient", -1))
             held.mark("block", number)
+            held.called.append(places[id(module)])
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             hidden = next(value for value in tree_iter(output) if isinstance(value, torch.Tensor))
@@ -206,20 +76,28 @@ class _Run:
                 yield held
             first.clear()
 
-    def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> _Held:
+    @property
+    def all_trained(self) -> bool:
+        return all(parameter.requires_grad for parameter in self._model.parameters())
+
+    @property
+    def item_bytes(self) -> int:
+        return self._model.dtype.itemsize
+
+    def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> Held:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         body = self._model._modules[self._model.base_model_prefix]
         assert body is not None
         with self._watched(blocks, ids) as held:
             output = body(input_ids=ids, use_cache=False)
             self.kind, self.hidden = type(output), output.last_hidden_state.shape[-1]
-            loss = _Gradient.apply(output.last_hidden_state)
+            loss = Gradient.apply(output.last_hidden_state)
             del output
             held.mark("body")
             loss.backward()
         return held
 
-    def head(self, tokens: int) -> _Held:
+    def head(self, tokens: int) -> Held:
         """After `body`."""
         loss = CausalLoss(self._model, chunk=tokens)
         states = torch.empty(tokens, self.hidden, dtype=self._model.dtype, device="meta", requires_grad=True)
@@ -233,10 +111,11 @@ class _Run:
 
 _ROWS = 2  # of the smallest pass; one row alone is summed and repeated nowhere
 _LENGTHS = 256, 16  # of its rows; the shorter one where an architecture takes tokens one by one
+_LONG = 65536  # tokens of a row, that what is kept is looked at for
 _NUMBERS = 64  # bytes: below it single numbers are, which nobody plans
 
 
-def _levels(passes: Sequence[_Held], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
+def _levels(passes: Sequence[Held], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
     """What is held after each event, and the marks. Passes: rows x length, twice the rows, twice the length.
 
     Where another length makes other operations (a recurrence in pieces), only at marks and at the most between them.
@@ -270,8 +149,14 @@ def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:
 
 
 def _fitted(base: int, rows: int, longer: int, *, length: int) -> Growth:
-    """The same of many tensors together: what is fixed, grows with tokens, and with pairs of them."""
+    """The same of many tensors together: what is fixed, grows with tokens, and with pairs of them.
+
+    What less than doubles in rows twice as long has a share that each row has, whatever its length: a state.
+    """
     pair = (longer - rows) / (2 * _ROWS * length**2)
+    if pair < 0:
+        token = (longer - base) / (_ROWS * length)
+        return Growth(fixed=2 * base - rows, row=(rows - base) / _ROWS - token * length, token=token)
     token = (rows - base) / (_ROWS * length) - pair * length
     return Growth(fixed=2 * base - rows, token=token, pair=pair)
 
@@ -279,7 +164,7 @@ def _fitted(base: int, rows: int, longer: int, *, length: int) -> Growth:
 class _Cut:
     """A pass's moments, part by part. `chain`: the kind of each block that ran."""
 
-    def __init__(self, passes: Sequence[_Held], chain: Sequence[int], *, length: int) -> None:
+    def __init__(self, passes: Sequence[Held], chain: Sequence[int], *, length: int) -> None:
         self._held, self._marks = _levels(passes, length)
         self._at = {(what, number): event for what, number, event in self._marks}
         self._chain = chain
@@ -351,24 +236,31 @@ def count_activations(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.train()
-    kernels = _Kernels("gpu")
-    on_gpu = _count(model, blocks, kernels)
-    return on_gpu, _count(model, blocks, _Kernels("cpu")) if kernels.differs else on_gpu
+    blocks = blocks or _checkpointed(model)
+    kernels, operations = Kernels("gpu"), Operations()
+    on_gpu = _count(model, blocks, kernels, operations)
+    return on_gpu, _count(model, blocks, Kernels("cpu"), operations) if kernels.differs else on_gpu
 
 
-def _count(model: PreTrainedModel, blocks: Sequence[str], kernels: _Kernels) -> Activations:
-    """With three blocks of each kind where the model runs so, else with all."""
+def _checkpointed(model: PreTrainedModel) -> list[str]:
+    """What transformers checkpoints, in an architecture that does not name its blocks."""
+    return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _count(model: PreTrainedModel, blocks: Sequence[str], kernels: Kernels, operations: Operations) -> Activations:
+    """With three or two blocks of each kind where the model runs so, else with all."""
     modules = [model.get_submodule(name) for name in blocks]
     kinds = _kinds(modules)
-    last = [[n for n, other in enumerate(kinds) if other == kind][-3:] for kind in dict.fromkeys(kinds)]
-    few = sorted(number for numbers in last for number in numbers)
     failed: Exception = ValueError("no blocks")
-    for ran in (few, range(len(blocks))):
+    tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
+    for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
         for length in _LENGTHS:
+            run = _Run(model, kernels, operations)
+            operations.attempt()
             try:
                 with _only(model, blocks, ran):
-                    return _counted(model, modules, kernels, kinds=kinds, ran=ran, length=length)
-            except _TooLong as error:
+                    return _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
+            except TooLong as error:
                 failed = error
             except Exception as error:  # of transformers' code, where blocks are found by their number
                 failed = error
@@ -376,27 +268,42 @@ def _count(model: PreTrainedModel, blocks: Sequence[str], kernels: _Kernels) -> 
     raise failed
 
 
+def _last(kinds: Sequence[int], count: int) -> list[int]:
+    """Numbers of the last so many blocks of each kind."""
+    return sorted(n for kind in set(kinds) for n in [n for n, other in enumerate(kinds) if other == kind][-count:])
+
+
 def _counted(
-    model: PreTrainedModel,
-    blocks: Sequence[nn.Module],
-    kernels: _Kernels,
-    *,
-    kinds: Sequence[int],
-    ran: Sequence[int],
-    length: int,
+    run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
 ) -> Activations:
-    run = _Run(model, kernels)
-    modules, chain = [blocks[number] for number in ran], [kinds[number] for number in ran]
     sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
-    bodies = [run.body(modules, *size) for size in sizes]
-    calls = sum(what == "block" for what, _, _ in bodies[0].marks)
-    if calls != len(chain):  # some run more than once
-        if len(ran) < len(kinds):
-            raise ValueError("blocks are called more than once")
-        kinds = chain = list(range(calls))
-    head = _Cut([run.head(rows * length) for rows, length in sizes], [], length=length).whole()
-    hidden = Growth(token=run.hidden * model.dtype.itemsize)
-    return _Cut(bodies, chain, length=length).counted(head, blocks=kinds, hidden=hidden)
+    bodies, heads = [], []
+    for rows, tokens in sizes:
+        bodies.append(run.body(modules, rows, tokens))
+        heads.append(run.head(rows * tokens))
+        run.operations.go_on()
+    kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
+    head = _Cut(heads, [], length=length).whole()
+    hidden = Growth(token=run.hidden * run.item_bytes)
+    found = _Cut(bodies, chain, length=length).counted(head, blocks=kinds, hidden=hidden)
+    least = hidden.at(1, _LONG) / 2 if run.all_trained else 0
+    if any(part.kept.at(1, _LONG) < least for part in found.kinds):
+        raise ValueError("what blocks keep does not grow as the lengths that were run say")
+    return found
+
+
+def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The kind of each block of the model that a text goes through, and of each call, numbered anew from 0.
+
+    A vision tower's are never called. Where some are called more than once every call is a kind of its own.
+    """
+    alive = {kinds[number] for number in order}
+    if sorted(order) == [number for number in ran if kinds[number] in alive]:
+        anew = {kind: place for place, kind in enumerate(sorted(alive))}
+        return [anew[kind] for kind in kinds if kind in alive], [anew[kinds[number]] for number in order]
+    if len(ran) < len(kinds):
+        raise ValueError("blocks are called more than once")
+    return list(range(len(order))), list(range(len(order)))
 
 
 def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
@@ -418,17 +325,24 @@ def _signature(block: nn.Module) -> Any:
 
 @contextmanager
 def _only(model: PreTrainedModel, blocks: Sequence[str], numbers: Sequence[int]) -> Iterator[None]:
-    """The list of blocks cut down to those with these numbers. ValueError where they are not one list."""
-    parents = {name.rpartition(".")[0] for name in blocks}
+    """The lists of blocks cut down to those with these numbers. ValueError where they are not in lists."""
     if len(numbers) == len(blocks):
         yield
         return
-    whole = model.get_submodule(parents.pop())
-    if parents or not isinstance(whole, nn.ModuleList) or len(whole) != len(blocks):
-        raise ValueError("blocks are in more than one list")
-    held = dict(whole._modules)
-    whole._modules = {str(place): held[str(number)] for place, number in enumerate(numbers)}
+    wanted = {blocks[number] for number in numbers}
+    whole: list[tuple[nn.ModuleList, dict[str, Any], list[Any]]] = []
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+        module = model.get_submodule(parent)
+        inside = [name for name in blocks if name.rpartition(".")[0] == parent]
+        if isinstance(module, nn.ModuleList) and len(module) == len(inside):
+            kept = [block for key, block in module._modules.items() if f"{parent}.{key}" in wanted]
+            whole.append((module, dict(module._modules), kept))
+        elif not wanted.issuperset(inside):
+            raise ValueError("blocks are not in lists of their own")
     try:
+        for module, _, kept in whole:
+            module._modules = {str(place): block for place, block in enumerate(kept)}
         yield
     finally:
-        whole._modules = held
+        for module, held, _ in whole:
+            module._modules = held

@@ -22,14 +22,22 @@ _LENGTHS = 64  # tokens; lengths that `next_logits` computes are multiples of it
 
 
 class _Given(nn.Module):
-    """Stands in for a model's body: returns hidden states that were computed before."""
+    """Stands in for a model's body: returns hidden states that were computed before.
 
-    def __init__(self, output: Any) -> None:
+    What a head reads of the body is the body's (a scale); what it calls of it (a decoder) stands in for it too.
+    """
+
+    def __init__(self, output: Any, body: nn.Module | None) -> None:
         super().__init__()
         self.output = output
+        self._instead_of = (body,)  # no module of this one: it is not to be found among its parts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_instead_of"][0], name)
+        return self if isinstance(value, nn.Module) else value
 
 
 class CausalLoss(nn.Module):
@@ -77,10 +85,11 @@ class CausalLoss(nn.Module):
 
     def _logits(self, kind: type, hidden: torch.Tensor) -> torch.Tensor:
         body = self.model._modules[self._body]
-        self.model._modules[self._body] = _Given(kind(last_hidden_state=hidden[None]))
+        self.model._modules[self._body] = _Given(kind(last_hidden_state=hidden[None]), body)
+        ids = hidden.new_zeros((), dtype=torch.int64).expand(1, len(hidden))  # of which heads ask the length
         try:
             # `forward`, not a call: hooks on the model as a whole belong to the pass through the body.
-            return self.model.forward(input_ids=None, use_cache=False).logits[0]
+            return self.model.forward(input_ids=ids, use_cache=False).logits[0]
         finally:
             self.model._modules[self._body] = body
 

@@ -268,8 +268,8 @@ def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
     text = model.config.get_text_config()
     return ModelShape(
         weights=tuple(weights),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
+        layers=getattr(text, "num_hidden_layers", None) or len(blocks),
+        hidden=getattr(text, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1],
         vocabulary=text.vocab_size,
         context=getattr(text, "max_position_embeddings", None) or 2048,
         attention=attention_widths(model, blocks),

@@ -65,8 +65,12 @@ class ModelShape:
 
     @property
     def widths(self) -> int:
-        """Elements of a token that go into the products of all blocks and come out of them."""
-        return int(sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in self.weights if w.block))
+        """Elements of a token that go into the products of all blocks and come out of them.
+
+        Where no blocks are known: of all that is not an embedding or a head.
+        """
+        inside = [w for w in self.weights if w.block] or [w for w in self.weights if self.vocabulary not in w.shape]
+        return int(sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in inside))
 
     # -- floating-point operations of one token: matrix products, of what is really multiplied. Attention is counted
     # over the whole row, also where half of it is masked (Chowdhery et al. 2022, PaLM, appendix B).

@@ -1,0 +1,177 @@
+"""Runs of modules without memory: what each operation would allocate and release on a device, in order.
+
+What is not known without values: which kernel takes attention (fused: flash or memory-efficient keep its output and a
+logarithm a row; on a CPU none does with dropout), and whether rows are packed (they are not).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+Kind = Literal["gpu", "cpu"]
+_aten = torch.ops.aten
+_MOST_OPERATIONS = 32_000  # of a count, all its passes and attempts: about two seconds
+
+
+class _Attention(torch.autograd.Function):
+    """Memory of a fused attention: its output, a logarithm for each row, and what its backward works in."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, workspace: bool) -> torch.Tensor:
+        if mask is not None and mask.dtype is torch.bool:
+            mask = mask.new_empty(mask.shape, dtype=query.dtype)
+        output = _as_query(query, value.shape[-1])
+        ctx.workspace = workspace
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        # On a GPU the query's gradient is added up in fp32, those of shared keys and values for each head.
+        work = [query.new_empty(query.shape, dtype=torch.float32)] if ctx.workspace else []
+        if ctx.workspace and key.shape[1] != query.shape[1]:
+            work += [torch.empty_like(query), torch.empty_like(query)]
+        found = [_heads_inside(x) if x.requires_grad else None for x in (query, key, value)]
+        del work
+        return *found, None, None
+
+
+def _as_query(query: torch.Tensor, width: int) -> torch.Tensor:
+    """[rows, heads, tokens, width] in the query's memory order, as torch's flash attention gives its output.
+
+    Where heads are outside in it, as behind a `cat`, what follows copies it to heads inside, and both are kept.
+    """
+    inside = query.stride(1) < query.stride(2)
+    return _heads_inside(query, width) if inside else query.new_empty(*query.shape[:-1], width)
+
+
+def _heads_inside(like: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """[rows, heads, tokens, width] in the memory order of most kernels: the heads of a token side by side."""
+    rows, heads, tokens, same = like.shape
+    return like.new_empty(rows, tokens, heads, width or same).transpose(1, 2)
+
+
+class Gradient(torch.autograd.Function):
+    """Gives back a gradient of the input's size, as what comes behind would."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.like = hidden.shape, hidden.dtype
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].new_empty(ctx.like[0], dtype=ctx.like[1])
+
+
+class Kernels(TorchFunctionMode):
+    """Takes the device's kernels where they hold something else than torch's operations without memory."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self._gpu = kind == "gpu"
+        self.differs = False  # whether the other kind holds something else
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is nn.functional.dropout:
+            return self._drop(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    ) -> Any:
+        on_cpu = not dropout_p and query.shape[-1] == value.shape[-1]
+        self.differs |= not on_cpu
+        if self._gpu or on_cpu:
+            return _Attention.apply(query, key, value, attn_mask, self._gpu)
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+    def _drop(self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        self.differs |= training and p > 0
+        if self._gpu and training and 0 < p < 1 and not inplace:
+            return torch.native_dropout(input, p, True)[0]  # keeps a byte an element, a CPU a number
+        return nn.functional.dropout(input, p, training, inplace)
+
+
+class TooLong(Exception):
+    """An architecture that takes tokens one by one, or has more kinds of blocks than can be counted at a start."""
+
+
+class Operations:
+    """How many a count may still take. An attempt takes 2/3 of what is left, its first pass 1/3 of that."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_OPERATIONS
+        self.attempt()
+
+    def attempt(self) -> None:
+        share = self._left * 2 // 3
+        self._end, self._until = self._left - share, self._left - share // 3
+
+    def go_on(self) -> None:
+        """After an attempt's first pass."""
+        self._until = self._end
+
+    def take(self) -> None:
+        self._left -= 1
+        if self._left < self._until:
+            raise TooLong
+
+
+class Held(TorchDispatchMode):
+    """Every allocation (+ bytes) and release (- bytes) in order, and marks in between."""
+
+    def __init__(self, given: Iterator[torch.Tensor], operations: Operations) -> None:
+        super().__init__()
+        self.events: list[int] = []
+        self.marks: list[tuple[str, int, int]] = []  # what, which of them, how many events before it
+        self.called: list[int] = []  # which blocks ran, in order
+        self._operations = operations
+        self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
+        self._any = False
+
+    def mark(self, what: str, number: int = 0) -> None:
+        self.marks.append((what, number, len(self.events)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return not self._any  # "is all of it so": nothing is padded, packed, or infinite
+        if func.overloadpacket in (_aten.any, _aten.all):
+            self._any = func.overloadpacket is _aten.any
+        self._operations.take()
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._note(value.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._released(key, size))
+            self.events.append(size)
+
+    def at_marks(self) -> list[int]:
+        """Bytes held: the most before the first mark, at it, the most until the next, at that, ..., at the end."""
+        held, found, start = list(accumulate(self.events, initial=0)), [], 0
+        for end in (*(event for _, _, event in self.marks), len(self.events)):
+            found += [max(held[start : end + 1]), held[end]]
+            start = end
+        return found
+
+    def _released(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.events.append(-size)

@@ -285,11 +285,16 @@ def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
     monkeypatch.setattr("offload_trainer.engine.tiered._transfers", lambda *_: Failing())
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
+    before = _threads_of_sums()  # of other tests' engines
     with engine(where, "--accumulate", "2", *ON_A_DRIVE, drives=[drive]) as ours:
         with pytest.raises(TrainerError, match=r"^the drive failed$"):
             train(ours, batches(2), accumulate=2)
-        assert [thread for thread in threading.enumerate() if thread.name == "sums-0"]
-    assert not [thread for thread in threading.enumerate() if thread.name == "sums-0"]
+        assert _threads_of_sums() - before
+    assert not _threads_of_sums() - before
+
+
+def _threads_of_sums() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "sums-0"}
 
 
 def test_the_benchmark_prints_a_backward_for_each_micro_batch() -> None:

@@ -190,7 +190,7 @@ def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: s
 def _needed_packages(config: TrainConfig, *, engine: str, world: int) -> list[tuple[str, str]]:
     """(wish, package) of what is not part of every installation."""
     several, eight = world > 1, config.optim.name == "adamw8bit"
-    stock = f"--gpus {world}" if several else "optim.name=adamw8bit" if eight else "an optimizer on the GPU"
+    stock = f"--gpus {world}" if several else "optim.name=adamw8bit"
     if config.placement.engine != "auto":
         stock = f"--engine {engine}"
     wishes = [

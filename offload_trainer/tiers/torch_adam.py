@@ -5,7 +5,7 @@ Both know fp32 only. 16-bit and 8-bit moments are widened before and narrowed af
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,19 +22,10 @@ CHUNK = 2**19
 _LINE = 16
 
 
-class TorchKernel:
-    """torch's fused kernel, chunk by chunk: the bits of torch.optim.AdamW(fused=True).
+class _Widening:
+    """A page by `_update`, which knows moments in fp32 only."""
 
-    But for this: of a tensor whose length does not divide by 8 (16 with AVX-512), torch computes the last few elements
-    by a loop that rounds exp_avg_sq differently. They are padded here, so that an element's result does not depend on
-    where a weight is cut.
-    """
-
-    name = "torch"
-
-    def __init__(self, adam: Adam) -> None:
-        self.adam = adam
-        self._scratch = torch.empty(CHUNK)
+    _update: Callable[..., None]
 
     @torch.no_grad()
     def update_page(
@@ -51,6 +42,21 @@ class TorchKernel:
     ) -> None:
         update = partial(self._update, scale=scale, lr=lr)
         _update_widened(update, fields, grad, out, parts, states=states, noise=noise)
+
+
+class TorchKernel(_Widening):
+    """torch's fused kernel, chunk by chunk: the bits of torch.optim.AdamW(fused=True).
+
+    But for this: of a tensor whose length does not divide by 8 (16 with AVX-512), torch computes the last few elements
+    by a loop that rounds exp_avg_sq differently. They are padded here, so that an element's result does not depend on
+    where a weight is cut.
+    """
+
+    name = "torch"
+
+    def __init__(self, adam: Adam) -> None:
+        self.adam = adam
+        self._scratch = torch.empty(CHUNK)
 
     def _update(
         self,
@@ -97,7 +103,7 @@ class TorchKernel:
                 out[piece].copy_(master[piece])
 
 
-class DeepSpeedKernel:
+class DeepSpeedKernel(_Widening):
     """`op`, DeepSpeedCPUAdam's compiled one, chunk by chunk."""
 
     name = "deepspeed"
@@ -111,22 +117,6 @@ class DeepSpeedKernel:
         self._op.create_adam(self._id, 1e-3, *adam.betas, adam.eps, 0.0, True, False)
         self._step = 0
         self._scratch = torch.empty(CHUNK)
-
-    @torch.no_grad()
-    def update_page(
-        self,
-        fields: Mapping[str, torch.Tensor],
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        parts: Sequence[Stretch],
-        *,
-        states: str,
-        scale: float,
-        lr: float,
-        noise: PageNoise | None,
-    ) -> None:
-        update = partial(self._update, scale=scale, lr=lr)
-        _update_widened(update, fields, grad, out, parts, states=states, noise=noise)
 
     def _update(
         self,

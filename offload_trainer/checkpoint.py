@@ -3,7 +3,7 @@
     checkpoints/step-00000100/
         MANIFEST.json      written last: format, step, what the state belongs to, every file's bytes and CRC-32
         state.json         TrainState
-        *.safetensors      masters and moments by name (engine/state.py)
+        *.safetensors      masters and moments by name (optim/state_files.py)
         engine.json        Adam's step count, the loss scale
         run.json           the run's configuration, plan and versions
         model/             the model's configuration and its tokenizer
@@ -33,16 +33,16 @@ from pydantic import with_config
 
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
-from offload_trainer.engine.ranks import on_rank_zero, wait_for_all
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
+from offload_trainer.ranks import on_rank_zero, wait_for_all
 from offload_trainer.readback import LENIENT, Count, Steps, is_there, open_file, read_back, shown
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.tiers.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text
-from offload_trainer.tiers.locks import NoLocks, take
-from offload_trainer.tiers.removal import name_in_workplace, replacing
-from offload_trainer.tiers.transfer import Ticket, Workers, ending
+from offload_trainer.storage.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text
+from offload_trainer.storage.locks import NoLocks, take
+from offload_trainer.storage.removal import name_in_workplace, replacing
+from offload_trainer.storage.transfer import Ticket, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
 _SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most, for most models

@@ -16,7 +16,7 @@ from typing import Any
 from offload_trainer import __version__
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import TrainerError, UserError, exit_code, explain, reason
-from offload_trainer.machine.profile import describe_rates
+from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once
@@ -73,12 +73,12 @@ def _train(words: list[str]) -> None:
 
 
 def _start_run(config: TrainConfig, words: list[str]) -> None:
-    from offload_trainer.launch import prepare_process, start_ranks
+    from offload_trainer.run.launch import prepare_process, start_ranks
 
     start_ranks(config, words)
     prepare_process(config)
     _quiet()
-    from offload_trainer.run import train_run
+    from offload_trainer.run.train import train_run
 
     train_run(config)
 
@@ -89,8 +89,8 @@ def _plan(words: list[str]) -> None:
     if name is None:
         _print_plan(load_config(words), as_json=as_json)
         return
-    from offload_trainer.machine.profile import read_machine
-    from offload_trainer.planner import described, plan_elsewhere, refuse_shortfall
+    from offload_trainer.plan.machine import read_machine
+    from offload_trainer.run.planning import described, plan_elsewhere, refuse_shortfall
 
     machine, words = described(read_machine(name), words)
     config = load_config(words)
@@ -124,12 +124,12 @@ def _count(words: list[str], name: str, *, otherwise: int) -> int:
 
 
 def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
 
     prepare_process(config)
     _quiet()
-    from offload_trainer.planner import plan_run
-    from offload_trainer.run import check_start, refuse
+    from offload_trainer.run.planning import plan_run
+    from offload_trainer.run.train import check_start, refuse
 
     config, plan, _, source = plan_run(config)
     _show(plan, as_json=as_json)
@@ -145,11 +145,11 @@ def _bench(words: list[str]) -> None:
     as_json = bool(_take(words, "--json"))
     gigabytes = _count(words, "--drive-gigabytes", otherwise=0)
     config = load_config(words)
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
 
     threads = prepare_process(config)
     _quiet()
-    from offload_trainer.planner import bench_here
+    from offload_trainer.run.planning import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(config, threads=threads, drive_bytes=gigabytes * 10**9 or None, say=_say)
@@ -163,13 +163,13 @@ def _tune(words: list[str]) -> None:
         raise UserError(f"--write {path}: {path.absolute().parent} is not a directory")
     steps = _count(words, "--trial-steps", otherwise=6)
     config = load_config(words)
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
 
     prepare_process(config)
     _quiet()
     from offload_trainer.machine.cache import keep_ratios
-    from offload_trainer.planner import plan_run, refuse_shortfall
-    from offload_trainer.tune import groups_for, ratios, steered_phase, tune
+    from offload_trainer.run.planning import plan_run, refuse_shortfall
+    from offload_trainer.run.tune import groups_for, ratios, steered_phase, tune
 
     config, plan, machine, _ = plan_run(config)
     _say(plan.describe())
@@ -192,12 +192,12 @@ def _tune(words: list[str]) -> None:
 def _doctor(words: list[str]) -> None:
     as_json = bool(_take(words, "--json"))
     config = load_config(words)
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
 
     given = os.environ.get("OMP_NUM_THREADS")
     prepare_process(config)
     _quiet()
-    from offload_trainer.doctor import examine, report
+    from offload_trainer.run.doctor import examine, report
 
     with redirect_stdout(sys.stderr):  # libraries print there
         checks = examine(config, threads_given=given)
@@ -212,11 +212,11 @@ def _say(line: str) -> None:
 
 def _prepare(words: list[str]) -> None:
     config = load_config(words)
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
 
     prepare_process(config)
     _quiet()
-    from offload_trainer.run import prepare_run
+    from offload_trainer.run.train import prepare_run
 
     print("\n".join(map(str, prepare_run(config))))
 

@@ -17,9 +17,18 @@ from pathlib import Path
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import MANIFEST, Manifest
 from offload_trainer.readback import file_bytes, is_there, parsed, shown
-from offload_trainer.tiers.durable import bytes_below
-from offload_trainer.tiers.locks import NoLocks, open_lock, take
-from offload_trainer.tiers.removal import Mark, NotOurs, clear, is_removable, made_as, reason, remove, remove_unfinished
+from offload_trainer.storage.durable import bytes_below
+from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.removal import (
+    Mark,
+    NotOurs,
+    clear,
+    is_removable,
+    made_as,
+    reason,
+    remove,
+    remove_unfinished,
+)
 
 WORK = "the checkpoint being written,"
 _NAME = re.compile(r"step-(?P<step>[0-9]+)")

@@ -18,8 +18,8 @@ from offload_trainer.checkpoint import Checkpoints, TrainState, load_checkpoint
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
-from offload_trainer.engine.ranks import gather
 from offload_trainer.errors import TrainerError
+from offload_trainer.ranks import gather
 from offload_trainer.schedule import learning_rate
 from offload_trainer.signals import Asked
 from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, forget_peak_rss, peak_rss_bytes, read_io

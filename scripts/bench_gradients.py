@@ -22,12 +22,12 @@ import torch
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.model.presets import PRESETS, gpt2_shape
+from offload_trainer.offload.device import CpuDevice
+from offload_trainer.offload.gradients import Gradients
 from offload_trainer.plan.layout import DEVICE, RAM, Unit, units_of
 from offload_trainer.plan.tiered import GRADIENTS_IN_FLIGHT, gradient_ring
 from offload_trainer.settings import load_config
-from offload_trainer.tiers.device import CpuDevice
-from offload_trainer.tiers.gradients import Gradients
-from offload_trainer.tiers.transfer import ThreadedTransfers, Ticket
+from offload_trainer.storage.transfer import ThreadedTransfers, Ticket
 
 MEMORY = 500e9  # bytes/s that the stand-in adds at
 

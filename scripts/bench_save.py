@@ -26,15 +26,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a round")
     wishes = parser.parse_args(sys.argv[1:split])
     from offload_trainer import cli
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
     from offload_trainer.settings import load_config
 
     config = load_config([*sys.argv[split + 1 :], "--steps", "100000", "train.eval_every=0"])
     prepare_process(config)
     cli._quiet()
-    from offload_trainer import run
+    from offload_trainer.run import train
 
-    run.train_run(config, instead=lambda job: show(compare(job, rounds=wishes.rounds, steps=wishes.steps)))
+    train.train_run(config, instead=lambda job: show(compare(job, rounds=wishes.rounds, steps=wishes.steps)))
 
 
 def compare(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:

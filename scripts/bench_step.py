@@ -35,8 +35,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers.removal import scratch
-from offload_trainer.tune import STOCK_GROUPS
+from offload_trainer.run.tune import STOCK_GROUPS
+from offload_trainer.storage.removal import scratch
 
 ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
 SECONDS = ("step", "forward", "backward", "update")
@@ -50,13 +50,13 @@ def child(words: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout
     from offload_trainer import cli
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
     from offload_trainer.settings import load_config
 
     config = load_config(["plain" if word == "native" else word for word in words])
     prepare_process(config)
     cli._quiet()
-    from offload_trainer import run, run_build  # torch comes with it, and the threads are set before
+    from offload_trainer.run import build, train  # torch comes with it, and the threads are set before
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.trainer import timed_steps
 
@@ -70,8 +70,8 @@ def child(words: list[str]) -> None:
             print(json.dumps(next(steps)), file=answers)
 
     if "native" in words:
-        run_build.build_engine = native_engine
-    run.train_run(config, instead=serve)
+        build.build_engine = native_engine
+    train.train_run(config, instead=serve)
 
 
 def native_engine(setup: Any, **_: Any) -> Any:

@@ -26,12 +26,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 
-from offload_trainer.engine.kernels import load_cpu_adam
+from offload_trainer.engine.op_builder import load_cpu_adam
 from offload_trainer.engine.updates import ADAM, kernel_update, make_buffers, stock_update, update_bytes
 from offload_trainer.errors import UserError
-from offload_trainer.tiers.adam import Kernel, PageNoise
-from offload_trainer.tiers.kernels import choose_kernel
-from offload_trainer.tiers.moments import Noise
+from offload_trainer.optim.adam import Kernel, PageNoise
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.moments import Noise
 
 SCALE_BYTES = 4 + 4
 STATES = ("fp32", "bf16", "8bit")

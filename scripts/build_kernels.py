@@ -9,7 +9,7 @@ import time
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 
-from offload_trainer.engine.kernels import load_kernels
+from offload_trainer.engine.op_builder import load_kernels
 from offload_trainer.plan.zero import Placement
 
 for what, placement in (("cpu_adam", Placement("cpu", "cpu")), ("async_io", Placement("nvme", "gpu"))):

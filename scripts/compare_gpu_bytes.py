@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.model.source import ModelSource, resolve_model
 from offload_trainer.plan.choose import make_plan
-from offload_trainer.tiers.removal import scratch
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.storage.removal import scratch
 
 UNSEEN = ("CUDA context", "allocator", "gradients in flight")  # by no tensor
 

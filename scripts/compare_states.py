@@ -19,16 +19,16 @@ import bitsandbytes
 import torch
 
 from offload_trainer.data.rows import DataState
+from offload_trainer.optim import moments
+from offload_trainer.optim.adam import Adam, update_stretch
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.layout import bytes_of_state
-from offload_trainer.run import train_run
+from offload_trainer.run.train import train_run
 from offload_trainer.schedule import learning_rate
 from offload_trainer.settings import load_config
+from offload_trainer.storage.removal import scratch
 from offload_trainer.telemetry.meters import PhaseClock
-from offload_trainer.tiers import moments
-from offload_trainer.tiers.adam import Adam, update_stretch
-from offload_trainer.tiers.moments import Noise
-from offload_trainer.tiers.removal import scratch
-from offload_trainer.tiers.torch_adam import TorchKernel
 
 FORMS = ("fp32", "bf16", "8bit", "bitsandbytes")
 LR = 1e-3  # of the constructed gradients; the largest update is in units of it

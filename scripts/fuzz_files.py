@@ -27,7 +27,7 @@ from typing import Any
 from fuzz_kinds import KINDS, Kind
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers.removal import scratch
+from offload_trainer.storage.removal import scratch
 
 SECONDS = 20.0  # for one file
 MEMORY = 1 << 30  # bytes, more than before

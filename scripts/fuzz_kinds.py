@@ -27,15 +27,15 @@ from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.export.sources import finite_weights, opened
 from offload_trainer.machine import cache
-from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.model.initial import meta_model
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.model.pretrained import pretrained_weights
 from offload_trainer.model.source import resolve_model, save_model_config
+from offload_trainer.offload.page_index import StoreAccount
 from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.layout import page_bytes, pages_of, units_of
+from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.settings import load_config
-from offload_trainer.tiers.account import StoreAccount
 
 _TINY = [
     *("model.overrides.n_layer=1", "model.overrides.n_embd=16", "model.overrides.vocab_size=64"),

@@ -33,7 +33,7 @@ from trials import (
     what_was_hit,
 )
 
-from offload_trainer.tiers.removal import Workplace, scratch
+from offload_trainer.storage.removal import Workplace, scratch
 
 STEPS, EVERY, KEEP = 12, 2, 2
 PLACEMENTS = (

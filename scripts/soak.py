@@ -326,7 +326,7 @@ def small_bench() -> None:
 
 def small_tune() -> None:
     """In the fork: one setting beside the plan's."""
-    from offload_trainer import tune
+    from offload_trainer.run import tune
 
     tune.groups_for = lambda plan, machine: [("tiered.page_buffers=4",)]
 

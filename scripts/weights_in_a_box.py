@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.tiers.removal import anew
+from offload_trainer.storage.removal import anew
 
 HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 1536, 4096, 24, 8, 32000
 TOKENS = list(range(100, 148))
@@ -71,7 +71,7 @@ def write_model(directory: Path, *, parameters: float) -> int:
     from transformers import LlamaConfig
 
     from offload_trainer.model.initial import meta_model
-    from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
+    from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
     def config(layers: int) -> Any:
         return LlamaConfig(
@@ -111,7 +111,7 @@ def write_model(directory: Path, *, parameters: float) -> int:
 def live(directory: Path, dtype: str) -> None:
     """Import, ask for logits, save a checkpoint. Everything that can be is on the drive."""
     from offload_trainer import cli
-    from offload_trainer.launch import prepare_process
+    from offload_trainer.run.launch import prepare_process
     from offload_trainer.settings import load_config
 
     drive = directory / "drive"
@@ -132,8 +132,8 @@ def live(directory: Path, dtype: str) -> None:
     cli._quiet()
     import torch
 
-    from offload_trainer import run
     from offload_trainer.checkpoint import TrainState
+    from offload_trainer.run import train
     from offload_trainer.telemetry.meters import peak_rss_bytes
 
     def serve(job: Any) -> None:
@@ -143,7 +143,7 @@ def live(directory: Path, dtype: str) -> None:
             job.checkpoints.save(job.engine, TrainState(step=0, tokens=0, data_position=0))
         print(f"=> peak RSS {peak_rss_bytes() / 1e9:.2f} GB")
 
-    run.train_run(config, instead=serve)
+    train.train_run(config, instead=serve)
 
 
 def loaded(directory: Path, dtype: str) -> None:

@@ -18,10 +18,10 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan
-from offload_trainer.run import use_deterministic_algorithms
+from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
+from offload_trainer.storage.lease import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
-from offload_trainer.tiers.lease import DriveLease
 
 VOCABULARY = 211
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.tiers.cuda_adam import SOURCE, defines
-from offload_trainer.tiers.kernel_cache import built
-from offload_trainer.tiers.nvrtc import Gpu, Nvrtc
+from offload_trainer.optim.cuda_adam import SOURCE, defines
+from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.nvrtc import Gpu, Nvrtc
 
 _SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
 

@@ -86,7 +86,7 @@ def load_libraries() -> None:
 
     import offload_trainer.engine.tiered
     import offload_trainer.export.final
-    import offload_trainer.run
+    import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
 
 
@@ -137,11 +137,12 @@ def patch(owner: Any, name: str, moment: Moment, *, nth: int = 1) -> None:
 
 def arm(moment: Moment) -> None:
     """Set the moment of the cell's phase."""
-    from offload_trainer import checkpoint, launch, planner, trainer
+    from offload_trainer import checkpoint, trainer
     from offload_trainer.engine.tiered import TieredEngine
-    from offload_trainer.engine.tiered_state import TieredSnapshot
     from offload_trainer.export import final
-    from offload_trainer.tiers import kernel_cache
+    from offload_trainer.offload.state import TieredSnapshot
+    from offload_trainer.optim import kernel_cache
+    from offload_trainer.run import launch, planning
 
     train = trainer.train
 
@@ -154,7 +155,7 @@ def arm(moment: Moment) -> None:
         case "start":
             patch(launch, "prepare_process", moment)
         case "plan":
-            patch(planner, "settle_and_plan", moment)
+            patch(planning, "settle_and_plan", moment)
         case "first build":
             patch(kernel_cache.subprocess, "run", moment)
         case "training":

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from offload_trainer.tiers.device import Read, Return
-from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.transfer import DriveFile, Ticket, bytes_of
+from offload_trainer.offload.device import Read, Return
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, Ticket, bytes_of
 
 
 def late(work: Callable[[], None]) -> Ticket:

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from offload_trainer.tiers.moments import Bits, dynamic_map
-from offload_trainer.tiers.native_adam import TYPES, NativeLibrary, tables
+from offload_trainer.optim.moments import Bits, dynamic_map
+from offload_trainer.optim.native_adam import TYPES, NativeLibrary, tables
 
 
 class Moments(Protocol):

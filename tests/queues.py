@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.tiers import memory
-from offload_trainer.tiers.cuda import CudaDevice
+from offload_trainer.offload.cuda import CudaDevice
+from offload_trainer.storage import host_memory
 
 
 class FakeCuda:
@@ -156,5 +156,5 @@ def queued(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> I
         inner.setattr(torch.cuda, "device", device)
         inner.setattr(torch.Tensor, "copy_", fake_copy)
         inner.setattr(torch.Tensor, "record_stream", lambda tensor, _: cuda.recorded.add(tensor.data_ptr()))
-        inner.setattr(memory, "_register", lambda _: None)
+        inner.setattr(host_memory, "_register", lambda _: None)
         yield cuda

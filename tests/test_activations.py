@@ -20,13 +20,13 @@ import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
+from offload_trainer.offload.activations import Activations, _Buffer
+from offload_trainer.offload.device import CpuDevice, Return
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.kept import INPUT_BUFFERS, INPUTS_UNDER_WAY, KeptInputs
 from offload_trainer.settings import load_config
+from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers, Ticket, done
 from offload_trainer.telemetry.meters import read_io
-from offload_trainer.tiers.activations import Activations, _Buffer
-from offload_trainer.tiers.device import CpuDevice, Return
-from offload_trainer.tiers.transfer import DriveFile, ThreadedTransfers, Ticket, done
 
 VARIANTS = ["non-reentrant", "reentrant"]
 ON = ["model.checkpointing=on", "model.overrides.n_layer=9"]
@@ -259,7 +259,7 @@ def test_what_cannot_be_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(descriptor: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("offload_trainer.tiers.transfer.os.posix_fallocate", full)
+    monkeypatch.setattr("offload_trainer.storage.transfer.os.posix_fallocate", full)
     words = [*ON, "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
     with (
         pytest.raises(TrainerError, match=r"activations: 73.7 kB cannot be set aside there: No space left on device"),

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_trainer.engine.kernels import load_cpu_adam
+from offload_trainer.engine.op_builder import load_cpu_adam
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.tiers import kernels, native_adam, torch_adam
-from offload_trainer.tiers.adam import Adam, Kernel, update_stretch
-from offload_trainer.tiers.kernel_cache import built
-from offload_trainer.tiers.native_adam import NativeKernel
-from offload_trainer.tiers.torch_adam import DeepSpeedKernel, TorchKernel
+from offload_trainer.optim import kernels, native_adam, torch_adam
+from offload_trainer.optim.adam import Adam, Kernel, update_stretch
+from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.torch_adam import DeepSpeedKernel, TorchKernel
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 
@@ -194,7 +194,7 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_taken(states: str, monkeypatch: 
 
 
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
-    code = "from offload_trainer.tiers.native_adam import NativeLibrary; NativeLibrary()"
+    code = "from offload_trainer.optim.native_adam import NativeLibrary; NativeLibrary()"
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OFFLOAD_TRAINER_CACHE": str(tmp_path)})
         for _ in range(2)

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload_trainer import doctor
 from offload_trainer.cli import main
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
-from offload_trainer.machine.profile import MachineProfile, Rate, Rates, profile_from_json, read_machine
 from offload_trainer.model.presets import preset_shape
+from offload_trainer.optim import nvrtc
 from offload_trainer.plan.card import card_mistakes, runs
 from offload_trainer.plan.choose import make_plan, settle_and_plan
+from offload_trainer.plan.machine import MachineProfile, Rate, Rates, profile_from_json, read_machine
+from offload_trainer.run import doctor
 from offload_trainer.settings import load_config
-from offload_trainer.tiers import nvrtc
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")  # torch 2.11's wheels for CUDA 13.0
 

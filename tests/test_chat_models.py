@@ -19,7 +19,7 @@ from offload_trainer.export.directory import write_model
 from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import Source
 from offload_trainer.model.source import resolve_model
-from offload_trainer.run_directory import Log, held, run_directory
+from offload_trainer.run.directory import Log, held, run_directory
 
 END, TURN, THIRD = 0, 2048, 2049
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,8 +14,8 @@ from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, find_
 from offload_trainer.errors import TrainerError
 from offload_trainer.manifest import crc32_of
 from offload_trainer.retention import bytes_that_go, complete_checkpoints, remove_leftovers
-from offload_trainer.tiers import durable
-from offload_trainer.tiers.durable import bytes_below, exchange
+from offload_trainer.storage import durable
+from offload_trainer.storage.durable import bytes_below, exchange
 
 
 class Small:

@@ -20,18 +20,19 @@ from bench_of_engines import model_directory
 from conftest import TINY
 from test_plan import SHAPES, machine
 
-from offload_trainer import launch, trainer
+from offload_trainer import trainer
 from offload_trainer.engine import tiered
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.launch import prepare_process
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.zero import Placement, zero_sizes
-from offload_trainer.planner import refuse_shortfall
-from offload_trainer.run import train_run
+from offload_trainer.run import launch
+from offload_trainer.run.launch import prepare_process
+from offload_trainer.run.planning import refuse_shortfall
+from offload_trainer.run.train import train_run
 from offload_trainer.settings import all_keys, load_config
-from offload_trainer.tiers import transfer
+from offload_trainer.storage import transfer
 
 BASE = [*TINY, "--steps", "4", "--lr", "1e-2", "train.eval_every=0", "optim.schedule=constant", "optim.warmup_steps=0"]
 DRIVE = ["--nvme", "ONE", "--optimizer", "nvme"]

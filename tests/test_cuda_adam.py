@@ -22,14 +22,14 @@ from emulated import EmulatedGpu
 from test_update_page import ADAM, MARK, STATES, cut
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers import cuda_adam, native_adam
-from offload_trainer.tiers.adam import Adam, Kernel, PageNoise, Stretch
-from offload_trainer.tiers.cuda_adam import CudaKernel, choose_cuda_kernel
-from offload_trainer.tiers.kernels import gives_the_bits_of, random_page
-from offload_trainer.tiers.moments import Noise
-from offload_trainer.tiers.native_adam import NativeKernel
-from offload_trainer.tiers.nvrtc import Gpu, Nvrtc, find_nvrtc, gpu_of, load_nvrtc
-from offload_trainer.tiers.torch_adam import TorchKernel
+from offload_trainer.optim import cuda_adam, native_adam
+from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
+from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
+from offload_trainer.optim.kernels import gives_the_bits_of, random_page
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.nvrtc import Gpu, Nvrtc, find_nvrtc, gpu_of, load_nvrtc
+from offload_trainer.optim.torch_adam import TorchKernel
 
 N = 20_000  # not a multiple of 256
 PARTS = [Stretch(256, 4096, 0.1, 7), Stretch(4096, 4352, 0.0, 7), Stretch(16_384, N, 0.1, 300)]

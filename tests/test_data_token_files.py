@@ -19,7 +19,7 @@ from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.run_data import prepare_data
+from offload_trainer.run.data import prepare_data
 
 
 @pytest.fixture(scope="module")

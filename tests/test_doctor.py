@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import ask
 
-from offload_trainer import doctor
-from offload_trainer.engine import kernels, updates  # noqa: F401  imported before its kernels are replaced
+from offload_trainer.engine import op_builder, updates  # noqa: F401  imported before its kernels are replaced
 from offload_trainer.errors import TrainerError
-from offload_trainer.machine.profile import DriveFacts, read_machine
+from offload_trainer.plan.machine import DriveFacts, read_machine
+from offload_trainer.run import doctor
 from offload_trainer.settings import load_config
 
 
@@ -80,7 +80,7 @@ def test_the_compilers_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise TrainerError("DeepSpeed's kernel cpu_adam could not be built: fatal error: omp.h: No such file")
 
-    monkeypatch.setattr(kernels, "load_cpu_adam", broken)
+    monkeypatch.setattr(op_builder, "load_cpu_adam", broken)
     checks = doctor.examine(load_config(["--engine", "deepspeed"]))
     found = next(check for check in checks if check.name == "kernel cpu_adam")
     assert found.state == "failure"
@@ -104,7 +104,7 @@ def test_locked_memory_bounds_async_io_alone(words: list[str], limit: int | None
 def test_a_stale_build_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert not list(doctor._stale_locks())
-    lock = kernels._build_directory("cpu_adam") / "lock"
+    lock = op_builder._build_directory("cpu_adam") / "lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     (check,) = doctor._stale_locks()

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload_trainer import planner
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.machine import bench, cache, probe
-from offload_trainer.run_directory import Log, _ends_told
-from offload_trainer.tiers.durable import write_text
-from offload_trainer.tiers.removal import replacing, workplace_of
+from offload_trainer.run import planning
+from offload_trainer.run.directory import Log, _ends_told
+from offload_trainer.storage.durable import write_text
+from offload_trainer.storage.removal import replacing, workplace_of
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
 
@@ -109,5 +109,5 @@ def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.Mon
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
     monkeypatch.setattr(cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
     said: list[str] = []
-    assert planner.bench_here(TrainConfig(), threads=1, drive_bytes=None, say=said.append) == "measured"
+    assert planning.bench_here(TrainConfig(), threads=1, drive_bytes=None, say=said.append) == "measured"
     assert said[-1] == "note: these rates could not be kept for later plans: No space left on device"

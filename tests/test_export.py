@@ -24,8 +24,8 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.weights import export
 from offload_trainer.model.source import resolve_model, save_model_config
-from offload_trainer.tiers.account import read_store
-from offload_trainer.tiers.lease import DriveLease, is_alive, kept
+from offload_trainer.offload.page_index import read_store
+from offload_trainer.storage.lease import DriveLease, is_alive, kept
 
 ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2"]
 

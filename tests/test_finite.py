@@ -20,7 +20,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export import gguf
 from offload_trainer.export.weights import export
 from offload_trainer.model.source import resolve_model
-from offload_trainer.tiers.finite import unusable
+from offload_trainer.storage.finite import unusable
 
 NAN, INF = float("nan"), float("inf")
 

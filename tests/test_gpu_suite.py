@@ -28,7 +28,7 @@ from gpu_stages.record import OUT_OF_TIME, Record  # noqa: E402
 from gpu_stages.stage import Failure, Stage  # noqa: E402
 
 from offload_trainer.errors import UserError  # noqa: E402
-from offload_trainer.run import use_deterministic_algorithms  # noqa: E402
+from offload_trainer.run.train import use_deterministic_algorithms  # noqa: E402
 from offload_trainer.settings import load_config  # noqa: E402
 
 STAGES = ("check", "parity", "speed", "8b", "10b", "saves")

@@ -17,14 +17,14 @@ from late import LateDevice
 
 import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError
+from offload_trainer.offload import gradients as module
+from offload_trainer.offload.gradients import Gradients
+from offload_trainer.offload.norms import norm_of, ordered_norm
+from offload_trainer.offload.outward import InFlight, Ring
 from offload_trainer.plan.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.tiers import gradients as module
-from offload_trainer.tiers.gradients import Gradients
-from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.norms import norm_of, ordered_norm
-from offload_trainer.tiers.outward import InFlight, Ring
-from offload_trainer.tiers.transfer import DriveFile, ThreadedTransfers, Ticket
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers, Ticket
 
 ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload_trainer.engine import kernels
-from offload_trainer.engine.kernels import remove_stale_lock
+from offload_trainer.engine import op_builder
+from offload_trainer.engine.op_builder import remove_stale_lock
 
 
 def test_a_lock_that_nobody_builds_behind_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the patience is over, and not before."""
     now, looks = iter(range(100)), []
-    monkeypatch.setattr(kernels, "_someone_works_in", lambda place: looks.append(place))
-    monkeypatch.setattr(kernels, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
+    monkeypatch.setattr(op_builder, "_someone_works_in", lambda place: looks.append(place))
+    monkeypatch.setattr(op_builder, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
     (tmp_path / "lock").touch()
     remove_stale_lock(tmp_path, patience=20)
     assert not (tmp_path / "lock").exists()
@@ -26,10 +26,10 @@ def test_a_lock_that_nobody_builds_behind_is_removed(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("name", ["cpu_adam", "async_io", "pin_memory"])
 def test_a_stale_lock_of_any_build_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading async_io builds pin_memory too, and would wait behind its lock for ever."""
-    monkeypatch.setattr(kernels, "_build_directory", lambda build: tmp_path / build)
+    monkeypatch.setattr(op_builder, "_build_directory", lambda build: tmp_path / build)
     (tmp_path / name).mkdir()
     (tmp_path / name / "lock").touch()
-    assert kernels.stale_locks() == [tmp_path / name / "lock"]
+    assert op_builder.stale_locks() == [tmp_path / name / "lock"]
 
 
 def test_a_living_build_keeps_its_lock(tmp_path: Path) -> None:

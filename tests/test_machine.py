@@ -16,7 +16,8 @@ from offload_trainer.engine.updates import ADAM, available_updates, kernel_updat
 from offload_trainer.errors import UserError
 from offload_trainer.machine import bench, cache
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.machine.profile import (
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.plan.machine import (
     MachineProfile,
     Rate,
     Rates,
@@ -26,9 +27,8 @@ from offload_trainer.machine.profile import (
     read_machine,
     update_key,
 )
-from offload_trainer.planner import described
-from offload_trainer.tiers.kernels import choose_kernel
-from offload_trainer.tiers.transfer import ThreadedTransfers
+from offload_trainer.run.planning import described
+from offload_trainer.storage.transfer import ThreadedTransfers
 
 A, B = "tiered.io_threads=2 tiered.io_block_bytes=8388608", "tiered.io_threads=1 tiered.io_block_bytes=4096"
 NAMED = ["a100-40gb", "a100-80gb", "h200", "rtx4090-64gb", "v100-32gb"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from native_moments import Moments, NativeMoments
 
-from offload_trainer.tiers import moments
-from offload_trainer.tiers.adam import Adam, Kernel, update_stretch
-from offload_trainer.tiers.moments import Bits, Noise, random_bits
-from offload_trainer.tiers.native_adam import NativeKernel
-from offload_trainer.tiers.torch_adam import TorchKernel
+from offload_trainer.optim import moments
+from offload_trainer.optim.adam import Adam, Kernel, update_stretch
+from offload_trainer.optim.moments import Bits, Noise, random_bits
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.torch_adam import TorchKernel
 
 BOTH: list[Callable[[], Moments]] = [lambda: moments, NativeMoments]
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from children import in_a_fork
 
-from offload_trainer.tiers import native_adam
-from offload_trainer.tiers.adam import Adam, Stretch
-from offload_trainer.tiers.kernels import random_page
-from offload_trainer.tiers.native_adam import NativeKernel, numa_nodes, spread
+from offload_trainer.optim import native_adam
+from offload_trainer.optim.adam import Adam, Stretch
+from offload_trainer.optim.kernels import random_page
+from offload_trainer.optim.native_adam import NativeKernel, numa_nodes, spread
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 N = 1 << 18  # many pieces

@@ -23,8 +23,8 @@ from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.machine import cache
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.machine.profile import Rate, Rates
 from offload_trainer.model.source import ModelSource, resolve_model
+from offload_trainer.plan.machine import Rate, Rates
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 
 # -- floating-point operations: torch's counter ------------------------------------------------------------------------

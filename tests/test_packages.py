@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from conftest import TINY, environment
 
-from offload_trainer import doctor, launch, packages
-from offload_trainer.engine import kernels
+from offload_trainer import packages
+from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError, explain
-from offload_trainer.machine.profile import MachineProfile, read_machine
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.machine import MachineProfile, read_machine
+from offload_trainer.run import doctor, launch
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,9 +134,9 @@ def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyP
 
 def test_one_that_is_there_and_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed raises an exception of its own where a GPU's toolkit is missing."""
-    monkeypatch.setattr(kernels, "is_installed", lambda name: True)
+    monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
     broken = "--engine deepspeed needs deepspeed, which is installed and cannot be imported: CUDA_HOME does not exist"
-    with pytest.raises(TrainerError, match=broken), kernels.importing("deepspeed", wish="--engine deepspeed"):
+    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", wish="--engine deepspeed"):
         raise RuntimeError("CUDA_HOME does not exist")
 
 

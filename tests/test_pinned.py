@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers import memory
-from offload_trainer.tiers.cuda import CudaDevice
+from offload_trainer.offload.cuda import CudaDevice
+from offload_trainer.storage import host_memory
 
 
 def is_mapped(address: int) -> bool:
@@ -43,7 +43,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def test_it_is_let_go_of_with_its_last_view_and_before_it_is_unmapped(runtime: Runtime) -> None:
-    buffer = memory.host_buffer(1 << 20, pinned=True)
+    buffer = host_memory.host_buffer(1 << 20, pinned=True)
     view = buffer[4096:8192].view(torch.float32)
     del buffer
     gc.collect()
@@ -68,4 +68,4 @@ def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.Monkey
 def test_what_cannot_be_pinned_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
     with pytest.raises(TrainerError, match=r"CUDA cannot pin 8\.19 kB of host memory \(error 2\)"):
-        memory.host_buffer(8192, pinned=True)
+        host_memory.host_buffer(8192, pinned=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from bench_of_engines import batches, engine, model_directory, train
 
-from offload_trainer import run
-from offload_trainer.launch import prepare_process
+from offload_trainer.run import train as train_module
+from offload_trainer.run.launch import prepare_process
 from offload_trainer.settings import load_config
 
 
@@ -48,13 +48,13 @@ def test_a_gpu_takes_the_same_bits_where_that_is_asked_for(words: list[str], mon
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(run, "plan_run", plan)
+    monkeypatch.setattr(train_module, "plan_run", plan)
     before, config = torch.get_num_threads(), load_config(words)
     torch.use_deterministic_algorithms(False)
     try:
         prepare_process(config)
         with pytest.raises(PlannedError):
-            run.train_run(config)
+            train_module.train_run(config)
         assert torch.are_deterministic_algorithms_enabled() == bool(words)
         assert torch.utils.deterministic.fill_uninitialized_memory != bool(words)  # type: ignore[attr-defined]
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if words else None)

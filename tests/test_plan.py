@@ -17,10 +17,10 @@ import pytest
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, pages_of, units_of
+from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.plan.zero import Placement, zero_sizes

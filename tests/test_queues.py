@@ -13,8 +13,8 @@ from queues import FakeEvent, FakeStream, queued
 
 import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers.cuda import CudaDevice
-from offload_trainer.tiers.transfer import Ticket
+from offload_trainer.offload.cuda import CudaDevice
+from offload_trainer.storage.transfer import Ticket
 
 ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
 HOMES = {

@@ -19,9 +19,9 @@ from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card
 from offload_trainer.machine import cache
-from offload_trainer.machine.profile import DriveFacts, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.manifest import Manifest
 from offload_trainer.model.pretrained import checkpoint_files
+from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.readback import file_bytes, parsed, read_back, shown
 
 WRONG = {
@@ -282,7 +282,7 @@ ELSEWHERE = {
     "data/token_bytes.py": "what a tokenizer in memory says of itself",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
     "export/final.py": "a record in memory, as it would be read back",
-    "tiers/tensorfile.py": "a header that the safetensors library has checked",
+    "storage/tensorfile.py": "a header that the safetensors library has checked",
     "readback.py": "",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.cli import export_wish
-from offload_trainer.machine.profile import read_machine
+from offload_trainer.plan.machine import read_machine
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parent.parent

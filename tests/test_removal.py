@@ -14,9 +14,19 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers import removal
-from offload_trainer.tiers.lease import DriveLease, dead_runs
-from offload_trainer.tiers.removal import MARK, NotOurs, Workplace, anew, clear, made_as, remove, remove_dead, replacing
+from offload_trainer.storage import removal
+from offload_trainer.storage.lease import DriveLease, dead_runs
+from offload_trainer.storage.removal import (
+    MARK,
+    NotOurs,
+    Workplace,
+    anew,
+    clear,
+    made_as,
+    remove,
+    remove_dead,
+    replacing,
+)
 
 HOUSE = Path(__file__).resolve().parent.parent
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
@@ -27,17 +37,17 @@ WHAT = "page files of"
 
 RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirectory"}
 SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
-THE_ONE = "offload_trainer/tiers/removal.py"
+THE_ONE = "offload_trainer/storage/removal.py"
 SINGLE_FILES = {
     ("offload_trainer/data/tokenfile.py", "unlink"): "our temporary, and a sidecar of other content beside new ids",
     ("offload_trainer/data/tokenfile.py", "replace"): "a finished token file takes its name",
-    ("offload_trainer/engine/kernels.py", "unlink"): "torch's build lock, behind which nobody works",
+    ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
     ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",
-    ("offload_trainer/run_directory.py", "ftruncate"): "the lock file that this run holds",
-    ("offload_trainer/tiers/durable.py", "unlink"): "our temporary, by a name with our process's number",
-    ("offload_trainer/tiers/durable.py", "replace"): "the one atomic replacement of a file",
-    ("offload_trainer/tiers/durable.py", "rename"): "what is finished takes its name",
+    ("offload_trainer/run/directory.py", "ftruncate"): "the lock file that this run holds",
+    ("offload_trainer/storage/durable.py", "unlink"): "our temporary, by a name with our process's number",
+    ("offload_trainer/storage/durable.py", "replace"): "the one atomic replacement of a file",
+    ("offload_trainer/storage/durable.py", "rename"): "what is finished takes its name",
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
 # The soak's world, which it makes with mkdtemp. Tests remove what they have made below tmp_path.
@@ -216,7 +226,7 @@ def test_what_a_lease_did_not_make_stays(case: str, tmp_path: Path) -> None:
 def test_a_bench_says_what_it_removes(tmp_path: Path) -> None:
     from offload_trainer.machine.bench import Budget, bench_machine
     from offload_trainer.machine.probe import probe_machine
-    from offload_trainer.tiers.transfer import ThreadedTransfers
+    from offload_trainer.storage.transfer import ThreadedTransfers
 
     (tmp_path / "offload-trainer").mkdir()
     left = dead_lease(tmp_path / "offload-trainer")

@@ -24,16 +24,17 @@ from test_checkpoint import save
 from test_removal import NOBODY, ROOT, dead_lease, died
 
 from offload_trainer.checkpoint import find_resume, reading
-from offload_trainer.engine import kernels
+from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine import cache
-from offload_trainer.machine.profile import DriveFacts, MachineProfile
+from offload_trainer.optim import kernel_cache
 from offload_trainer.places import cache_directory
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
-from offload_trainer.run_directory import Log, held, refuse_second
-from offload_trainer.tiers import durable, kernel_cache, locks
-from offload_trainer.tiers.lease import DriveLease, dead_runs, is_alive, root_of
-from offload_trainer.tiers.removal import Workplace, clear
+from offload_trainer.run.directory import Log, held, refuse_second
+from offload_trainer.storage import durable, locks
+from offload_trainer.storage.lease import DriveLease, dead_runs, is_alive, root_of
+from offload_trainer.storage.removal import Workplace, clear
 
 # -- locks -------------------------------------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ def test_both_names_are_taken(tmp_path: Path) -> None:
 LEASES = """
 import os, sys, time
 from pathlib import Path
-from offload_trainer.tiers.lease import DriveLease, dead_runs
+from offload_trainer.storage.lease import DriveLease, dead_runs
 os.umask(0o022)
 os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))
 with DriveLease(Path(sys.argv[1])) as lease:
@@ -533,10 +534,10 @@ def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, mo
     """`doctor` and `bench` look there, and go on without."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
-    assert not kernels.is_built("async_io")
-    assert kernels.stale_locks() == []
+    assert not op_builder.is_built("async_io")
+    assert op_builder.stale_locks() == []
     with pytest.raises(TrainerError, match=r"cpu_adam could not be built: Not a directory.*TORCH_EXTENSIONS_DIR"):
-        kernels._load(SimpleNamespace(name="cpu_adam"))
+        op_builder._load(SimpleNamespace(name="cpu_adam"))
 
 
 def test_builds_of_torchs_extensions_take_turns(
@@ -545,6 +546,6 @@ def test_builds_of_torchs_extensions_take_turns(
     """Without locks nobody knows whether a build is alive, and its lock is not removed."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     removed: list[Path] = []
-    monkeypatch.setattr(kernels, "remove_stale_lock", removed.append)
-    assert kernels._load(SimpleNamespace(name="cpu_adam", load=lambda verbose: "op")) == "op"
+    monkeypatch.setattr(op_builder, "remove_stale_lock", removed.append)
+    assert op_builder._load(SimpleNamespace(name="cpu_adam", load=lambda verbose: "op")) == "op"
     assert len(removed) == (filesystem in ("local", "nfs"))

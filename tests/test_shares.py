@@ -20,11 +20,11 @@ from queues import FakeCuda, queued
 
 import offload_trainer.plan.layout as layout
 from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.offload.cuda import CudaDevice
+from offload_trainer.optim.adam import Adam
+from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM
-from offload_trainer.tiers.adam import Adam
-from offload_trainer.tiers.cuda import CudaDevice
-from offload_trainer.tiers.torch_adam import TorchKernel
-from offload_trainer.tiers.transfer import done
+from offload_trainer.storage.transfer import done
 
 SHARES = {
     "device": ["--gpu-fraction", "1"],

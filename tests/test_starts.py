@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from offload_trainer import run, run_directory
 from offload_trainer.errors import UserError
-from offload_trainer.run_build import Setup
-from offload_trainer.run_directory import Log, held
+from offload_trainer.run import directory, train
+from offload_trainer.run.build import Setup
+from offload_trainer.run.directory import Log, held
 from offload_trainer.settings import load_config
 
 
@@ -20,14 +20,14 @@ def test_a_look_at_a_free_directory_keeps_no_run_out_of_it(tmp_path: Path, monke
     """Whoever asks whether another run writes there has the lock for an instant."""
     with open(tmp_path / ".lock", "w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        monkeypatch.setattr(run_directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        monkeypatch.setattr(directory.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
         with held(tmp_path, Log(loud=False)), pytest.raises(BlockingIOError):
             fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(run_directory.time, "sleep", waits.append)
+    monkeypatch.setattr(directory.time, "sleep", waits.append)
     with (
         held(tmp_path, Log(loud=False)),
         pytest.raises(UserError, match="another run is writing there"),
@@ -40,15 +40,15 @@ def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: py
 
 def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passed the first look, waited while another run trained there, and would have mixed with its checkpoints."""
-    monkeypatch.setattr(run, "saves_state", lambda config, plan: None)
-    monkeypatch.setattr(run, "refuse_shortfall", lambda config, plan: None)
+    monkeypatch.setattr(train, "saves_state", lambda config, plan: None)
+    monkeypatch.setattr(train, "refuse_shortfall", lambda config, plan: None)
     config = load_config(["--resume", "never", "--output", str(tmp_path)])
     unused: Any = None  # the plan has passed
     setup = Setup(config, unused, unused, unused, unused, tmp_path, unused, Log(loud=False))
 
     def hold() -> Path | None:
         with ExitStack() as stack:
-            return run._hold(stack, setup, resume=None)[0]
+            return train._hold(stack, setup, resume=None)[0]
 
     assert hold() is None
     (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)

@@ -11,8 +11,8 @@ from bench_of_engines import VOCABULARY, engine, masters, model_directory
 from safetensors.torch import load_file, save_file
 
 from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.optim import moments
 from offload_trainer.telemetry.meters import PhaseClock
-from offload_trainer.tiers import moments
 
 LR, STEPS = 1e-3, 24
 WORDS = ["--dtype", "fp32", "optim.weight_decay=0", "--lr", str(LR)]

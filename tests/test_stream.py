@@ -12,9 +12,9 @@ from bench_of_engines import batches, engine, model_directory, train
 import offload_trainer.plan.layout as layout
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
+from offload_trainer.offload.stream import Stream
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.settings import load_config
-from offload_trainer.tiers.stream import Stream
 
 KINDS = {
     "tied": ("gpt2", True, []),

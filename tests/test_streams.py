@@ -13,7 +13,7 @@ from children import GONE, in_a_fork, lose_streams
 from tqdm import tqdm
 
 from offload_trainer.cli import main
-from offload_trainer.run_directory import Log
+from offload_trainer.run.directory import Log
 from offload_trainer.streams import lasting_streams, write_now
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import offload_trainer.plan.layout as layout
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.engine.tiered_state import TieredSnapshot
 from offload_trainer.errors import TrainerError
+from offload_trainer.offload.state import TieredSnapshot
+from offload_trainer.offload.stream import Stream
 from offload_trainer.plan.layout import FIELDS
-from offload_trainer.tiers.stream import Stream
 
 
 @pytest.fixture(autouse=True)

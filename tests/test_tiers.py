@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers.lease import DriveLease
-from offload_trainer.tiers.tensorfile import TensorEntry, TensorFileWriter
+from offload_trainer.storage.lease import DriveLease
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 
 def test_two_leases_do_not_touch_each_other(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_two_leases_do_not_touch_each_other(tmp_path: Path) -> None:
 
 def test_a_dead_run_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from offload_trainer.tiers.lease import DriveLease\n"
+        "import os, sys; from pathlib import Path; from offload_trainer.storage.lease import DriveLease\n"
         "lease = DriveLease(Path(sys.argv[1])); (lease.path / 'state').write_text('x'); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -9

@@ -8,8 +8,8 @@ import pytest
 from test_plan import GB, SHAPES, machine, wish
 
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import DriveRates, MachineProfile, Rate, Rates
 from offload_trainer.plan.choose import make_plan, settle_and_plan
+from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates
 from offload_trainer.plan.ratios import correction, steady_ratios
 from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.plan.time import _UPDATE_START, Forecast, tokens_that_hide_the_update

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offload_trainer import trainer
-from offload_trainer.engine.ranks import gather
+from offload_trainer.ranks import gather
 from offload_trainer.signals import Asked
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.store import Desk
-from offload_trainer.tiers.transfer import CheckedTransfers, DriveFile, ThreadedTransfers, Ticket
+from offload_trainer.offload.store import Desk
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, ThreadedTransfers, Ticket
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from conftest import TINY, ask
 from test_plan import SHAPES, machine, wish
 
-from offload_trainer import tune
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.run import tune
 from offload_trainer.settings import load_config
 
 

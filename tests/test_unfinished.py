@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.retention import WORK, remove_leftovers
-from offload_trainer.tiers import removal
-from offload_trainer.tiers.lease import DriveLease, dead_runs
-from offload_trainer.tiers.locks import take
-from offload_trainer.tiers.removal import MARK, NotOurs, is_unfinished, remove_dead, replacing
+from offload_trainer.storage import removal
+from offload_trainer.storage.lease import DriveLease, dead_runs
+from offload_trainer.storage.locks import take
+from offload_trainer.storage.removal import MARK, NotOurs, is_unfinished, remove_dead, replacing
 
 
 def leave(path: Path, how: str) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_trainer.tiers import moments
-from offload_trainer.tiers.adam import Adam, Kernel, PageNoise, Stretch
-from offload_trainer.tiers.kernels import matches_torch, random_page
-from offload_trainer.tiers.moments import Noise
-from offload_trainer.tiers.native_adam import NativeKernel
-from offload_trainer.tiers.torch_adam import TorchKernel
+from offload_trainer.optim import moments
+from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernels import matches_torch, random_page
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.torch_adam import TorchKernel
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 N = 70_144  # more than one piece of adam.cpp's; a multiple of 256

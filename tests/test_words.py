@@ -15,7 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.card import model_card
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.choose import _slower, make_plan
-from offload_trainer.run_directory import Log
+from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
 from offload_trainer.usage import help_text

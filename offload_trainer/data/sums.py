@@ -16,7 +16,7 @@ from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.readback import file_bytes, parsed
-from offload_trainer.tiers.durable import write_text
+from offload_trainer.storage.durable import write_text
 from offload_trainer.units import format_bytes
 
 _SETTLED_NS = 2 * 10**9

@@ -32,7 +32,7 @@ from pydantic import Field, with_config
 from offload_trainer.data.bare import BLOCK, bare_dtype, refuse_foreign, scan
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.readback import LENIENT, Count, Crc32s, Line, is_there, open_file, read_back
-from offload_trainer.tiers.durable import sync_directory
+from offload_trainer.storage.durable import sync_directory
 from offload_trainer.units import format_bytes
 
 _SCAN_TOKENS = 1 << 24

@@ -21,12 +21,12 @@ from torch import nn
 from offload_trainer.config import OptimSection, TrainConfig
 from offload_trainer.data.rows import Batch
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
-from offload_trainer.engine.kernels import importing, load_kernels
+from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.state import KINDS, EngineState, StateNow, read_engine_state, read_tensors, state_files
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
+from offload_trainer.optim.state_files import KINDS, EngineState, StateNow, read_engine_state, read_tensors, state_files
 from offload_trainer.plan.auto import reentrant
 from offload_trainer.plan.zero import Placement, decay_groups
 from offload_trainer.telemetry.meters import PhaseClock

@@ -17,9 +17,12 @@ import torch
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch
+from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.scaler import LossScale
-from offload_trainer.engine.state import (
+from offload_trainer.model.pretrained import as_parameter
+from offload_trainer.model.source import DTYPES, ModelSource
+from offload_trainer.offload.norms import clip_factor, norm_of
+from offload_trainer.optim.state_files import (
     KINDS,
     EngineState,
     StateNow,
@@ -27,11 +30,8 @@ from offload_trainer.engine.state import (
     read_tensors,
     state_files,
 )
-from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.plan.zero import decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
-from offload_trainer.tiers.norms import clip_factor, norm_of
 
 
 class PlainEngine:

@@ -3,7 +3,7 @@
     forward, backward   Stream brings weights where they are away; each gradient goes to Gradients as it is made
     update              the norm, then Updater walks the pages; new 16-bit weights go to their homes
 
-Where something lives never changes a bit of the result. What is put together here is in `tiers/`.
+Where something lives never changes a bit of the result. What is put together here is in `offload/`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,28 @@ from torch import nn
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch
-from offload_trainer.engine.kernels import load_async_io, load_cpu_adam
+from offload_trainer.engine.loss_scale import LossScale
+from offload_trainer.engine.op_builder import load_async_io, load_cpu_adam
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.scaler import LossScale
-from offload_trainer.engine.state import EngineState
-from offload_trainer.engine.tiered_state import TieredSnapshot, TieredState
 from offload_trainer.errors import UserError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
+from offload_trainer.offload.activations import Activations
+from offload_trainer.offload.cuda import CudaDevice
+from offload_trainer.offload.device import CpuDevice, Device
+from offload_trainer.offload.gradients import Gradients
+from offload_trainer.offload.norms import clip_factor
+from offload_trainer.offload.page_index import StoreAccount
+from offload_trainer.offload.state import TieredSnapshot, TieredState
+from offload_trainer.offload.store import PageStore, size_of_home
+from offload_trainer.offload.stream import Stream
+from offload_trainer.offload.update import Updater
+from offload_trainer.offload.weights import Weights
+from offload_trainer.optim.adam import Adam, Kernel, Stretch
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.auto import reentrant, row_length, wants_checkpointing
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.layout import Unit, page_bytes, units_of
@@ -39,21 +53,8 @@ from offload_trainer.plan.tiered import (
     homes_in,
 )
 from offload_trainer.plan.zero import Placement
-from offload_trainer.telemetry.meters import PhaseClock
-from offload_trainer.tiers.account import StoreAccount
-from offload_trainer.tiers.activations import Activations
-from offload_trainer.tiers.adam import Adam, Kernel, Stretch
-from offload_trainer.tiers.cuda import CudaDevice
-from offload_trainer.tiers.cuda_adam import choose_cuda_kernel
-from offload_trainer.tiers.device import CpuDevice, Device
-from offload_trainer.tiers.gradients import Gradients
-from offload_trainer.tiers.kernels import choose_kernel
-from offload_trainer.tiers.memory import return_now, return_what_is_freed
-from offload_trainer.tiers.moments import Noise
-from offload_trainer.tiers.norms import clip_factor
-from offload_trainer.tiers.store import PageStore, size_of_home
-from offload_trainer.tiers.stream import Stream
-from offload_trainer.tiers.transfer import (
+from offload_trainer.storage.host_memory import return_now, return_what_is_freed
+from offload_trainer.storage.transfer import (
     AioTransfers,
     CheckedTransfers,
     DriveFile,
@@ -61,8 +62,7 @@ from offload_trainer.tiers.transfer import (
     Transfers,
     async_io_handle,
 )
-from offload_trainer.tiers.update import Updater
-from offload_trainer.tiers.weights import Weights
+from offload_trainer.telemetry.meters import PhaseClock
 
 
 class TieredEngine:

@@ -11,16 +11,15 @@ from functools import partial
 
 import torch
 
-from offload_trainer.engine.kernels import is_built, load_cpu_adam
+from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import update_key
+from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.moments import Noise, encode_8bit, field_dtype
 from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, bytes_of_state, field_bytes, page_bytes
-from offload_trainer.tiers.adam import Adam, Kernel, PageNoise, Stretch
-from offload_trainer.tiers.cuda_adam import choose_cuda_kernel
-from offload_trainer.tiers.kernels import choose_kernel
-from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.moments import Noise, encode_8bit
-from offload_trainer.tiers.store import field_dtype
+from offload_trainer.plan.machine import update_key
+from offload_trainer.storage.host_memory import host_buffer
 
 ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 _LR, _DECAY, _SCALE = 1e-4, 0.1, 0.7

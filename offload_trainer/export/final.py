@@ -21,7 +21,7 @@ from offload_trainer.export.card import model_card
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.sources import FINAL_RECORD, FinalExport, NamedTensor, Source, final_export
 from offload_trainer.plan.shape import Weight
-from offload_trainer.tiers.durable import write_text
+from offload_trainer.storage.durable import write_text
 
 _SECTIONS = ("model", "data", "optim", "train")  # of the configuration: what the weights depend on
 # ... but for these

@@ -28,8 +28,8 @@ from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import EXPORT, check_destination
 from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config, add_tokenizer
 from offload_trainer.model.conversions import read_model_config
-from offload_trainer.tiers.durable import put_in_place
-from offload_trainer.tiers.removal import replacing
+from offload_trainer.storage.durable import put_in_place
+from offload_trainer.storage.removal import replacing
 from offload_trainer.units import format_bytes
 
 if TYPE_CHECKING:  # an extra, so it is imported where it is used

@@ -25,11 +25,11 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, final_card, model_card
 from offload_trainer.model.source import BUFFERS, resolve_model
+from offload_trainer.offload.page_index import DESCRIPTION, read_store
 from offload_trainer.readback import LENIENT, Count, Steps, is_there, read_back, shown
-from offload_trainer.tiers.account import DESCRIPTION, read_store
-from offload_trainer.tiers.finite import unusable
-from offload_trainer.tiers.lease import is_alive, kept
-from offload_trainer.tiers.tensorfile import TensorFileReader
+from offload_trainer.storage.finite import unusable
+from offload_trainer.storage.lease import is_alive, kept
+from offload_trainer.storage.tensorfile import TensorFileReader
 
 NamedTensor = tuple[str, torch.Tensor]
 _NAMED = 10  # weights in a message

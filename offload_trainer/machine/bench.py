@@ -17,11 +17,11 @@ from statistics import median
 
 import torch
 
-from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words
 from offload_trainer.plan.card import has_bf16
-from offload_trainer.tiers.lease import DriveLease
-from offload_trainer.tiers.memory import host_buffer
-from offload_trainer.tiers.transfer import DriveFile, Ticket, Transfers
+from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.lease import DriveLease
+from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer: about what a page of the tiered engine is

@@ -18,14 +18,14 @@ from typing import Any
 from pydantic import with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rates, Ratio
 from offload_trainer.places import cache_directory
+from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rates, Ratio
 from offload_trainer.plan.ratios import correction
 from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, parsed, shown
+from offload_trainer.storage.durable import make_directories, write_text
+from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.removal import reason
 from offload_trainer.streams import write_now
-from offload_trainer.tiers.durable import make_directories, write_text
-from offload_trainer.tiers.locks import NoLocks, turn
-from offload_trainer.tiers.removal import reason
 
 _KEEP = 5  # runs whose ratios of measured to predicted seconds count
 

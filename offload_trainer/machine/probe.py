@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import DriveFacts, MachineProfile
 from offload_trainer.packages import OPTIONAL, is_installed
-from offload_trainer.tiers.lease import root_of
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.storage.lease import root_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs", "beegfs")
 
@@ -61,7 +61,7 @@ def _gpu() -> dict[str, Any]:
     if torch.version.cuda is not None:  # ROCm's torch answers with numbers of another kind
         facts["capability"] = torch.cuda.get_device_capability()
         facts["built_for"] = tuple(torch.cuda.get_arch_list())
-    from offload_trainer.tiers.nvrtc import why_no_kernels  # imports torch
+    from offload_trainer.optim.nvrtc import why_no_kernels  # imports torch
 
     return facts | {"no_state_on_gpu": why_no_kernels(torch.device("cuda"))}
 

@@ -21,8 +21,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.conversions import Group, loading_groups
 from offload_trainer.model.initial import NamedTensor, tied_names
 from offload_trainer.readback import LENIENT, FileName, is_there, read_back
-from offload_trainer.tiers.finite import unusable
-from offload_trainer.tiers.tensorfile import TensorFileReader
+from offload_trainer.storage.finite import unusable
+from offload_trainer.storage.tensorfile import TensorFileReader
 
 
 @with_config(LENIENT)

@@ -11,7 +11,7 @@ import re
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import MachineProfile
+from offload_trainer.plan.machine import MachineProfile
 
 BF16_FROM = (8, 0)  # Ampere; before it bf16 is emulated
 _CU126_UP_TO = (7, 5)  # pytorch #172352, #175253: from 2.11 on Volta and older are in the wheels for CUDA 12.6 alone

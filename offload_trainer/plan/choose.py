@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from offload_trainer.config import TrainConfig, engine_of, wishes_of_tiered
 from offload_trainer.errors import UserError
-from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.packages import lacks
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.card import has_bf16, refuse_card, with_dtype_of_card
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.layout import units_of
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import Item, deepspeed_items, item_bytes, plain_items, saved_items
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from offload_trainer.config import PlacementSection
-from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.layout import bytes_of_state
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.tiered import TierSizes
 
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.machine.profile import MachineProfile
 from offload_trainer.plan.kept import input_items, kept_inputs
 from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, Item, activation_items, cuda_process, item_bytes
 from offload_trainer.plan.rings import slot_sizes
 from offload_trainer.plan.routes import device_slot, host_slot, routes_of

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.machine.profile import DriveFacts, DriveRates, MachineProfile, Rate, update_key
 from offload_trainer.plan.layout import bytes_of_state
+from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, update_key
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered import gradient_bytes
 from offload_trainer.plan.traffic import Traffic

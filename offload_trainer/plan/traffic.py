@@ -1,7 +1,7 @@
 """Bytes that a step moves between drives and host memory, phase by phase. Pure arithmetic.
 
 The tiered engine's are exact: weights are fetched by the same rings (`plan/rings.py`), gradients walked as
-`tiers/gradients.py` walks them. What is fetched ahead of its phase counts where it is needed.
+`offload/gradients.py` walks them. What is fetched ahead of its phase counts where it is needed.
 DeepSpeed's are what was counted (docs/benchmarks/placements-354m.md).
 """
 

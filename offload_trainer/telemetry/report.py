@@ -15,9 +15,9 @@ from statistics import fmean, median
 from string import Template
 from typing import Any, TypeVar
 
+from offload_trainer.storage.durable import write_text
 from offload_trainer.telemetry.meters import PHASES
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
-from offload_trainer.tiers.durable import write_text
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 Point = tuple[float, float]

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.readback import LENIENT, Steps, parsed
+from offload_trainer.storage.durable import write_bytes
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
-from offload_trainer.tiers.durable import write_bytes
 from offload_trainer.units import format_count, format_seconds
 
 Say = Callable[[str], None]

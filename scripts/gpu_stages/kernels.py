@@ -7,9 +7,9 @@ import time
 
 import torch
 
-from offload_trainer.tiers.adam import Adam
-from offload_trainer.tiers.cuda_adam import choose_cuda_kernel
-from offload_trainer.tiers.kernels import choose_kernel
+from offload_trainer.optim.adam import Adam
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernels import choose_kernel
 
 
 def main() -> None:

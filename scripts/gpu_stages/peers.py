@@ -23,15 +23,15 @@ SETTINGS = {
 @contextmanager
 def in_place(peer: str | None) -> Iterator[None]:
     """Inside, runs are built with this peer instead of the package's engine."""
-    from offload_trainer import run_build
+    from offload_trainer.run import build
 
-    ours = run_build.build_engine
+    ours = build.build_engine
     if peer is not None:
-        run_build.build_engine = {"native": _native, "fsdp2": _fsdp2}[peer]
+        build.build_engine = {"native": _native, "fsdp2": _fsdp2}[peer]
     try:
         yield
     finally:
-        run_build.build_engine = ours
+        build.build_engine = ours
 
 
 def _native(setup: Any, **_: Any) -> Any:

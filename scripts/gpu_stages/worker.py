@@ -65,7 +65,7 @@ class Served:
 
     def _build(self, words: list[str], output: str, fill: bool = False, peer: str | None = None) -> None:
         """From wish to engine; returns once `close` is asked for."""
-        from offload_trainer.launch import prepare_process
+        from offload_trainer.run.launch import prepare_process
         from offload_trainer.settings import load_config
 
         config = load_config([*_ALWAYS, *words, "--output", output])
@@ -73,11 +73,11 @@ class Served:
         self._prepare_torch()
         from gpu_stages import fill as filler
         from gpu_stages import peers
-        from offload_trainer import run
+        from offload_trainer.run import train
 
         start = time.perf_counter()
         with filler.cheap_weights(fill), peers.in_place(peer), _nothing_kept():
-            run.train_run(config, instead=lambda job: self._serve_run(job, Path(output), start=start))
+            train.train_run(config, instead=lambda job: self._serve_run(job, Path(output), start=start))
 
     def _serve_run(self, job: Any, output: Path, *, start: float) -> None:
         from offload_trainer.trainer import timed_steps

@@ -1,0 +1,140 @@
+"""The device that computes, and how bytes reach it and leave it; and the CPU as one (a GPU: `cuda.py`).
+
+    fetch     host memory or a drive -> a ring buffer on the device     (weights, on their way while others compute)
+    upload    host memory -> the device                                 (new weights from the update)
+    download  the device -> host memory                                 (gradients)
+    keep, bring_back   the device -> host memory -> the device          (what gradient checkpointing keeps)
+    beside    computing on a stream of its own                          (the update of state that lives on the device)
+
+Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
+so that its code takes the same turns; a test makes them late and out of order, and each missing wait shows as a wrong
+number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import Ticket, Workers, done, ending
+
+Read = Callable[[torch.Tensor], Ticket]  # fills a host tensor from a drive
+
+
+class Arrival(Protocol):
+    """Something on its way to the device; after `wait` whatever is computed next finds it there."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Return:
+    """Something on its way back to the device."""
+
+    arrival: Arrival
+    left: Ticket  # what it is copied from may be overwritten
+
+
+class Device(Protocol):
+    place: torch.device
+    is_cuda: bool
+
+    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a ring, on the device."""
+        ...
+
+    def mark(self) -> Any:
+        """A point in what the device has been told to compute so far."""
+        ...
+
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
+        """Fill `into` (on the device) from host memory or by a read, not before the device has passed `after`."""
+        ...
+
+    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket: ...
+
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        """Copy `values` (on the device), as it is after what was computed so far, to host memory of any thread."""
+        ...
+
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        """Copy `values` (on the device) to host memory behind what computes; their memory is held until then."""
+        ...
+
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+        """Fill `into` (on the device) from host memory that is filled once `ready`, not before `after` is passed."""
+        ...
+
+    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+        """What is computed and copied in here, on any thread, goes on beside the model, not before the device has
+        passed `after`, and in the order in which it is told."""
+        ...
+
+    def reached(self) -> Ticket:
+        """Done when the device has passed what it was told so far, here or in this `beside`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CpuDevice:
+    """The CPU computes, and its memory stands for the device's."""
+
+    place, is_cuda = torch.device("cpu"), False
+
+    def __init__(self) -> None:
+        self._copies = Workers(1, "copy")
+
+    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return host_buffer(elements * dtype.itemsize).view(dtype)
+
+    def mark(self) -> None:
+        return None  # what the CPU was told it has done
+
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
+        if not isinstance(source, torch.Tensor):
+            return source(into)
+        return self.upload(source, into)
+
+    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        ticket = Ticket()
+        self._copies.put(ending(ticket, lambda: _copy(values, into)))
+        return ticket
+
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        held, ticket = [values], Ticket()
+        self._copies.put(ending(ticket, lambda: _copy(held.pop(), into)))  # let go of before the ticket is done
+        return ticket
+
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+        ticket, copy = Ticket(), lambda: _copy(source, into)
+        ready.then(lambda error: ticket.finish_part(error) if error else self._copies.put(ending(ticket, copy)))
+        return Return(ticket, ticket)
+
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+        into.copy_(values)
+        return done()
+
+    def beside(self, *, after: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reached(self) -> Ticket:
+        return done()
+
+    def close(self) -> None:
+        self._copies.close()
+
+
+def _copy(values: torch.Tensor, into: torch.Tensor) -> None:
+    """By one thread: torch's copy would start a team of its own beside the one that computes."""
+    assert values.dtype is into.dtype
+    assert values.numel() == into.numel()
+    assert values.is_contiguous()
+    assert into.is_contiguous()
+    ctypes.memmove(into.data_ptr(), values.data_ptr(), values.nbytes)

@@ -1,0 +1,295 @@
+"""The update: AdamW over all pages, drives reading ahead and writing behind while CPU and device compute.
+
+    drive ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive        pages that move
+                               memory ──kernel──> memory                                    pages that stay
+                               device ──its kernel──> device                                pages that live there
+
+Slots are host buffers, each with one page on its way in, ready, or on its way out. A slot whose bytes have left is
+filled again at once, on the thread that saw them leave. The device is told its pages first and computes them beside
+all else; the CPU takes what is ready, and pages in memory while nothing is. Clipping and loss scaling are one factor on
+the gradient. No element depends on another, so the order does not change a bit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload_trainer.offload.device import Device
+from offload_trainer.offload.gradients import Gradients
+from offload_trainer.offload.snapshot import PageSnapshot
+from offload_trainer.offload.store import PageStore
+from offload_trainer.offload.weights import Weights
+from offload_trainer.optim.adam import Kernel, PageNoise, Stretch, within
+from offload_trainer.optim.moments import Noise
+from offload_trainer.plan.routes import Route, device_slot, host_slot
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import Ticket, done, together
+
+
+@dataclass
+class _Job:
+    """A page in a slot."""
+
+    route: Route
+    state: torch.Tensor  # uint8; each is empty where that does not pass through the slot
+    gradient: torch.Tensor
+    out: torch.Tensor
+    loaded: list[Ticket]
+    slot: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step's update is told."""
+
+    stretches: Sequence[Sequence[Stretch]]  # of each unit
+    scale: float
+    lr: float
+    noise: Noise | None
+    after: Any  # the device's mark: all gradients are made
+
+
+class Updater:
+    """Carries the update out over `store`, `gradients` and `weights`."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        weights: Weights,
+        gradients: Gradients,
+        kernel: Kernel,
+        *,
+        device: Device,
+        device_kernel: Kernel,
+        routes: Sequence[Route],
+        slots: int,
+    ) -> None:
+        """`device_kernel` is for the pages that live on `device`; `routes` are those of the store's pages."""
+        self._store, self._weights, self._gradients = store, weights, gradients
+        self._kernel, self._device, self._device_kernel = kernel, device, device_kernel
+        self._moving = [route for route in routes if route.through_host]
+        staying = [route for route in routes if not route.through_host]
+        self._staying = [route for route in staying if not route.on_device]
+        self._living = [route for route in staying if route.on_device]
+        sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
+        parts = host_slot(routes, states=store.states, **sizes)
+        self._slots = [
+            host_buffer(parts.total, pinned=device.is_cuda).split([parts.state, parts.gradient, parts.weights])
+            for _ in range(min(slots, len(self._moving)))
+        ]
+        inside = device_slot(routes, **sizes)
+        self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
+        self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
+        self._free = list(range(len(self._slots)))
+        self._waiting: deque[Route] = deque()
+        self._ready: queue.SimpleQueue[_Job | BaseException] = queue.SimpleQueue()
+        self._early: list[_Job] | None = None  # pages read before their gradients were known
+        self._leaving: list[Ticket] = []
+        self._lock = threading.Lock()
+        self._snapshot: PageSnapshot | None = None
+
+    def snapshot(self) -> PageSnapshot:
+        """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
+        self._snapshot = PageSnapshot(self._store)
+        return self._snapshot
+
+    # -- pages that move ----------------------------------------------------------------------------------------------
+
+    def read_ahead(self) -> None:
+        """Fill the slots with the first pages' state, while the gradients are still being computed."""
+        if self._early is not None:
+            return  # the last step was skipped: they are still there
+        with self._lock:
+            self._early = []
+            self._waiting.extend(self._moving)
+            free, self._free = self._free, []
+        for slot in free:
+            self._fill(slot)
+
+    def _fill(self, slot: int) -> None:
+        """Start the next page on its way into a slot, or put the slot aside. Runs on transfer threads too."""
+        with self._lock:
+            if not self._waiting:
+                self._free.append(slot)
+                return
+            route = self._waiting.popleft()
+        state, gradient, out = self._slots[slot]
+        count, through = route.page.elements, route.through_host
+        job = _Job(
+            route=route,
+            state=state[: self._store.bytes_of(route.number) if "state" in through else 0],
+            gradient=gradient.view(self._gradients.dtype)[: count if "gradient" in through else 0],
+            out=out.view(self._weights.dtype)[: count if "weights" in through else 0],
+            loaded=[],
+            slot=slot,
+        )
+        if "state" in through:
+            job.loaded.append(self._store.read(route.number, job.state))
+        with self._lock:
+            if self._early is not None:
+                self._early.append(job)
+                return
+        self._complete(job)
+
+    def _complete(self, job: _Job) -> None:
+        """Read the gradient as well, and report the page when all of it is there."""
+        if "gradient" in job.route.through_host:
+            page = job.route.page
+            job.loaded.append(self._gradients.read(page.unit, page.start, job.gradient))
+        together(job.loaded).then(lambda error: self._ready.put(error or job))
+
+    def _send(self, job: _Job, computed: Ticket) -> None:
+        """Start what has changed on its way home, once it is computed; then the slot is filled again."""
+        home = Ticket()
+        self._leaving.append(home)
+        home.then(lambda error: self._refill(job.slot, error))
+        computed.then(lambda error: self._leave(job, home, error))
+
+    def _leave(self, job: _Job, home: Ticket, error: BaseException | None) -> None:
+        """Runs on a transfer's thread where the device computed the page."""
+        try:
+            if error is not None:
+                raise error
+            leaving, page, through = [], job.route.page, job.route.through_host
+            if "state" in through:
+                leaving.append(self._store.write(job.route.number, job.state))
+            if "weights" in through:
+                leaving.append(self._weights.commit(page.unit, page.start, job.out))
+            together(leaving).then(home.finish_part)
+        except BaseException as caught:
+            home.finish_part(caught)
+
+    def _refill(self, slot: int, error: BaseException | None) -> None:
+        """Where a transfer's thread must not die of what goes wrong, since `update` would wait for ever."""
+        try:
+            if error is not None:
+                raise error
+            self._fill(slot)
+        except BaseException as caught:
+            self._ready.put(caught)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def update(self, stretches: Sequence[Sequence[Stretch]], *, scale: float, lr: float, noise: Noise | None) -> None:
+        """One step: `stretches` of each unit, gradients times `scale`. All of it is in its home when this returns.
+
+        `noise` is for bf16 and 8-bit moments. Raises TrainerError where a drive fails; the state is then partly of the
+        step before and partly of this one.
+        """
+        self.read_ahead()
+        step = _Step(stretches, scale=scale, lr=lr, noise=noise, after=self._device.mark())
+        with self._lock:
+            early, self._early = self._early or [], None
+        for job in early:
+            self._complete(job)
+        if self._living:
+            with self._device.beside(after=step.after):
+                for route in self._living:
+                    self._compute_on_device(route, None, step)
+                self._leaving.append(self._device.reached())
+        staying, moving = deque(self._staying), len(self._moving)
+        while staying or moving:
+            try:
+                arrived = self._ready.get(block=not staying)
+            except queue.Empty:
+                self._compute(staying.popleft(), None, step)
+                continue
+            if isinstance(arrived, BaseException):
+                raise arrived
+            job = arrived
+            if job.route.on_device:
+                with self._device.beside(after=step.after):
+                    self._compute_on_device(job.route, job, step)
+                    self._send(job, self._device.reached())
+            else:
+                self._compute(job.route, job, step)
+                self._send(job, done())
+            moving -= 1
+        for ticket in self._leaving:
+            ticket.wait()
+        self._leaving.clear()
+
+    def _compute(self, route: Route, job: _Job | None, step: _Step) -> None:
+        """The arithmetic of one page on the CPU, on whichever of its parts are in a slot and whichever are at home."""
+        data = job.state if job and "state" in route.through_host else self._store.in_memory(route.number)
+        assert data is not None
+        gradient, out = self._host_gradient(route, job), self._host_weights(route, job)
+        self._update(self._kernel, route, data, gradient, out, step, rest="weights" in route.through_host)
+
+    def _host_gradient(self, route: Route, job: _Job | None) -> torch.Tensor:
+        if job and "gradient" in route.through_host:
+            return job.gradient
+        return _part(self._gradients.store.host(route.page.unit), route)
+
+    def _host_weights(self, route: Route, job: _Job | None) -> torch.Tensor:
+        """Where the CPU writes a page's new weights, or the device has them copied to."""
+        if job and "weights" in route.through_host:
+            return job.out
+        return _part(self._weights.direct(route.page.unit), route)
+
+    def _compute_on_device(self, route: Route, job: _Job | None, step: _Step) -> None:
+        """The same on the device, told `beside`: what of the page lives elsewhere is copied there and back."""
+        count, unit = route.page.elements, route.page.unit
+        data = self._store.on_device(route.number)
+        assert data is not None
+        if "gradient" in route.through_device:
+            gradient = self._device_gradient[:count].copy_(self._host_gradient(route, job), non_blocking=True)
+        else:
+            gradient = _part(self._gradients.on_device(unit), route)
+        leaves = "weights" in route.through_device
+        out = self._device_out[:count] if leaves else _part(self._weights.resident(unit), route)
+        self._update(self._device_kernel, route, data, gradient, out, step, rest=leaves)
+        if leaves:
+            self._host_weights(route, job).copy_(out, non_blocking=True)
+
+    def _update(
+        self,
+        kernel: Kernel,
+        route: Route,
+        data: torch.Tensor,
+        gradient: torch.Tensor,
+        out: torch.Tensor,
+        step: _Step,
+        *,
+        rest: bool,
+    ) -> None:
+        """`kernel` on a page's state, where it is. `rest`: weights without a gradient go home with the others."""
+        if self._snapshot is not None:
+            self._snapshot.wait_for(route.number)
+        page = route.page
+        fields = self._store.fields(route.number, data)
+        parts = within(step.stretches[page.unit], page.start, page.start + page.elements)
+        if rest:
+            _copy_rest(fields["master"], out, parts)
+        kernel.update_page(
+            fields,
+            gradient,
+            out,
+            parts,
+            states=self._store.states,
+            scale=step.scale,
+            lr=step.lr,
+            noise=None if step.noise is None else PageNoise(step.noise, page.unit, page.start),
+        )
+
+
+def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
+    """A page's stretch of its unit, which is where the route says."""
+    assert whole is not None
+    return whole[route.page.start :][: route.page.elements]
+
+
+def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]) -> None:
+    """Round the masters between the stretches."""
+    end = 0
+    for part in [*stretches, Stretch(master.numel(), master.numel(), 0.0, 0)]:
+        if part.start > end:
+            out[end : part.start].copy_(master[end : part.start], non_blocking=True)
+        end = part.end

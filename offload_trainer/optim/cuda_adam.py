@@ -1,0 +1,192 @@
+"""AdamW over pages in a GPU's memory: adam.cu, compiled for the GPU at hand, with the bits of the CPU's kernel.
+
+Whoever chooses it compares the bits on the GPU itself before a run relies on them. Where that cannot be, state lives in
+RAM and on drives: there is no slower way on the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernels import gives_the_bits_of
+from offload_trainer.optim.moments import Bits, cells, dynamic_map, field_dtype, lower_table, nearest_table
+from offload_trainer.optim.native_adam import step_constants
+from offload_trainer.optim.nvrtc import Gpu, gpu_of
+from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
+
+SOURCE = Path(__file__).with_name("adam.cu")
+_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # adam.cu's Type
+_WARPS, _LANES, _PARTS = 8, 32, 64  # as adam.cu has them
+
+
+def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel | None, str]:
+    """The kernel for pages on `place`, and a sentence for the log.
+
+    None, with the reason, where there is none that gives the bits of `beside`, which updates the other pages: state
+    must not depend on where it lives.
+    """
+    try:
+        gpu = gpu_of(place)
+        for fuses in (True, False):  # as the CPU does: adam.cpp's FUSES
+            kernel = CudaKernel(beside.adam, gpu, fuses=fuses)
+            if gives_the_bits_of(beside, kernel, device=gpu.place):
+                return (
+                    kernel,
+                    f"AdamW on {gpu.place}: compiled for sm_{gpu.capability}, checked to give the CPU's bits.",
+                )
+        raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
+    except TrainerError as error:
+        reason = " ".join(str(error).split())
+        return None, f"AdamW on {place}: not used, so that no state can live there: {reason}"
+
+
+class _Part(ctypes.Structure):
+    """adam.cu's Part."""
+
+    _fields_ = (
+        ("start", ctypes.c_uint32),
+        ("end", ctypes.c_uint32),
+        ("keep", ctypes.c_float),
+        ("root_correction", ctypes.c_float),
+        ("minus_step_size", ctypes.c_float),
+    )
+
+
+class _Moment(ctypes.Structure):
+    """adam.cu's Moment."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("map", ctypes.c_void_p),
+        ("keys", ctypes.c_uint32 * 2),
+    )
+
+
+class _Page(ctypes.Structure):
+    """adam.cu's Page."""
+
+    _fields_ = (
+        ("master", ctypes.c_void_p),
+        ("moments", _Moment * 2),
+        ("grad", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("nearest", ctypes.c_void_p),
+        ("lower", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+        ("first", ctypes.c_uint64),
+        ("grad_type", ctypes.c_uint32),
+        ("out_type", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("lerp", ctypes.c_float),
+        ("from_gradient", ctypes.c_uint32),
+        ("beta2", ctypes.c_float),
+        ("rest2", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("begin", ctypes.c_uint32),
+        ("parts", ctypes.c_uint32),
+        ("part", _Part * _PARTS),
+    )
+
+
+def defines(*, fuses: bool) -> dict[str, int]:
+    """What adam.cu is compiled with. `fuses` as the CPU's kernel does, whose bits it gives."""
+    return {"FUSES": int(fuses), "PAGE_BYTES": ctypes.sizeof(_Page)}
+
+
+class CudaKernel:
+    """adam.cu. One launch a page, on torch's current stream; the host waits for nothing.
+
+    TrainerError where it cannot be compiled.
+    """
+
+    name = "cuda"
+
+    def __init__(self, adam: Adam, gpu: Gpu, *, fuses: bool) -> None:
+        """`fuses` as the CPU's kernel does, whose bits these are."""
+        self.adam, self._gpu = adam, gpu
+        self._kernels = gpu.load(SOURCE, [f"adam_{states}" for states in FIELDS], defines=defines(fuses=fuses))
+        self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
+        self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
+        self._constants = functools.lru_cache(maxsize=8)(functools.partial(step_constants, adam))
+
+    def update_page(
+        self,
+        fields: Mapping[str, torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor | None,
+        parts: Sequence[Stretch],
+        *,
+        states: str,
+        scale: float,
+        lr: float,
+        noise: PageNoise | None,
+    ) -> None:
+        self._check(fields, grad, out, parts, states=states)
+        assert noise is not None or states == "fp32"
+        page = self._page(fields, grad, out, noise)
+        for start in range(0, len(parts), _PARTS):
+            some = parts[start : start + _PARTS]
+            self._set_parts(page, some, scale=scale, lr=lr)
+            blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
+            self._gpu.launch(self._kernels[f"adam_{states}"], page, blocks=blocks, threads=_WARPS * _LANES)
+
+    def _check(
+        self,
+        fields: Mapping[str, torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor | None,
+        parts: Sequence[Stretch],
+        *,
+        states: str,
+    ) -> None:
+        """What adam.cu relies on: a wrong address is met by nobody else."""
+        n = fields["master"].numel()
+        assert n < 2**31
+        for name, (_, per) in FIELDS[states].items():
+            assert fields[name].numel() >= -(-n // per), name
+            assert fields[name].dtype is field_dtype(name, states=states), name
+        given = [*fields.values(), grad, *([] if out is None else [out])]
+        assert all(tensor.device == self._gpu.place and tensor.is_contiguous() for tensor in given)
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in given)
+        assert all(tensor.numel() >= n for tensor in (grad, out) if tensor is not None)
+        end = 0
+        for part in parts:
+            assert end <= part.start < part.end <= n
+            assert part.start % BLOCK_8BIT == 0
+            assert part.end % BLOCK_8BIT == 0 or part.end == n
+            end = part.end
+
+    def _page(
+        self, fields: Mapping[str, torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None, noise: PageNoise | None
+    ) -> _Page:
+        """All but the parts."""
+        page = _Page(master=fields["master"].data_ptr(), grad=grad.data_ptr(), grad_type=_TYPES[grad.dtype])
+        if out is not None:
+            page.out, page.out_type = out.data_ptr(), _TYPES[out.dtype]
+        page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)
+        for place, name in enumerate(("exp_avg", "exp_avg_sq")):
+            moment = page.moments[place]
+            moment.values, moment.map = fields[name].data_ptr(), self._maps[place].data_ptr()
+            if f"{name}_scales" in fields:
+                moment.scales = fields[f"{name}_scales"].data_ptr()
+            bits = Bits() if noise is None else noise.bits(name)
+            page.first, moment.keys = bits.first, bits.keys
+        return page
+
+    def _set_parts(self, page: _Page, parts: Sequence[Stretch], *, scale: float, lr: float) -> None:
+        page.begin, page.parts = parts[0].start, len(parts)
+        for place, part in zip(page.part, parts, strict=False):
+            constants = self._constants(scale=scale, lr=lr, decay=part.decay, step=part.step)
+            place.start, place.end = part.start, part.end
+            for name in ("keep", "root_correction", "minus_step_size"):
+                setattr(place, name, getattr(constants, name))
+        for name in ("scale", "lerp", "from_gradient", "beta2", "rest2", "eps"):  # the same for all
+            setattr(page, name, getattr(constants, name))

@@ -1,0 +1,101 @@
+"""Which kernel carries the update out on the CPU: chosen by name, and tried on random numbers before it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
+from offload_trainer.optim.moments import Noise, encode_8bit
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.torch_adam import DeepSpeedKernel, TorchKernel
+from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
+
+
+def choose_kernel(name: str, adam: Adam, *, load_op: Callable[[], Any] | None = None) -> tuple[Kernel, str]:
+    """The kernel called `name` ("auto", "torch", "deepspeed" or "native"), and a sentence for the log on which and why.
+
+    `load_op` gives DeepSpeedCPUAdam's op, for "deepspeed".
+
+    "auto" is the native one where it can be built and gives torch's bits, else torch's. UserError where another name's
+    kernel cannot be had.
+    """
+    assert name in ("auto", "torch", "deepspeed", "native"), name
+    if name == "torch":
+        return TorchKernel(adam), "AdamW on the CPU: torch's kernel, as asked."
+    try:
+        if name == "deepspeed":
+            assert load_op is not None
+            return DeepSpeedKernel(adam, load_op()), "AdamW on the CPU: DeepSpeed's kernel, as asked."
+        native = NativeKernel(adam)
+        if not matches_torch(native):
+            raise TrainerError("on this machine its results differ from torch's in their last bits")
+    except TrainerError as error:
+        if name == "auto":
+            reason = " ".join(str(error).split())
+            words = f"AdamW on the CPU: torch's kernel; the faster native one is not used: {reason}"
+            return TorchKernel(adam), words
+        raise UserError(f"AdamW's {name} kernel cannot be had: {error}") from error
+    return native, "AdamW on the CPU: the native kernel, built for this machine and checked to give torch's bits."
+
+
+def matches_torch(kernel: Kernel) -> bool:
+    """Whether `kernel`, of the CPU, gives the bits of `TorchKernel`."""
+    return gives_the_bits_of(TorchKernel(kernel.adam), kernel)
+
+
+def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
+    """Whether `kernel` on `device` gives the bits of `reference`, tried on thousands of numbers of all magnitudes.
+
+    Of each form of moments, in parts with gaps between them.
+    """
+    for states in FIELDS:
+        for n, dtype, decay in ((1, torch.float32, 0.0), (1003, torch.float16, 0.1), (70_001, torch.bfloat16, 0.1)):
+            middle = n // 2 // 256 * 256
+            parts = [Stretch(0, middle, decay, 7), Stretch(min(middle + 512, n), n, 0.0, 300)] if n > 2000 else []
+            page, grad = random_page(n, states=states)
+            results = []
+            for candidate, place in ((kernel, device), (reference, "cpu")):
+                fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
+                out = torch.zeros(n, dtype=dtype, device=place)
+                candidate.update_page(
+                    fields,
+                    grad.to(place, dtype, copy=True),
+                    out,
+                    parts or [Stretch(0, n, decay, 7)],
+                    states=states,
+                    scale=0.37,
+                    lr=3e-4,
+                    noise=PageNoise(Noise(1, 2), 3, 2**32 - 4096),
+                )
+                results.append([tensor.cpu().view(torch.uint8) for tensor in (*fields.values(), out)])
+            if not all(map(torch.equal, *results)):
+                return False
+    return True
+
+
+def random_page(n: int, *, states: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Fields and a gradient (fp32[n]) of all magnitudes, zeros and subnormals among them.
+
+    The moments go together as in training.
+    """
+    random = torch.Generator().manual_seed(1)
+    size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
+    master, grad, exp_avg, exp_avg_sq = torch.randn(4, n, generator=random) * size
+    for numbers in (grad, exp_avg):
+        numbers[torch.rand(n, generator=random) < 0.01] = 0.0
+        numbers[torch.rand(n, generator=random) < 0.01] *= 1e-38
+    exp_avg_sq = exp_avg_sq.square()
+    if states == "fp32":
+        return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad
+    if states == "bf16":
+        return {"master": master, "exp_avg": exp_avg.bfloat16(), "exp_avg_sq": exp_avg_sq.bfloat16()}, grad
+    fields = {"master": master}
+    for name, values in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        fields[name] = torch.empty(n, dtype=torch.uint8)
+        fields[f"{name}_scales"] = torch.empty(-(-n // BLOCK_8BIT))
+        encode_8bit(values, fields[name], fields[f"{name}_scales"], signed=name == "exp_avg")
+    return fields, grad

@@ -1,0 +1,229 @@
+"""AdamW on host memory by a compiled library (native/): one call takes a page from its gradient to its 16-bit weights.
+
+28 bytes of memory traffic an element with moments in fp32, 20 in bf16, 16 in 8 bits; bits as `TorchKernel`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.optim.adam import Adam, PageNoise, Stretch
+from offload_trainer.optim.kernel_cache import built
+from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
+from offload_trainer.plan.layout import BLOCK_8BIT
+
+_SOURCE = Path(__file__).with_name("native") / "adam.cpp"
+# Without errno and traps a square root or a choice between two values can be vectorised; neither changes a result.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_LINKED = ("-shared", "-fPIC", "-pthread")
+TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}  # adam.cpp's Type
+
+
+class NativeLibrary:
+    """The functions of native/, built on first use and loaded. They run on threads of their own, which stay.
+
+    TrainerError with the compiler's words where it cannot be built.
+    """
+
+    def __init__(self) -> None:
+        path = built(_SOURCE, flags=_FLAGS + _LINKED)
+        try:
+            self.functions = ctypes.CDLL(str(path))  # which let go of the GIL
+        except OSError as error:
+            raise TrainerError(
+                f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
+                "directory with OFFLOAD_TRAINER_CACHE"
+            ) from error
+        self._hired = (0, 0)
+
+    def threads(self) -> int:
+        """As many as torch's, of which the caller's is one; on several NUMA nodes as many on each as its CPUs ask for.
+
+        A thread stays on its node, not on one CPU: another process's threads may be there too.
+        """
+        threads = torch.get_num_threads()
+        wanted = os.getpid(), threads  # a fork's child has none
+        if self._hired != wanted:
+            self._hired = wanted
+            nodes = numa_nodes()
+            if len(nodes) > 1:
+                self._hire(threads, nodes)
+        return threads
+
+    def _hire(self, threads: int, nodes: Sequence[frozenset[int]]) -> None:
+        before = os.sched_getaffinity(0)
+        try:
+            for helpers, node in enumerate(spread(threads, nodes)[1:], 1):
+                os.sched_setaffinity(0, node)  # which a new thread has from the one that makes it
+                self.functions.hire_threads(ctypes.c_int32(helpers))
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
+    """The CPUs that this thread may run on, by their NUMA node; nodes without any are left out."""
+    allowed = os.sched_getaffinity(0)
+    lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
+    found = [frozenset(_cpus(path.read_text()) & allowed) for path in lists]
+    return [node for node in found if node]
+
+
+def _cpus(words: str) -> set[int]:
+    """The numbers in "0-3,8"."""
+    ends = [[int(end) for end in part.split("-")] for part in words.strip().split(",") if part]
+    return {cpu for pair in ends for cpu in range(pair[0], pair[-1] + 1)}
+
+
+def spread(threads: int, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """The node of each of `threads`, in proportion to the nodes' CPUs."""
+    cpus = [node for node in nodes for _ in node]
+    return [cpus[thread * len(cpus) // threads] for thread in range(threads)]
+
+
+class NativeKernel:
+    """The kernel of native/. TrainerError where it cannot be built."""
+
+    name = "native"
+
+    def __init__(self, adam: Adam) -> None:
+        self.adam = adam
+        self._library = NativeLibrary()
+        self._update = self._library.functions.update_page
+
+    def update_page(
+        self,
+        fields: Mapping[str, torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor | None,
+        parts: Sequence[Stretch],
+        *,
+        states: str,
+        scale: float,
+        lr: float,
+        noise: PageNoise | None,
+    ) -> None:
+        page = _page(fields, grad, out, noise)
+        found = [
+            _Part(part.start, part.end, step_constants(self.adam, scale=scale, lr=lr, decay=part.decay, step=part.step))
+            for part in parts
+            if part.end > part.start
+        ]
+        threads = ctypes.c_int32(self._library.threads())
+        self._update(ctypes.byref(page), (_Part * len(found))(*found), ctypes.c_int64(len(found)), threads)
+
+
+# -- what adam.cpp is given ------------------------------------------------------------------------------------------
+
+
+class _Step(ctypes.Structure):
+    """adam.cpp's Step."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("keep", ctypes.c_float),
+        ("lerp", ctypes.c_float),
+        ("from_gradient", ctypes.c_int32),
+        ("beta2", ctypes.c_float),
+        ("rest2", ctypes.c_float),
+        ("root_correction", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("minus_step_size", ctypes.c_float),
+    )
+
+
+def step_constants(adam: Adam, *, scale: float, lr: float, decay: float, step: int) -> _Step:
+    """torch's constants: computed in double, then rounded; ctypes rounds to nearest even."""
+    beta1, beta2 = adam.betas
+    rest1 = ctypes.c_float(1 - beta1).value
+    from_gradient = abs(rest1) >= 0.5  # lerp starts from the end that is nearer
+    return _Step(
+        scale,
+        1 - lr * decay,
+        rest1 - 1 if from_gradient else rest1,
+        from_gradient,
+        beta2,
+        1 - beta2,
+        (1 - beta2**step) ** 0.5,
+        adam.eps,
+        -(lr / (1 - beta1**step)),
+    )
+
+
+class _Part(ctypes.Structure):
+    """adam.cpp's Part."""
+
+    _fields_ = (("start", ctypes.c_int64), ("end", ctypes.c_int64), ("step", _Step))
+
+
+class Tables(ctypes.Structure):
+    """adam.cpp's Tables."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p * 2),
+        ("nearest", ctypes.c_void_p),
+        ("lower", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+    )
+
+
+class _Page(ctypes.Structure):
+    """adam.cpp's Page."""
+
+    _fields_ = (
+        ("master", ctypes.c_void_p),
+        ("exp_avg", ctypes.c_void_p),
+        ("exp_avg_sq", ctypes.c_void_p),
+        ("exp_avg_scales", ctypes.c_void_p),
+        ("exp_avg_sq_scales", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("tables", ctypes.POINTER(Tables)),
+        ("exp_avg_noise", Bits),
+        ("exp_avg_sq_noise", Bits),
+        ("moments", ctypes.c_int32),
+        ("grad_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+    )
+
+
+def _page(
+    fields: Mapping[str, torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None, noise: PageNoise | None
+) -> _Page:
+    """The page by its addresses; the tensors have to outlive it."""
+    n = fields["master"].numel()
+    sizes = {name: -(-n // BLOCK_8BIT) if name.endswith("_scales") else n for name in fields}
+    for name, tensor in (*fields.items(), ("grad", grad), *([] if out is None else [("out", out)])):
+        assert tensor.is_contiguous(), name
+        assert tensor.numel() == sizes.get(name, n), name
+    page = _Page(
+        **{name: tensor.data_ptr() for name, tensor in fields.items()},
+        grad=grad.data_ptr(),
+        out=None if out is None else out.data_ptr(),
+        moments=TYPES[fields["exp_avg"].dtype],
+        grad_type=TYPES[grad.dtype],
+        out_type=TYPES[None if out is None else out.dtype],
+    )
+    if noise is not None:
+        page.exp_avg_noise, page.exp_avg_sq_noise = noise.bits("exp_avg"), noise.bits("exp_avg_sq")
+    if "exp_avg_scales" in fields:
+        page.tables = ctypes.pointer(tables()[0])
+    return page
+
+
+@functools.cache
+def tables() -> tuple[Tables, tuple[torch.Tensor, ...]]:
+    """The tables of the 8-bit format, and the tensors that they lie in."""
+    steps = cells() * torch.tensor([1.0, 2.0**-17])
+    steps[0, 1] = 0.0
+    nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # by the whole top half, which begins with the sign
+    nearest[:, :0x3F81] = nearest_table(True)
+    kept = (dynamic_map(False), dynamic_map(True), nearest, lower_table(), steps)
+    at = [tensor.data_ptr() for tensor in kept]
+    return Tables((ctypes.c_void_p * 2)(*at[:2]), *at[2:]), kept

@@ -1,0 +1,237 @@
+"""An engine's state on disk: masters and moments by the weight's name, whatever engine wrote them.
+
+    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    every trainable weight, whole
+        exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           where moments are in 8 bits
+        fixed.safetensors                                                   the weights that are not trained, if any
+        engine.json                                                         optimizer steps, loss scale
+
+Nothing in it depends on ranks, homes or flat buffers, so any engine and placement continues from any other's,
+and export needs no engine at all. Masters are fp32; moments are as they were stored, and are read as fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, with_config
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.optim.moments import States, decode_8bit, zero_code
+from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.readback import EXACT, Number, Steps, read_back
+from offload_trainer.storage.durable import write_text
+from offload_trainer.storage.finite import unusable
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+_FIX = "Move that checkpoint away, and the same command goes on from the one before it"
+_Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class EngineState:
+    """What an engine knows beside its tensors."""
+
+    optimizer_steps: Steps  # that changed the weights; Adam's bias correction counts these
+    loss_scale: _Scale | None = None  # of a run in fp16
+    good_steps: Steps = 0  # since the loss scale last changed
+    states: States = "fp32"  # how moments were stored
+    weight_steps: dict[str, Steps] = field(default_factory=dict)  # of weights that had no gradient in every step
+
+    def steps_of(self, name: str) -> int:
+        """Steps that changed one weight."""
+        return self.weight_steps.get(name, self.optimizer_steps)
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """One file of the state: its tensors, and what gives them by name (whole; it may be collective)."""
+
+    name: str
+    entries: Sequence[TensorEntry]
+    read: Callable[[str], torch.Tensor]
+
+
+def state_files(
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str, str], torch.Tensor],
+    *,
+    fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    read_fixed: Callable[[str], torch.Tensor],
+) -> list[StateFile]:
+    """The usual files: `read(name, kind)` gives masters and moments in fp32, `read_fixed` what is not trained."""
+    entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
+    files = [StateFile(kind, entries, _of(read, kind)) for kind in KINDS]
+    return files + fixed_file(fixed, read_fixed)
+
+
+def fixed_file(
+    fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]], read: Callable[[str], torch.Tensor]
+) -> list[StateFile]:
+    """The file of weights that are not trained, if there are any."""
+    entries = [TensorEntry(name, dtype, shape) for name, (shape, dtype) in fixed.items()]
+    return [StateFile("fixed", entries, read)] if entries else []
+
+
+def _of(read: Callable[[str, str], torch.Tensor], kind: str) -> Callable[[str], torch.Tensor]:
+    return lambda name: read(name, kind)
+
+
+def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
+    """Write them; returns {file name: {"bytes", "crc32"}} on the rank that `writes`.
+
+    Every rank asks for the tensors in the same order. Raises TrainerError where the disk refuses.
+    """
+    written: dict[str, Any] = {}
+    for file in files:
+        path = directory / f"{file.name}.safetensors"
+        writer = TensorFileWriter(path, list(file.entries)) if writes else None
+        for entry in file.entries:
+            tensor = file.read(entry.name)
+            refuse_to_save(entry.name, tensor, field=file.name)
+            if writer is not None:
+                writer.write(entry.name, tensor)
+        if writer is not None:
+            written[path.name] = asdict(writer.close())
+    return written
+
+
+def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
+    """TrainerError where one weight's masters, moments or scales cannot be trained on with."""
+    if wrong := unusable(values.detach(), field=field):
+        raise TrainerError(
+            f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
+            "checkpoint was made of it and the older ones are untouched: the same command goes on from the newest, "
+            "perhaps with a lower optim.lr"
+        )
+
+
+def write_engine_state(directory: Path, state: EngineState) -> None:
+    write_text(directory / "engine.json", json.dumps(asdict(state), indent=1))
+
+
+@dataclass(frozen=True)
+class StateNow:
+    """The snapshot of an engine whose state must be written before it trains on."""
+
+    state: EngineState
+    files: Sequence[StateFile]
+    writes: bool  # this rank
+    behind: bool = False
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        written = write_files(directory, self.files, writes=self.writes)
+        if self.writes:
+            write_engine_state(directory, self.state)
+        return written
+
+    def close(self) -> None:
+        pass
+
+
+def read_engine_state(directory: Path) -> EngineState:
+    """UserError where engine.json cannot be read."""
+    return read_back(directory / "engine.json", EngineState, fix=_FIX)
+
+
+class StoredKind:
+    """Masters or one moment in a directory, read whole or in part. As a context manager it closes its files.
+
+    Earlier versions rounded small second moments to zero in 8 bits: beside a first moment that is not, such a one is
+    read as the least that there is. Raises UserError if names or shapes are not those of `shapes`.
+    """
+
+    def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._signed = kind == "exp_avg"
+        self._open = ExitStack()
+        self._file = self._open.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
+        held = {name: entry.shape for name, entry in self._file.entries.items()}
+        wrong = [name for name in {**held, **shapes} if held.get(name) != shapes.get(name)]
+        if wrong:
+            told = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
+            raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {told}")
+        scales = directory / f"{kind}_scales.safetensors"
+        self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
+        if kind != "fixed":
+            self._refuse_other_types(shapes)
+        self._first: TensorFileReader | None = None  # beside a second moment in 8 bits
+        if kind == "exp_avg_sq" and self._scales is not None:
+            self._first = self._open.enter_context(TensorFileReader(directory / "exp_avg.safetensors"))
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """How the values are stored."""
+        return {entry.dtype for entry in self._file.entries.values()}
+
+    def _refuse_other_types(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError where masters are not fp32, moments neither of 32 nor of 16 bits nor codes with their scales."""
+        known = [torch.float32] if self._file.path.stem == "master" else [torch.float32, torch.bfloat16]
+        scaled = {name: (-(-math.prod(shape) // BLOCK_8BIT),) for name, shape in shapes.items()}
+        if self._scales is None:
+            right = self.dtypes <= {known[0]} or self.dtypes <= {known[-1]}
+        else:
+            held = {name: entry.shape for name, entry in self._scales.entries.items()}
+            wide = {entry.dtype for entry in self._scales.entries.values()}
+            right = self.dtypes <= {torch.uint8} and wide <= {torch.float32} and held == scaled and len(known) > 1
+        if not right:
+            told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
+            raise UserError(f"{self._file.path}: holds {told}, which is no state of these weights. {_FIX}")
+
+    def as_stored(self, name: str, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`count` elements from `start` on, a multiple of 256, and the scales of 8-bit ones."""
+        values = self._read(self._file, name, start, count)
+        if self._scales is None:
+            return values, None
+        if self._first is not None:
+            moving = self._first.read_part(name, start, count) != zero_code(signed=True)
+            values = torch.where(moving, values.clamp(min=1), values)
+        return values, self._read(self._scales, name, start // BLOCK_8BIT, -(-count // BLOCK_8BIT))
+
+    def _read(self, file: TensorFileReader, name: str, start: int, count: int) -> torch.Tensor:
+        values = file.read_part(name, start, count)
+        if wrong := unusable(values, field=file.path.stem):
+            raise UserError(f"{file.path}: {name}: {wrong}: no run can go on from it. {_FIX}")
+        return values
+
+    def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
+        """The same as fp32, however they were stored."""
+        values, scales = self.as_stored(name, start, count)
+        if scales is None:
+            return values.float()
+        wide = torch.empty(count)
+        decode_8bit(values, scales, wide, signed=self._signed)
+        return wide
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One weight's as it was stored; not for 8-bit ones."""
+        entry = self._file.entries[name]
+        return self._read(self._file, name, 0, entry.numel).view(entry.shape)
+
+    def __enter__(self) -> StoredKind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+
+def read_tensors(
+    directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of one kind, one at a time: masters and moments in fp32, weights that are fixed as they are."""
+    with StoredKind(directory, kind, shapes=shapes) as stored:
+        for name, shape in shapes.items():
+            if kind == "fixed":
+                yield name, stored.whole(name)
+            else:
+                yield name, stored.in_fp32(name, 0, math.prod(shape)).view(shape)

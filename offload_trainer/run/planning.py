@@ -1,0 +1,150 @@
+"""From a wish to its plan: the machine as it is or as a file describes it, the model counted, nothing loaded.
+
+A preset on a described machine needs no torch; everything else counts on transformers' model without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.errors import UserError, reason
+from offload_trainer.model.presets import preset_shape
+from offload_trainer.plan.choose import settle_and_plan
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.memory import item_bytes
+from offload_trainer.plan.plan import Plan
+from offload_trainer.run.launch import ranks_of_environment
+from offload_trainer.units import format_bytes
+
+
+def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, Any]:
+    """The wish with nothing left open, its plan here, the machine that is for, and the model's source."""
+    from offload_trainer.machine.cache import with_cached_rates
+    from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.model.source import resolve_model
+
+    machine = with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output))
+    machine = _with_what_goes(machine)
+    source = resolve_model(config.model, seed=config.train.seed)
+    _, world = ranks_of_environment()
+    settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
+    return settled, plan, machine, source
+
+
+def _with_what_goes(machine: MachineProfile) -> MachineProfile:
+    """The machine with the bytes as free that this run's older checkpoints and the page files of dead runs take.
+
+    Only what this user's run will be able to remove.
+    """
+    from offload_trainer.retention import bytes_that_go
+    from offload_trainer.storage.durable import bytes_below
+    from offload_trainer.storage.lease import dead_runs
+
+    goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
+    for drive in machine.drives:
+        dead = sum(map(bytes_below, dead_runs(Path(drive.directory))))
+        goes[drive.directory] = goes.get(drive.directory, 0) + dead
+    devices = {drive.directory: drive.device for drive in (machine.output, *machine.drives)}
+
+    def freed(drive: DriveFacts) -> DriveFacts:
+        shared = [d for d, device in devices.items() if d == drive.directory or device == drive.device is not None]
+        return replace(drive, free_bytes=drive.free_bytes + sum(goes[directory] for directory in shared))
+
+    return replace(machine, output=freed(machine.output), drives=tuple(map(freed, machine.drives)))
+
+
+def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
+    """The plan of a run on a machine that is only described."""
+    section = config.model
+    changed = section.overrides or section.freeze or section.attention != ModelSection().attention
+    shape = None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
+    if shape is None:
+        from offload_trainer.model.source import resolve_model
+
+        shape = resolve_model(section, seed=config.train.seed).shape
+    return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
+
+
+def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:
+    """A described machine and the words, with the same drives: all that it has, or those that --nvme names.
+
+    Where a machine's drives lie is made up unless it was probed: there --nvme says where they lie, one after the other.
+    UserError for more drives than it has, or, of a probed machine, for another.
+    """
+    known = [drive.directory for drive in machine.drives]
+    given = [value for word, value in pairwise(words) if word == "--nvme"]
+    given += [word.partition("=")[2] for word in words if word.startswith("--nvme=")]
+    if not given:
+        return machine, [*words, *(word for name in known for word in ("--nvme", name))]
+    unknown = [name for name in dict.fromkeys(given) if name not in known]
+    free = [name for name in known if name not in given]
+    if unknown and (machine.origin == "measured" or len(unknown) > len(free)):
+        raise UserError(f"--nvme {unknown[0]}: the machine has {', '.join(known) or 'no drive'}")
+    places = dict(zip(free, unknown, strict=False))
+    drives = tuple(replace(drive, directory=places.get(drive.directory, drive.directory)) for drive in machine.drives)
+    notes = [f"--nvme {place} is taken for {name} of the machine" for name, place in places.items()]
+    return replace(machine, drives=drives, notes=(*machine.notes, *notes)), words
+
+
+def refuse_shortfall(config: TrainConfig, plan: Plan) -> None:
+    """UserError for a plan that does not fit, unless it is wanted all the same."""
+    if not plan.fits and not config.placement.force:
+        raise UserError("this does not fit: " + "; ".join(plan.shortfalls()) + " (--force tries all the same)")
+
+
+def bench_here(
+    config: TrainConfig, *, threads: int, drive_bytes: int | None, say: Callable[[str], None]
+) -> MachineProfile:
+    """Time this machine and each --nvme with `threads` CPU threads, and keep the rates for later plans.
+
+    `drive_bytes`: written in one direction, however long it takes; None: as much as goes in some seconds.
+    """
+    import torch
+
+    from offload_trainer.engine.cpu_matmul import use_fp32_products
+    from offload_trainer.engine.op_builder import is_built, load_async_io
+    from offload_trainer.engine.updates import available_updates
+    from offload_trainer.machine.bench import Budget, bench_machine, dtypes_to_time
+    from offload_trainer.machine.cache import keep_rates, refuse_unwritable
+    from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.model.source import DTYPES
+    from offload_trainer.storage.transfer import AioTransfers, ThreadedTransfers, Transfers, async_io_handle
+
+    torch.set_num_threads(threads)
+    refuse_unwritable()
+    machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
+    if machine.gpu is None:
+        use_fp32_products(DTYPES[config.model.dtype])  # what is timed is what a run does
+    budget = Budget(update_page=config.tiered.page_size)
+    if drive_bytes is not None:
+        budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
+    io: dict[str, Callable[[], Transfers]] = {
+        f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
+            ThreadedTransfers, threads=threads, block=block
+        )
+        for threads, block in ((4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20))  # the default first
+    }
+    if machine.drives and is_built("async_io"):
+        io["tiered.io=async_io"] = partial(AioTransfers, async_io_handle(load_async_io(), block_bytes=1 << 20))
+    if machine.drives:
+        most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
+        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
+    timed = bench_machine(
+        machine,
+        transfers=io,
+        updates=available_updates(say=say),
+        dtypes=dtypes_to_time(machine, config.model.dtype),
+        budget=budget,
+        say=say,
+    )
+    try:
+        keep_rates(timed)
+    except OSError as error:  # it could be written when the bench began; what was measured is shown all the same
+        say(f"note: these rates could not be kept for later plans: {reason(error)}")
+    return timed

@@ -1,0 +1,78 @@
+"""The end of a run: report.html, the plan beside what was measured, and how far off it was, for the next plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.plan.ratios import steady_ratios
+from offload_trainer.run.build import Setup
+from offload_trainer.storage.durable import bytes_below
+from offload_trainer.telemetry.record import StepRecord
+from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, steady, write_report
+
+_TELLING = 3  # steps after the warm ones, from which a run's seconds say something about the machine
+
+
+def report(setup: Setup, *, swaps: list[Path]) -> None:
+    """Write it; nothing where no step was finished."""
+    plan, output = setup.plan, setup.output
+    rows = read_metrics(output / "metrics.jsonl")
+    if not rows:
+        return
+    planned, measured = _bytes(setup, rows, swaps=swaps)
+    seconds = median_phases(rows)
+    write_report(
+        output / "report.html",
+        title=f"{setup.config.model.name}: {plan.homes}",
+        rows=rows,
+        evaluations=read_evaluations(output / "evaluations.jsonl"),
+        plan=planned,
+        measured={"tiers": measured, "seconds": seconds},
+        notes=list(plan.notes),
+    )
+    _keep_ratios(setup, steady(rows), seconds=seconds)
+
+
+def _bytes(
+    setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]
+) -> tuple[dict[str, Any], dict[str, int | None]]:
+    """The plan as JSON, and what was measured of each of its tiers; drive traffic is one more of them."""
+    plan, output = setup.plan, setup.output
+    measured: dict[str, int | None] = {}
+    measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
+    measured["gpu"] = max(row.device_peak_bytes for row in rows)
+    for drive, swap in zip(setup.config.placement.nvme, swaps, strict=False):
+        measured[str(Path(drive).expanduser().resolve())] = bytes_below(swap)
+    measured[str(output.expanduser().absolute())] = sum(
+        bytes_below(output / left) for left in ("checkpoints", "export")
+    )
+    planned = plan.to_json()
+    on_drives = [moved for moved in plan.traffic if moved.place != "device"]
+    for way, bytes_of in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
+        counted = [getattr(row, bytes_of) for row in steady(rows)]
+        name = f"{way} on drives, a step"
+        planned["tiers"][name] = {"need": sum(getattr(moved, way) for moved in on_drives)}
+        measured[name] = int(median(counted)) if None not in counted else None
+    return planned, measured
+
+
+def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str, float]) -> None:
+    """Say how far off the plan's seconds were, and keep what is steady of it. `rows` are the steady ones."""
+    from offload_trainer.machine.cache import keep_ratios
+
+    plan, log = setup.plan, setup.log
+    off = {
+        phase: seconds[phase] / known for phase, known in plan.forecast.seconds.items() if known and phase in seconds
+    }
+    if not off or len(rows) < _TELLING:
+        return
+    log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
+    try:
+        taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
+        keep_ratios(setup.machine, steady_ratios(plan.forecast, taken, engine=plan.engine))
+    except (OSError, TrainerError) as error:  # the run itself is whole
+        log.say(f"note: these ratios could not be kept for later plans: {error}")

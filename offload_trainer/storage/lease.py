@@ -1,0 +1,166 @@
+"""A run's private directory on a drive: locked while the run lives, removed when it ends or has died.
+
+DIR/offload-trainer/              this user's; DIR/offload-trainer-NUMBER where another user has that name
+    run-0123abcd/.lock            its mark, locked as long as its run lives; the kernel lets go of it even after kill -9
+    run-0123abcd/...              the run's own
+
+Only what a lease has made is removed: by its name, its mark and its owner (`removal`). Everything else there, whatever
+it is called, is somebody's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.removal import (
+    MARK,
+    NotOurs,
+    Workplace,
+    is_ours,
+    is_removable,
+    is_unfinished,
+    made_as,
+    reason,
+    remove_dead,
+)
+
+_NAME = re.compile(r"run-[0-9a-f]{8}")
+_WHAT = "page files of"
+
+
+class DriveLease:
+    """Private directory for one run under `drive`. Two runs on one drive never touch each other."""
+
+    def __init__(self, drive: Path, *, say: Callable[[str], None] = lambda line: None) -> None:
+        """What dead runs of this user have left there is removed, and said. TrainerError where nothing can be made."""
+        try:
+            root = _make_root(drive)
+            self.removed = [folder for folder in dead_runs(drive) if _remove(folder, say)]
+            self._place = _private(root, say)
+        except OSError as error:
+            raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
+        self.path = self._place.path
+        if self.removed:
+            say(f"{root}: removed what {len(self.removed)} run(s) left that died")
+        if not self._place.locked:
+            say(f"note: locks do not work on {drive}: what a killed run leaves there is not removed by the next one")
+
+    def close(self) -> None:
+        """Remove the directory and let go of it. Calling it again does nothing."""
+        self._place.close()
+
+    def __enter__(self) -> DriveLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _private(root: Path, say: Callable[[str], None]) -> Workplace:
+    for last in (False, False, True):
+        try:
+            return Workplace(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
+        except (FileNotFoundError, BlockingIOError):  # another start took it for a dead run's before it was marked
+            if last:
+                raise
+    raise AssertionError
+
+
+def root_of(drive: Path) -> Path:
+    """Where this user's private directories under `drive` are, or will be.
+
+    UserError where both names are taken by what is no directory of this user.
+    """
+    found = ""
+    for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
+        root = drive / name
+        try:
+            about = root.lstat()
+        except FileNotFoundError:
+            return root
+        ours, folder = is_ours(about.st_uid, drive), stat.S_ISDIR(about.st_mode)
+        if ours and folder:
+            return root
+        found = f"{root} is {'a link or a file' if not folder else 'a directory'} of {'yours' if ours else 'others'}"
+        if ours:
+            break
+    raise UserError(f"{found}, and page files cannot go there: move it away, or name another directory with --nvme")
+
+
+def _make_root(drive: Path) -> Path:
+    for _ in range(3):  # another user may take the first name just now
+        root = root_of(drive)
+        try:
+            root.mkdir()
+        except FileExistsError:
+            if root != root_of(drive):
+                continue
+        break
+    return root_of(drive)
+
+
+def dead_runs(drive: Path) -> list[Path]:
+    """This user's private directories under `drive` whose run is gone: the next lease there removes them."""
+    root = root_of(drive)
+    names = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    return [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
+
+
+def _is_dead(folder: Path) -> bool:
+    if is_unfinished(folder):
+        return True
+    if not is_removable(folder, made_as(_WHAT, folder.name)):
+        return False
+    try:
+        with kept(folder):
+            return True
+    except (OSError, NoLocks):
+        return False
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the run that page files belong to lives: it holds the lock. UserError where that cannot be known."""
+    try:
+        with kept(folder):
+            return False
+    except BlockingIOError:
+        return True
+    except (OSError, NoLocks) as error:
+        raise UserError(
+            f"{folder}: whether its run is alive cannot be known ({reason(error)}); export its newest checkpoint"
+        ) from error
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Inside, no run removes these page files. BlockingIOError where their run lives, NoLocks, OSError."""
+    try:
+        lock = open_lock(folder / MARK)
+    except FileNotFoundError:
+        yield  # without a mark nothing removes them
+        return
+    try:
+        take(lock, shared=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove(folder: Path, say: Callable[[str], None]) -> bool:
+    """Remove a dead run's directory, unless it is being read; whether it is gone."""
+    try:
+        remove_dead(folder, what=_WHAT)
+    except (FileNotFoundError, BlockingIOError):
+        return False  # another start has removed it, or it is being exported
+    except (OSError, NotOurs, NoLocks) as error:
+        say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
+        return False
+    return True

@@ -46,10 +46,6 @@ class ModelSection(_Section):
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto", description="gradient checkpointing, one segment a block; auto: on from 100 M parameters"
     )
-    checkpointing_variant: Literal["auto", "reentrant", "non-reentrant"] = Field(
-        "auto",
-        description="torch's variant of checkpointing; auto: reentrant for weights on NVMe, else non-reentrant",
-    )
     offload_activations: Annotated[
         bool | Literal["cpu", "nvme"], AfterValidator(lambda wish: "cpu" if wish is True else wish)
     ] = Field(
@@ -98,18 +94,17 @@ class DataSection(_Section):
 class OptimSection(_Section):
     """The update, and the learning rate over the steps."""
 
-    name: Literal["adamw", "adamw8bit"] = Field(
-        "adamw", description="adamw8bit: bitsandbytes' 8-bit moments, where the optimizer is on the GPU"
-    )
+    name: Literal["adamw"] = Field("adamw", description="the rule of the update")
     lr: PositiveFloat = Field(3e-4, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and the second moment")
     eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
     states: Literal["fp32", "bf16", "8bit"] = Field(
         "fp32",
-        description="tiered only: how moments are stored; bf16: rounded stochastically, 8 bytes a parameter with the "
-        "master instead of 12; 8bit: in blocks of 256 with a scale each, 6 bytes; masters are fp32 always",
+        description="how moments are stored; bf16 (tiered only): rounded stochastically, 8 bytes a parameter with the "
+        "master instead of 12; 8bit: in blocks of 256 with a scale each, 6 bytes, and with --engine deepspeed "
+        "bitsandbytes' on the GPU; masters are fp32 always",
     )
-    kernel: Literal["auto", "torch", "native", "deepspeed"] = Field(
+    kernel: Literal["auto", "torch", "native"] = Field(
         "auto",
         description="tiered only: what computes the update; native: compiled here in seconds; auto: native where a "
         "compiler is found and it gives torch's bits, else torch",
@@ -173,7 +168,7 @@ class PlacementSection(_Section):
     engine: Literal["auto", "tiered", "deepspeed", "plain"] = Field(
         "auto",
         description="tiered: ours; deepspeed: stock ZeRO; plain: torch alone, everything on one device; "
-        "auto: tiered, but deepspeed for several GPUs or optim.name=adamw8bit",
+        "auto: tiered, but deepspeed for several GPUs",
     )
     params: Home = Field("auto", description="home of the 16-bit weights")
     optimizer: Home = Field("auto", description="home of master weights and moments")
@@ -274,11 +269,6 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     mistakes += _ENGINE_MISTAKES[engine](config)
     if engine != "tiered":
         mistakes += wishes_of_tiered(config, engine)
-    if config.optim.name == "adamw8bit" and place.optimizer in ("cpu", "nvme"):
-        mistakes.append(
-            f"optim.name=adamw8bit with --optimizer {place.optimizer}: bitsandbytes' 8-bit AdamW runs on the GPU; "
-            "use --optimizer gpu, or optim.name=adamw with optim.states=8bit"
-        )
     if config.model.checkpointing == "off" and config.model.offload_activations:
         mistakes.append(
             f"model.offload_activations={config.model.offload_activations} needs checkpointed activations: use "
@@ -300,11 +290,10 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
 
 
 def engine_of(config: TrainConfig, *, world: int = 1) -> Literal["tiered", "deepspeed", "plain"]:
-    """The engine that is meant. Several ranks and bitsandbytes' optimizer are DeepSpeed's."""
+    """The engine that is meant. Several ranks are DeepSpeed's."""
     if config.placement.engine != "auto":
         return config.placement.engine
-    several = max(config.placement.gpus, world) > 1
-    return "deepspeed" if several or config.optim.name == "adamw8bit" else "tiered"
+    return "deepspeed" if max(config.placement.gpus, world) > 1 else "tiered"
 
 
 def wishes_of_tiered(config: TrainConfig, engine: str) -> list[str]:
@@ -321,7 +310,7 @@ def wishes_of_tiered(config: TrainConfig, engine: str) -> list[str]:
         mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
     if config.model.offload_activations == "nvme":
         mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
-    if config.optim.states != "fp32":
+    if config.optim.states not in (("fp32", "8bit") if engine == "deepspeed" else ("fp32",)):
         mistakes.append(f"optim.states={config.optim.states} belongs to --engine tiered, not to {engine}")
     if config.optim.kernel != "auto":
         mistakes.append(f"optim.kernel={config.optim.kernel} belongs to --engine tiered, not to {engine}")
@@ -337,11 +326,6 @@ def _tiered_mistakes(config: TrainConfig) -> list[str]:
         mistakes.append("deepspeed.* keys with --engine tiered, which does not read them: add --engine deepspeed")
     if place.gpus > 1:
         mistakes.append(f"--gpus {place.gpus} with --engine tiered: it trains with one rank; use --engine deepspeed")
-    if config.optim.name == "adamw8bit":
-        mistakes.append(
-            "optim.name=adamw8bit with --engine tiered: it is bitsandbytes', on the GPU, and DeepSpeed's; for 8-bit "
-            "moments use optim.states=8bit"
-        )
     if place.gradients == "nvme" and not place.nvme:
         mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
     if config.model.offload_activations == "nvme" and not place.nvme:
@@ -376,18 +360,17 @@ def _deepspeed_mistakes(config: TrainConfig) -> list[str]:
     mistakes = []
     if len(place.nvme) > 1:
         mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
-    if place.params == "nvme":
-        # Both were seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
-        if config.model.checkpointing_variant == "non-reentrant":
-            mistakes.append(
-                "model.checkpointing_variant=non-reentrant with --params nvme: DeepSpeed gives wrong gradients there "
-                "(it reuses a weight's buffer that the recomputation still needs); use reentrant"
-            )
-        if config.deepspeed.prefetch_bucket_size not in ("auto", 0):
-            mistakes.append(
-                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
-                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
-            )
+    if config.optim.states == "8bit" and place.optimizer in ("cpu", "nvme"):
+        mistakes.append(
+            f"optim.states=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' 8-bit AdamW "
+            "runs on the GPU; use --optimizer gpu, or --engine tiered"
+        )
+    if place.params == "nvme" and config.deepspeed.prefetch_bucket_size not in ("auto", 0):
+        # Seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
+        mistakes.append(
+            "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+            "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
+        )
     return mistakes
 
 

@@ -59,6 +59,16 @@ FLAGS: dict[str, Flag] = {
 }
 
 
+# What earlier versions knew: a key with what it then was where nothing was said, or a value; and what to do instead.
+_GONE_KEYS: dict[str, tuple[Any, str]] = {
+    "model.checkpointing_variant": ("auto", "each engine takes the variant of checkpointing that is right there"),
+}
+_GONE_VALUES = {
+    "optim.name=adamw8bit": "8-bit moments are optim.states=8bit; with --engine deepspeed they are bitsandbytes'",
+    "optim.kernel=deepspeed": "native and torch are faster; leave it at auto",
+}
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would take for something else than text, and escapes what a line may not hold."""
 
@@ -112,6 +122,9 @@ class _Draft:
         """Set one key from its text. A key of text type takes the text as it stands."""
         self.worded.add(key)
         section, _, name = key.partition(".")
+        if key in _GONE_KEYS:
+            self.mistakes.append(_gone(spelled, key))
+            return
         annotation = _annotation(section, name)
         if annotation is None and not _overrides_key(section, name):
             self.mistakes.append(_unknown(spelled, key, known=all_keys()))
@@ -195,6 +208,10 @@ def _unknown(spelled: str, word: str, *, known: Iterable[str]) -> str:
     return f"{spelled}: there is no such key{hint}"
 
 
+def _gone(spelled: str, key: str) -> str:
+    return f"{spelled}: there is no {key} any more: {_GONE_KEYS[key][1]}; leave it out"
+
+
 def _read_file(path: Path, draft: _Draft) -> None:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -216,6 +233,11 @@ def _read_file(path: Path, draft: _Draft) -> None:
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
             draft.values[section] = dict(values or {})
+    # A file that an earlier version wrote holds every key.
+    for key, (default, _) in _GONE_KEYS.items():
+        section, _, name = key.partition(".")
+        if draft.values.get(section, {}).pop(name, default) != default:
+            draft.mistakes.append(_gone(f"{path}: {key}", key))
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:
@@ -264,6 +286,9 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         given.setdefault(key, item["input"])
     for key, complaints in seen.items():
         wanted = " or ".join(dict.fromkeys(complaints))
+        if instead := _GONE_VALUES.get(f"{key}={given[key]}"):
+            yield f"{key}: there is no {given[key]} any more: {instead}"
+            continue
         yield f"{key}: {given[key]!r} is not allowed; it should be {wanted}"
 
 

@@ -16,7 +16,8 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.source import ModelSource, resolve_model
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
@@ -24,6 +25,7 @@ from offload_trainer.storage.lease import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
 VOCABULARY = 211
+REENTRANT = "reentrant"  # among an engine's words: torch's other variant of checkpointing, which DeepSpeed alone takes
 
 torch.set_num_threads(1)  # two tests run at a time
 ON_GPU = torch.cuda.is_available()
@@ -77,14 +79,24 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
     return made
 
 
+class Reentrant(ModelSource):
+    """Whatever is asked for."""
+
+    def build(self, **asked: Any) -> CausalLoss:
+        return super().build(**asked | {"reentrant": True})
+
+
 @contextmanager
 def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) -> Iterator[Any]:
     """The engine that `words` ask for, as the command would build it."""
     named = [word for drive in drives for word in ("--nvme", str(drive))]
+    words, given = tuple(word for word in words if word != REENTRANT), words
     always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
     source = resolve_model(config.model, seed=config.train.seed)
+    if REENTRANT in given:
+        source = Reentrant(**vars(source))
     if config.placement.engine == "plain":
         yield PlainEngine(source, config)
         return

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_of_engines import Step, assert_same, batches, engine, masters, model_directory, train
+from bench_of_engines import REENTRANT, Step, assert_same, batches, engine, masters, model_directory, train
 from late import LateDevice, LateTransfers
 from queues import queued
 from test_plan import GB, SHAPES, machine, wish
@@ -28,7 +28,7 @@ from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers, Ticket, done
 from offload_trainer.telemetry.meters import read_io
 
-VARIANTS = ["non-reentrant", "reentrant"]
+VARIANTS: dict[str, list[str]] = {"non-reentrant": [], "reentrant": [REENTRANT]}
 ON = ["model.checkpointing=on", "model.overrides.n_layer=9"]
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
@@ -50,7 +50,7 @@ def model_of(folder: Path, *, tied: bool) -> Path:
 @cache
 def without(folder: Path, tied: bool, variant: str, accumulate: int) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """The same engine, inputs kept where they are."""
-    words = [*ON, f"model.checkpointing_variant={variant}", "--accumulate", str(accumulate)]
+    words = [*ON, *VARIANTS[variant], "--accumulate", str(accumulate)]
     with engine(model_of(folder, tied=tied), *words) as ours:
         return train(ours, batches(3 * accumulate), accumulate=accumulate), masters(ours)
 
@@ -77,7 +77,7 @@ def drives(folder: Path, count: int) -> list[Path]:
 def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: int, folder: Path) -> None:
     """Nine blocks with dropout; copies at once, late and out of order, and in a GPU's queues."""
     expected, weights = without(folder, tied, variant, accumulate)
-    words = [*ON, *words, f"model.checkpointing_variant={variant}", "--accumulate", str(accumulate)]
+    words = [*ON, *words, *VARIANTS[variant], "--accumulate", str(accumulate)]
     model, data = model_of(folder, tied=tied), batches(3 * accumulate)
     for kind in ("plain", "late", "queued"):
         with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +110,7 @@ def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: py
         monkeypatch.setattr(
             LateTransfers, "write", lambda *given: (threading.Timer(0.05, write, given).start(), done())[1]
         )
-    words = [*ON, "model.offload_activations=nvme", "model.checkpointing_variant=non-reentrant"]
+    words = [*ON, "model.offload_activations=nvme"]
     with engine(model_of(folder, tied=True), *words, drives=drives(folder, 1), device=LateDevice()) as ours:
         assert train(ours, batches(3)) != expected
 

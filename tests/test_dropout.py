@@ -10,7 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bench_of_engines import ON_GPU, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from bench_of_engines import (
+    ON_GPU,
+    REENTRANT,
+    REFERENCE,
+    Step,
+    assert_same,
+    batches,
+    engine,
+    masters,
+    model_directory,
+    train,
+)
 from conftest import KILL, TINY, call, call_and_kill
 
 import offload_trainer.plan.layout as layout
@@ -26,16 +37,12 @@ NOISY = {
 ON_THE_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
 WAYS = {
     "plain, recomputed": ["--engine", "plain", "model.checkpointing=on"],
-    "plain, recomputed reentrantly": [
-        *("--engine", "plain", "model.checkpointing=on", "model.checkpointing_variant=reentrant")
-    ],
+    "plain, recomputed reentrantly": [*("--engine", "plain", "model.checkpointing=on", REENTRANT)],
     "plain, loss in chunks": ["--engine", "plain", "model.loss_chunk=7"],
     "tiered": ["--params", "gpu"],
     "tiered, on the drive": ON_THE_DRIVE,
     "tiered, on the drive, recomputed": [*ON_THE_DRIVE, "model.checkpointing=on"],
-    "tiered, on the drive, recomputed reentrantly": [
-        *(*ON_THE_DRIVE, "model.checkpointing=on", "model.checkpointing_variant=reentrant")
-    ],
+    "tiered, on the drive, recomputed reentrantly": [*(*ON_THE_DRIVE, "model.checkpointing=on", REENTRANT)],
     "tiered, half in RAM": ["--optimizer", "nvme", "--ram-fraction", "0.5"],
 }
 

@@ -91,7 +91,6 @@ def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> N
     [
         (["--engine", "deepspeed"], "deepspeed"),
         (["--gpus", "2"], "deepspeed"),
-        (["optim.kernel=deepspeed"], "deepspeed"),
         (["tiered.io=async_io"], "deepspeed"),
     ],
 )
@@ -114,10 +113,12 @@ def test_auto_never_picks_what_is_not_installed() -> None:
     assert shape
     config = load_config(["--model", "gpt2"])
     assert make_plan(config, shape, machine()).engine == "tiered"
-    eight = load_config(["--model", "gpt2", "optim.name=adamw8bit"])
-    with pytest.raises(UserError, match=r"optim\.name=adamw8bit needs deepspeed, which is not installed: pip install"):
+    eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.states=8bit"])
+    with pytest.raises(UserError, match=r"--engine deepspeed needs deepspeed, which is not installed: pip install"):
         make_plan(eight, shape, machine())
-    with pytest.raises(UserError, match=r"optim\.name=adamw8bit needs bitsandbytes, .*'bitsandbytes>=0\.50\.2'"):
+    with pytest.raises(
+        UserError, match=r"states=8bit with --engine deepspeed needs bitsandbytes, .*'bitsandbytes>=0\.50\.2'"
+    ):
         make_plan(eight, shape, machine("deepspeed"))
     assert make_plan(eight, shape, machine("deepspeed", "bitsandbytes")).engine == "deepspeed"
     unknown = replace(machine(), packages=None)  # a machine that is only described

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import assert_same, batches, engine, masters, model_directory, train
+from bench_of_engines import REENTRANT, assert_same, batches, engine, masters, model_directory, train
 from queues import FakeEvent, FakeStream, queued
 
 import offload_trainer.plan.layout as layout
@@ -24,7 +24,7 @@ HOMES = {
     "on the drive": ["--params", "nvme", "tiered.unit_buffers=2"],
     "all on the drive": ALL,
     "checkpointed": [*ALL, "model.checkpointing=on"],
-    "reentrant": [*ALL, "model.checkpointing=on", "model.checkpointing_variant=reentrant"],
+    "reentrant": [*ALL, "model.checkpointing=on", REENTRANT],
 }
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in's queues are for the CPU's memory")
 LARGEST = 1 << 20  # bytes; no unit of these models is larger

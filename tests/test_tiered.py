@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import ON_GPU, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from bench_of_engines import (
+    ON_GPU,
+    REENTRANT,
+    REFERENCE,
+    Step,
+    assert_same,
+    batches,
+    engine,
+    masters,
+    model_directory,
+    train,
+)
 from late import LateDevice, LateTransfers
 from safetensors.torch import load_file
 
@@ -63,8 +74,8 @@ HOMES = {
 }
 CHECKPOINTING = {
     "off": ["model.checkpointing=off"],
-    "reentrant": ["model.checkpointing=on", "model.checkpointing_variant=reentrant"],
-    "non-reentrant": ["model.checkpointing=on", "model.checkpointing_variant=non-reentrant"],
+    "reentrant": ["model.checkpointing=on", REENTRANT],
+    "non-reentrant": ["model.checkpointing=on"],
 }
 
 
@@ -152,7 +163,7 @@ def test_accumulation(words: list[str], home: str, folder: Path) -> None:
     "words",
     [
         ['model.freeze=["wte","h.1.mlp"]'],
-        ['model.freeze=["wte","wpe","h.0."]', "model.checkpointing=on", "model.checkpointing_variant=reentrant"],
+        ['model.freeze=["wte","wpe","h.0."]', "model.checkpointing=on", REENTRANT],
     ],
     ids=["some", "embeddings, reentrant"],
 )

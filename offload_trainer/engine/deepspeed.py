@@ -27,7 +27,6 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.optim.state_files import KINDS, EngineState, StateNow, read_engine_state, read_tensors, state_files
-from offload_trainer.plan.auto import reentrant
 from offload_trainer.plan.zero import Placement, decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -71,7 +70,9 @@ class DeepSpeedEngine:
         module = source.build(
             dtype=self._dtype,
             context=_zero_init(words, placement),
-            reentrant=reentrant(config.model, placement, engine="deepspeed"),
+            # The other variant gives wrong gradients there: DeepSpeed reuses a weight's buffer that the recomputation
+            # still needs (0.19.8; docs/log.md).
+            reentrant=placement.params == "nvme",
             offload=bool(config.model.offload_activations),
         )
         if placement.stage == 2:
@@ -295,8 +296,8 @@ def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextMa
 def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torch.optim.Optimizer:
     """The update where the optimizer lives on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit one."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-    if optim.name == "adamw8bit":
-        with importing("bitsandbytes", wish="optim.name=adamw8bit"):
+    if optim.states == "8bit":
+        with importing("bitsandbytes", wish="optim.states=8bit with --engine deepspeed"):
             import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(groups, **settings)

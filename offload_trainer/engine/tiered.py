@@ -40,7 +40,7 @@ from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.state_files import EngineState
-from offload_trainer.plan.auto import reentrant, row_length, wants_checkpointing
+from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.layout import Unit, page_bytes, units_of
 from offload_trainer.plan.routes import routes_of
@@ -118,7 +118,6 @@ class TieredEngine:
         self._module = source.build(
             dtype=self._dtype,
             context=parameters_without_memory(),
-            reentrant=reentrant(config.model, placement, engine="tiered"),
         )
         self._parameters = self._give_memory(self._module.model)
         self._module.to(self._device.place)

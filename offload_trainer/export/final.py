@@ -26,7 +26,7 @@ from offload_trainer.storage.durable import write_text
 _SECTIONS = ("model", "data", "optim", "train")  # of the configuration: what the weights depend on
 # ... but for these
 _ASIDE = {
-    *("data.cache", "optim.kernel", "train.eval_every", "train.eval_rows"),
+    *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
     *("train.sample_every", "train.sample_prompt", "train.sample_tokens"),
 }
 

@@ -1,11 +1,10 @@
-"""What `auto` means where nothing is weighed: checkpointing of activations, its variant, the length of a row."""
+"""What `auto` means where nothing is weighed: checkpointing of activations, the length of a row."""
 
 from __future__ import annotations
 
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.zero import Placement
 
 CHECKPOINTING_FROM = 100_000_000  # parameters; below, recomputation costs more than the activations it saves
 LONGEST_ROW = 1024
@@ -13,13 +12,6 @@ LONGEST_ROW = 1024
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
     return section.checkpointing == "on" or (section.checkpointing == "auto" and shape.parameters >= CHECKPOINTING_FROM)
-
-
-def reentrant(section: ModelSection, placement: Placement, *, engine: str) -> bool:
-    """Which of torch's variants of checkpointing; DeepSpeed is wrong with the other for weights on NVMe (config)."""
-    if section.checkpointing_variant == "auto":
-        return engine == "deepspeed" and placement.params == "nvme"
-    return section.checkpointing_variant == "reentrant"
 
 
 def row_length(config: TrainConfig, shape: ModelShape) -> int:

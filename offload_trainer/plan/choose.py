@@ -189,14 +189,10 @@ def refuse_impossible(config: TrainConfig, machine: MachineProfile, *, engine: s
 
 def _needed_packages(config: TrainConfig, *, engine: str, world: int) -> list[tuple[str, str]]:
     """(wish, package) of what is not part of every installation."""
-    several, eight = world > 1, config.optim.name == "adamw8bit"
-    stock = f"--gpus {world}" if several else "optim.name=adamw8bit"
-    if config.placement.engine != "auto":
-        stock = f"--engine {engine}"
+    stock = engine == "deepspeed"
     wishes = [
-        (engine == "deepspeed", stock, "deepspeed"),
-        (eight, "optim.name=adamw8bit", "bitsandbytes"),
-        (config.optim.kernel == "deepspeed", "optim.kernel=deepspeed", "deepspeed"),
+        (stock, f"--gpus {world}" if config.placement.engine == "auto" else f"--engine {engine}", "deepspeed"),
+        (stock and config.optim.states == "8bit", "optim.states=8bit with --engine deepspeed", "bitsandbytes"),
         (config.tiered.io == "async_io", "tiered.io=async_io", "deepspeed"),
     ]
     return [(wish, package) for there, wish, package in wishes if there]
@@ -206,7 +202,7 @@ def _wanted(config: TrainConfig, machine: MachineProfile, *, engine: str) -> lis
     if engine == "plain":
         return [Placement("gpu", "gpu")]
     params, optimizer = config.placement.params, config.placement.optimizer
-    if config.optim.name == "adamw8bit":
+    if config.optim.states == "8bit":
         optimizer = "gpu"
     if params != "auto" and optimizer != "auto":
         return [Placement(params, optimizer)]

@@ -162,6 +162,6 @@ def saves_state(config: TrainConfig, plan: Plan) -> str | None:
         return None
     if plan.placement.optimizer == "nvme":
         return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
-    if config.optim.name == "adamw8bit":
+    if config.optim.states == "8bit":
         return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"
     return None

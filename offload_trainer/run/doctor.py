@@ -43,7 +43,7 @@ def examine(config: TrainConfig, *, threads_given: str | None = None) -> list[Ch
     stock = engine_of(config) == "deepspeed"
     checks = [_threads(config, threads_given), _torch(), *_packages(), _native_kernel()]
     checks += _stock_tools(needed=stock, drive=bool(config.placement.nvme))
-    if config.optim.name == "adamw8bit" and not is_installed("bitsandbytes"):
+    if stock and config.optim.states == "8bit" and not is_installed("bitsandbytes"):
         checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
     checks += _stale_locks()
     try:

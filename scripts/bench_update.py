@@ -26,12 +26,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 
-from offload_trainer.engine.op_builder import load_cpu_adam
-from offload_trainer.engine.updates import ADAM, kernel_update, make_buffers, stock_update, update_bytes
+from offload_trainer.engine.op_builder import is_built, load_cpu_adam
+from offload_trainer.engine.updates import kernel_update, make_buffers, stock_update, update_bytes
 from offload_trainer.errors import UserError
-from offload_trainer.optim.adam import Kernel, PageNoise
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.protocol import Kernel, PageNoise
 
 SCALE_BYTES = 4 + 4
 STATES = ("fp32", "bf16", "8bit")
@@ -46,14 +46,15 @@ def candidates(n: int) -> dict[str, Work]:
     """What is compared, by name; what this machine cannot have is left out, with a word."""
     buffers = make_buffers(n)[0]
     found = {"in-place scale": Work(SCALE_BYTES, lambda step: buffers.fields["master"].mul_(0.999999))}
-    for name in ("native", "torch", "deepspeed"):
+    for name in ("native", "torch"):
         try:
-            kernel, _ = choose_kernel(name, ADAM, load_op=load_cpu_adam)
+            kernel, _ = choose_kernel(name)
         except UserError as error:
             print(f"{name}: left out: {error}", file=sys.stderr)
             continue
         found[f"{name} kernel"] = Work(update_bytes("fp32"), kernel_update(kernel, [buffers]))
-    if "deepspeed kernel" in found:
+    if is_built("cpu_adam"):
+        load_cpu_adam()
         found["DeepSpeed's sequence"] = Work(update_bytes("fp32"), stock_update(buffers))
     return found
 
@@ -89,7 +90,7 @@ def empty_call(kernel: Kernel, *, states: str, calls: int = 2000) -> float:
     seconds = []
     for _ in range(calls):
         start = time.perf_counter()
-        kernel.update_page(page.fields, page.grad, page.out, [], states=states, scale=1.0, lr=1e-4, noise=noise)
+        kernel.update_page(page.fields, page.grad, page.out, [], states=states, scale=1.0, noise=noise)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -144,7 +145,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     n, empty = int(arguments.parameters), {}
     if arguments.page:
-        kernel, _ = choose_kernel("native", ADAM)
+        kernel, _ = choose_kernel("native")
         forms = arguments.states.split(",")
         work = in_pages(kernel, n, page=arguments.page, forms=forms)
         empty = {states: empty_call(kernel, states=states) for states in forms}

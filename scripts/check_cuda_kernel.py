@@ -18,19 +18,22 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.adam import Adam, PageNoise, Stretch
 from offload_trainer.optim.cuda_adam import SOURCE, CudaKernel, choose_cuda_kernel, defines
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
+from offload_trainer.optim.protocol import PageNoise, Stretch
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.layout import FIELDS, bytes_of_state
 
-ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
+DECAYED = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+PLAIN = replace(DECAYED, decay=0.0)
 CARDS = {60, 70, 75, 80, 86, 89, 90, 100, 120}  # P100, V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
 # What may be done with fp32 in PTX: rounded to nearest even each time, or not arithmetic at all.
 EXACT = re.compile(r"(add|sub|mul|div|sqrt|fma)\.rn\.f32|cvt\.rn\.f32\.u32|(ld|st|mov|selp|setp|neg|abs)\b.*")
@@ -69,14 +72,14 @@ def updated(kernel, page, *, states: str, place: torch.device) -> list[torch.Ten
     n = grad.numel()
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.zeros(n, dtype=torch.bfloat16, device=place)
-    parts = [Stretch(0, n // 512 * 256, 0.1, 7), Stretch(n // 512 * 256 + 256, n, 0.0, 9)]
+    parts = [Stretch(0, n // 512 * 256, DECAYED, 7), Stretch(n // 512 * 256 + 256, n, PLAIN, 9)]
     kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(states))
     return [tensor.cpu().view(torch.uint8) for tensor in (*here.values(), out)]
 
 
 def settings(states: str) -> dict:
     noise = None if states == "fp32" else PageNoise(Noise(1, 2), 3, 2**32 - 4096)
-    return {"states": states, "scale": 0.37, "lr": 1e-3, "noise": noise}
+    return {"states": states, "scale": 0.37, "noise": noise}
 
 
 def different_bytes(kernel: CudaKernel, beside, *, states: str, n: int, place: torch.device) -> int:
@@ -93,7 +96,7 @@ def speed(kernel: CudaKernel, *, states: str, n: int, place: torch.device, round
     pages = [{name: tensor.to(place, copy=True) for name, tensor in fields.items()} for _ in range(count)]
     grads = [grad.bfloat16().to(place) for _ in range(count)]
     outs = [torch.empty_like(grads[0]) for _ in range(count)]
-    part, given = [Stretch(0, n, 0.1, 7)], settings(states)
+    part, given = [Stretch(0, n, DECAYED, 7)], settings(states)
 
     def run() -> None:
         for page, gradient, out in zip(pages, grads, outs, strict=True):
@@ -121,7 +124,7 @@ def speed(kernel: CudaKernel, *, states: str, n: int, place: torch.device, round
 
 
 def check_gpu(n: int) -> list[dict]:
-    place, (beside, words) = torch.device("cuda", torch.cuda.current_device()), choose_kernel("auto", ADAM)
+    place, (beside, words) = torch.device("cuda", torch.cuda.current_device()), choose_kernel("auto")
     print(words)
     kernel, words = choose_cuda_kernel(place, beside)
     print(words)

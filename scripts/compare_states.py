@@ -20,8 +20,9 @@ import torch
 
 from offload_trainer.data.rows import DataState
 from offload_trainer.optim import moments
-from offload_trainer.optim.adam import Adam, update_stretch
 from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.protocol import update_stretch
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.layout import bytes_of_state
 from offload_trainer.run.train import train_run
@@ -70,7 +71,7 @@ def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[flo
     n = gradients.shape[1]
     weight = torch.nn.Parameter(torch.zeros(n))
     first, second = torch.zeros(n), torch.zeros(n)
-    kernel = TorchKernel(Adam(betas, 1e-8))
+    kernel, hyper = TorchKernel(), AdamW(LR, betas, 1e-8, 0.0)
     settings: dict[str, Any] = {"lr": LR, "betas": betas, "eps": 1e-8, "weight_decay": 0.0, "min_8bit_size": 1}
     theirs = bitsandbytes.optim.AdamW8bit([weight], **settings)
     largest = 0.0
@@ -81,7 +82,7 @@ def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[flo
             theirs.step()
         else:
             state = (weight.data, first, second, gradient.contiguous(), None)
-            update_stretch(kernel, *state, scale=1.0, lr=LR, decay=0.0, step=step)
+            update_stretch(kernel, *state, scale=1.0, hyper=hyper, step=step)
             _store(form, first, second, step)
         largest = max(largest, float((weight.detach() - before).abs().max()) / LR)
     return largest

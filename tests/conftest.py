@@ -56,7 +56,7 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
 
-_OWN = ("deepspeed", "tiered.io=async_io", "optim.kernel=deepspeed", "--gpus", "placement.gpus")
+_OWN = ("deepspeed", "tiered.io=async_io", "--gpus", "placement.gpus")
 
 
 @cache

@@ -6,20 +6,20 @@ import ctypes
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from parts import ADAMW
 
-from offload_trainer.engine.op_builder import load_cpu_adam
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim import kernels, native_adam, torch_adam
-from offload_trainer.optim.adam import Adam, Kernel, update_stretch
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import DeepSpeedKernel, TorchKernel
-
-ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
+from offload_trainer.optim.protocol import Kernel, update_stretch
+from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.torch_adam import TorchKernel
 
 
 def numbers(n: int, *, seed: int) -> torch.Tensor:
@@ -49,7 +49,9 @@ def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: i
             update_stretch(
                 kernel,
                 *(master, exp_avg, exp_avg_sq, grad[start:end], out[start:end]),
-                **{"scale": 0.37, "lr": 1e-3 * step, "decay": 0.1, "step": step},
+                scale=0.37,
+                hyper=replace(ADAMW, lr=1e-3 * step),
+                step=step,
             )
     return [*state, out]
 
@@ -61,10 +63,10 @@ def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch
     n = 80_000  # many chunks, two of adam.cpp's pieces, and whole vectors
     grad = numbers(n, seed=4).clamp(-6e4, 6e4).to(dtype)
     before = grad.clone()
-    master, exp_avg, exp_avg_sq, out = run(kind(ADAM), n, grad=grad, cuts=[])
+    master, exp_avg, exp_avg_sq, out = run(kind(), n, grad=grad, cuts=[])
 
     weight = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
-    optimizer = torch.optim.AdamW([weight], betas=ADAM.betas, eps=ADAM.eps, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW([weight], betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=0.1, fused=True)
     for step in range(1, 4):
         optimizer.param_groups[0]["lr"] = 1e-3 * step
         weight.grad = before.float() * 0.37
@@ -80,15 +82,14 @@ def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch
 def test_bits_do_not_depend_on_where_a_weight_is_cut(kind: type[Kernel]) -> None:
     n = 70_003
     grad = numbers(n, seed=4).bfloat16()
-    whole = run(kind(ADAM), n, grad=grad, cuts=[])
-    pieces = run(kind(ADAM), n, grad=grad, cuts=[1, 8, 21, 4096, 65_537])
+    whole = run(kind(), n, grad=grad, cuts=[])
+    pieces = run(kind(), n, grad=grad, cuts=[1, 8, 21, 4096, 65_537])
     assert all(map(same_bits, whole, pieces))
 
 
 @pytest.mark.parametrize("n", [1, 7, 255, 257, 2 * 65536 + 13])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5)])
 def test_native_has_the_bits_of_torch(n: int, betas: tuple[float, float]) -> None:
-    adam = Adam(betas, eps=1e-6)
     grad = numbers(n, seed=4)
     for given, wanted, scale, decay in (
         (torch.bfloat16, torch.bfloat16, 0.37, 0.1),
@@ -97,10 +98,11 @@ def test_native_has_the_bits_of_torch(n: int, betas: tuple[float, float]) -> Non
         (torch.float32, None, 2.0, 0.1),
     ):
         results = []
-        for kernel in (TorchKernel(adam), NativeKernel(adam)):
+        for kernel in (TorchKernel(), NativeKernel()):
             state = state_of(n)
             out = None if wanted is None else torch.empty(n, dtype=wanted)
-            update_stretch(kernel, *state, grad.to(given), out, scale=scale, lr=3e-4, decay=decay, step=11)
+            hyper = AdamW(3e-4, betas, 1e-6, decay)
+            update_stretch(kernel, *state, grad.to(given), out, scale=scale, hyper=hyper, step=11)
             results.append([*state, *([] if out is None else [out])])
         assert all(map(same_bits, *results))
 
@@ -108,10 +110,10 @@ def test_native_has_the_bits_of_torch(n: int, betas: tuple[float, float]) -> Non
 def test_native_carries_what_is_not_finite() -> None:
     grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, 1.0] * 5)
     results = []
-    for kernel in (TorchKernel(ADAM), NativeKernel(ADAM)):
+    for kernel in (TorchKernel(), NativeKernel()):
         state = [torch.ones(25), torch.zeros(25), torch.zeros(25)]
         out = torch.empty(25, dtype=torch.bfloat16)
-        update_stretch(kernel, state[0], state[1], state[2], grad, out, scale=1.0, lr=1e-3, decay=0.1, step=1)
+        update_stretch(kernel, state[0], state[1], state[2], grad, out, scale=1.0, hyper=ADAMW, step=1)
         results.append([*state, out])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -121,9 +123,9 @@ def test_native_reads_every_fp16_gradient() -> None:
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     grad = grad[grad.isfinite()]
     exp_avg = torch.zeros(grad.numel())  # with beta1 = 0 it becomes the gradient itself
-    kernel = NativeKernel(Adam((0.0, 0.9), 1e-8))
+    hyper = AdamW(0.0, (0.0, 0.9), 1e-8, 0.0)
     state = (torch.zeros_like(exp_avg), exp_avg, exp_avg + 1)
-    update_stretch(kernel, *state, grad, None, scale=1.0, lr=0.0, decay=0.0, step=1)
+    update_stretch(NativeKernel(), *state, grad, None, scale=1.0, hyper=hyper, step=1)
     assert torch.equal(exp_avg, grad.float())
 
 
@@ -137,8 +139,9 @@ def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     master = torch.cat([anything, inside, ties, torch.tensor([3.4e38, -3.4e38, 65519.0, 65520.0, float("inf"), -0.0])])
     expected = master.to(dtype)
     out = torch.empty_like(expected)
+    still = AdamW(0.0, (0.9, 0.95), 1e-8, 0.0)
     zeros = [torch.zeros_like(master) for _ in range(3)]
-    update_stretch(NativeKernel(ADAM), master, *zeros, out, scale=1.0, lr=0.0, decay=0.0, step=1)
+    update_stretch(NativeKernel(), master, *zeros, out, scale=1.0, hyper=still, step=1)
     nan = expected.isnan()
     assert torch.equal(out.isnan(), nan)
     assert same_bits(out[~nan], expected[~nan])
@@ -149,16 +152,16 @@ def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
 
 
 def test_auto_says_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, words = kernels.choose_kernel("auto", ADAM)
+    kernel, words = kernels.choose_kernel("auto")
     assert kernel.name == "native"
     assert "native" in words
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    kernel, words = kernels.choose_kernel("auto", ADAM)
+    kernel, words = kernels.choose_kernel("auto")
     assert kernel.name == "torch"
     assert "no-such-compiler" in words
     with pytest.raises(UserError, match="no-such-compiler"):
-        kernels.choose_kernel("native", ADAM)
+        kernels.choose_kernel("native")
 
 
 def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +170,7 @@ def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setattr(native_adam, "_SOURCE", source)
     with pytest.raises(TrainerError, match="not today"):
-        NativeKernel(ADAM)
+        NativeKernel()
 
 
 def test_a_changed_header_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +191,7 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_taken(states: str, monkeypatch: 
                 fields["exp_avg_sq"].view(torch.uint8)[-1] ^= 1
 
     monkeypatch.setattr(kernels, "NativeKernel", Off)
-    kernel, words = kernels.choose_kernel("auto", ADAM)
+    kernel, words = kernels.choose_kernel("auto")
     assert kernel.name == "torch"
     assert "last bits" in words
 
@@ -201,31 +204,3 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     ]
     assert [process.wait(60) for process in both] == [0, 0]
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["adam.so", "adam.so.sha256", "turn"]
-
-
-# -- DeepSpeed -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ops
-def test_bits_of_deepspeed_also_after_a_resume() -> None:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    n = 6400
-    grad = numbers(n, seed=4).bfloat16()
-    pieces = run(DeepSpeedKernel(ADAM, load_cpu_adam()), n, grad=grad, cuts=[640, 1920], steps=5)
-
-    weight = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
-    optimizer = DeepSpeedCPUAdam([weight], betas=ADAM.betas, eps=ADAM.eps, weight_decay=0.1)
-    for step in range(1, 6):
-        optimizer.param_groups[0]["lr"] = 1e-3 * step
-        weight.grad = grad.float() * 0.37
-        optimizer.step()
-    assert same_bits(pieces[0], weight.data)
-    assert same_bits(pieces[3], weight.data.bfloat16())
-
-    state = [tensor.clone() for tensor in (weight.data, *optimizer.state[weight].values()) if torch.is_tensor(tensor)]
-    weight.grad = grad.float() * 0.37
-    optimizer.step()
-    resumed = DeepSpeedKernel(ADAM, load_cpu_adam())
-    update_stretch(resumed, state[0], state[1], state[2], grad, None, scale=0.37, lr=5e-3, decay=0.1, step=6)
-    assert same_bits(state[0], weight.data)

@@ -13,26 +13,28 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from emulated import EmulatedGpu
-from test_update_page import ADAM, MARK, STATES, cut
+from parts import ADAMW, part
+from test_update_page import MARK, STATES, cut
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim import cuda_adam, native_adam
-from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
 from offload_trainer.optim.kernels import gives_the_bits_of, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.nvrtc import Gpu, Nvrtc, find_nvrtc, gpu_of, load_nvrtc
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.optim.torch_adam import TorchKernel
 
 N = 20_000  # not a multiple of 256
-PARTS = [Stretch(256, 4096, 0.1, 7), Stretch(4096, 4352, 0.0, 7), Stretch(16_384, N, 0.1, 300)]
+PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(16_384, N, 0.1, 300)]
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,11 +50,11 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     return gpu_of(torch.device("cuda"))
 
 
-def reference(adam: Adam = ADAM) -> Kernel:
+def reference() -> Kernel:
     """The CPU's: a machine with a GPU may have no compiler."""
     with suppress(TrainerError):
-        return NativeKernel(adam)
-    return TorchKernel(adam)
+        return NativeKernel()
+    return TorchKernel()
 
 
 def fuses() -> bool:
@@ -114,7 +116,6 @@ def updated(
         parts,
         states=states,
         scale=scale,
-        lr=1e-3,
         noise=None if states == "fp32" else PageNoise(Noise(1, 2), 3, first),
     )
     return [tensor.cpu() for tensor in (*here.values(), out)]
@@ -135,7 +136,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("states", STATES)
 def test_bits_of_the_cpu(gpu: Gpu, states: str, given: torch.dtype, wanted: torch.dtype | None) -> None:
     page = random_page(N, states=states)
-    kinds = (CudaKernel(ADAM, gpu, fuses=fuses()), reference(), TorchKernel(ADAM))
+    kinds = (CudaKernel(gpu, fuses=fuses()), reference(), TorchKernel())
     ours, native, torchs = (updated(kernel, page, PARTS, states=states, given=given, wanted=wanted) for kernel in kinds)
     assert_same(ours, native)
     assert_same(ours, torchs)
@@ -145,11 +146,12 @@ def test_bits_of_the_cpu(gpu: Gpu, states: str, given: torch.dtype, wanted: torc
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("states", STATES)
 def test_bits_of_the_cpu_for_any_bits(gpu: Gpu, states: str, given: torch.dtype, betas: tuple[float, float]) -> None:
-    adam, page = Adam(betas, 1e-6), wild_page(N, states=states)
-    all_of_them = (CudaKernel(adam, gpu, fuses=fuses()), reference(adam), TorchKernel(adam))
+    hyper, page = replace(ADAMW, betas=betas, eps=1e-6), wild_page(N, states=states)
+    parts = [part(one.start, one.end, one.hyper.decay, one.step, hyper=hyper) for one in PARTS]
+    all_of_them = (CudaKernel(gpu, fuses=fuses()), reference(), TorchKernel())
     for scale, wanted in ((1.0, given), (1e-30, torch.float16), (1e30, torch.bfloat16)):
         ours, native, torchs = (
-            updated(kernel, page, PARTS, states=states, given=given, wanted=wanted, scale=scale)
+            updated(kernel, page, parts, states=states, given=given, wanted=wanted, scale=scale)
             for kernel in all_of_them
         )
         assert_same(ours, native)
@@ -160,7 +162,7 @@ def test_bits_of_the_cpu_for_any_bits(gpu: Gpu, states: str, given: torch.dtype,
 def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
     """What the test above compares: before and after there is of everything."""
     page = wild_page(N, states=states)
-    after = dict(zip([*page[0], "out"], updated(NativeKernel(ADAM), page, PARTS, states=states), strict=True))
+    after = dict(zip([*page[0], "out"], updated(NativeKernel(), page, PARTS, states=states), strict=True))
     numbers = [page[0]["master"], page[1], after["master"]]
     numbers += [after[name].float() for name in ("exp_avg", "exp_avg_sq") if states != "8bit"]
     for tensor in numbers:
@@ -180,23 +182,23 @@ def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
 @pytest.mark.parametrize("n", [1, 3, 255, 256, 257, 2048, 2048 + 130])
 @pytest.mark.parametrize("states", STATES)
 def test_pages_of_any_size_anywhere_in_a_unit(gpu: Gpu, states: str, n: int, first: int) -> None:
-    page, parts = random_page(n, states=states), [Stretch(0, n, 0.1, 3)]
-    both = (CudaKernel(ADAM, gpu, fuses=fuses()), reference())
+    page, parts = random_page(n, states=states), [part(0, n, 0.1, 3)]
+    both = (CudaKernel(gpu, fuses=fuses()), reference())
     ours, theirs = (updated(kernel, page, parts, states=states, first=first) for kernel in both)
     assert_same(ours, theirs)
 
 
 def test_bits_of_a_large_page(gpu: Gpu) -> None:
     """Of so many elements some are within a 2^17th of where they are rounded up rather than down."""
-    page, parts = random_page(2**20, states="8bit"), [Stretch(0, 2**20, 0.1, 3)]
-    both = (CudaKernel(ADAM, gpu, fuses=fuses()), reference())
+    page, parts = random_page(2**20, states="8bit"), [part(0, 2**20, 0.1, 3)]
+    both = (CudaKernel(gpu, fuses=fuses()), reference())
     ours, theirs = (updated(kernel, page, parts, states="8bit") for kernel in both)
     assert_same(ours, theirs)
 
 
 def test_random_bits_where_the_upper_half_of_the_elements_number_changes(gpu: Gpu) -> None:
-    page, parts = random_page(N, states="bf16"), [Stretch(0, N, 0.1, 3)]
-    both = (CudaKernel(ADAM, gpu, fuses=fuses()), reference())
+    page, parts = random_page(N, states="bf16"), [part(0, N, 0.1, 3)]
+    both = (CudaKernel(gpu, fuses=fuses()), reference())
     ours, theirs = (updated(kernel, page, parts, states="bf16", first=2**32 - 1001) for kernel in both)
     assert_same(ours, theirs)
 
@@ -204,9 +206,10 @@ def test_random_bits_where_the_upper_half_of_the_elements_number_changes(gpu: Gp
 @pytest.mark.parametrize("states", STATES)
 def test_more_parts_than_a_launch_takes(gpu: Gpu, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 150 * 256
-    parts = [Stretch(256 * i, 256 * (i + 1), 0.1 * (i % 3), i + 1) for i in range(0, 150) if i % 5]
+    hypers = [replace(ADAMW, lr=0.01 / (i + 1), betas=(0.2 * i, 0.99 - 0.1 * i), eps=10.0**-i) for i in range(1, 5)]
+    parts = [part(256 * i, 256 * (i + 1), 0.1 * (i % 3), i + 1, hyper=hypers[i % 4]) for i in range(150) if i % 5]
     page = random_page(n, states=states)
-    kernel, launches = CudaKernel(ADAM, gpu, fuses=fuses()), []
+    kernel, launches = CudaKernel(gpu, fuses=fuses()), []
     launch = gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda *given, **also: (launches.append(given), launch(*given, **also)))
     ours = updated(kernel, page, parts, states=states)
@@ -216,10 +219,10 @@ def test_more_parts_than_a_launch_takes(gpu: Gpu, states: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("states", STATES)
 def test_outside_the_parts_not_a_bit_changes(gpu: Gpu, states: str) -> None:
-    page, kernel = wild_page(N, states=states), CudaKernel(ADAM, gpu, fuses=fuses())
+    page, kernel = wild_page(N, states=states), CudaKernel(gpu, fuses=fuses())
     outside = torch.ones(N, dtype=torch.bool)
-    for part in PARTS:
-        outside[part.start : part.end] = False
+    for changed in PARTS:
+        outside[changed.start : changed.end] = False
     after = updated(kernel, page, PARTS, states=states)
     for name, before, tensor in zip(page[0], page[0].values(), after, strict=False):
         left = outside[::256] if "scales" in name else outside
@@ -237,11 +240,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("states", STATES)
 def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> None:
-    kernel, (fields, grad) = CudaKernel(ADAM, gpu, fuses=fuses()), wild_page(N, states=states)
-    whole = updated(kernel, (fields, grad), [Stretch(0, N, 0.1, 7)], states=states)
+    kernel, (fields, grad) = CudaKernel(gpu, fuses=fuses()), wild_page(N, states=states)
+    whole = updated(kernel, (fields, grad), [part(0, N, 0.1, 7)], states=states)
     for start, end in ((0, 256), (256, 19_456), (19_456, N)):
         some = {name: cut(name, tensor, start, end) for name, tensor in fields.items()}
-        parts = [Stretch(0, end - start, 0.1, 7)]
+        parts = [part(0, end - start, 0.1, 7)]
         piece = updated(kernel, (some, grad[start:end]), parts, states=states, first=4096 + start)
         assert_same(
             piece, [cut(name, tensor, start, end) for name, tensor in zip([*fields, "out"], whole, strict=True)]
@@ -253,12 +256,12 @@ def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(native_adam, "_FLAGS", tuple(flag for flag in native_adam._FLAGS if "native" not in flag))
     if shutil.which("g++") is None:
         pytest.skip("there is no compiler to build such a kernel with")
-    unfused = NativeKernel(ADAM)
-    kernel = CudaKernel(ADAM, gpu, fuses=False)
+    unfused = NativeKernel()
+    kernel = CudaKernel(gpu, fuses=False)
     for states in STATES:
         page = wild_page(N, states=states)
         assert_same(*(updated(one, page, PARTS, states=states) for one in (kernel, unfused)))
-    assert not gives_the_bits_of(unfused, CudaKernel(ADAM, gpu, fuses=True), device=gpu.place)
+    assert not gives_the_bits_of(unfused, CudaKernel(gpu, fuses=True), device=gpu.place)
     monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
     chosen, words = choose_cuda_kernel(gpu.place, unfused)
     assert chosen is not None, words
@@ -266,8 +269,8 @@ def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_from_any_thread(gpu: Gpu) -> None:
     """A new thread has no context of its own."""
-    kernel, page, found = CudaKernel(ADAM, gpu, fuses=fuses()), random_page(1024, states="fp32"), []
-    parts = [Stretch(0, 1024, 0.1, 7)]
+    kernel, page, found = CudaKernel(gpu, fuses=fuses()), random_page(1024, states="fp32"), []
+    parts = [part(0, 1024, 0.1, 7)]
     thread = threading.Thread(target=lambda: found.append(updated(kernel, page, parts, states="fp32")))
     thread.start()
     thread.join()
@@ -279,7 +282,7 @@ def test_from_any_thread(gpu: Gpu) -> None:
 
 def test_it_is_taken_where_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
-    for beside in (reference(), TorchKernel(ADAM)):
+    for beside in (reference(), TorchKernel()):
         kernel, words = choose_cuda_kernel(gpu.place, beside)
         assert isinstance(kernel, CudaKernel)
         assert "the CPU's bits" in words
@@ -295,7 +298,7 @@ def test_a_gpu_that_flushes_subnormals_is_not_taken(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: EmulatedGpu())
     monkeypatch.setattr(cuda_adam, "CudaKernel", Flushing)
-    kernel, words = choose_cuda_kernel(torch.device("cpu"), NativeKernel(ADAM))
+    kernel, words = choose_cuda_kernel(torch.device("cpu"), NativeKernel())
     assert kernel is None
     assert "native kernel in their last bits" in words
     assert "no state can live there" in words
@@ -307,7 +310,7 @@ def test_a_gpu_that_flushes_subnormals_is_not_taken(monkeypatch: pytest.MonkeyPa
 def test_without_nvrtc_there_is_a_reason(fields: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     attribute, value, words = fields
     monkeypatch.setattr(torch.version, attribute, value)
-    kernel, said = choose_cuda_kernel(torch.device("cuda"), TorchKernel(ADAM))
+    kernel, said = choose_cuda_kernel(torch.device("cuda"), TorchKernel())
     assert kernel is None
     assert words in said
 
@@ -316,14 +319,14 @@ def test_without_nvrtc_there_is_a_reason(fields: tuple[str, str, str], monkeypat
 
 
 def test_code_is_for_the_device_or_for_the_driver_to_translate() -> None:
-    CudaKernel(ADAM, EmulatedGpu(90), fuses=True)
+    CudaKernel(EmulatedGpu(90), fuses=True)
     options = EmulatedGpu.options()
     assert "--gpu-architecture=sm_90" in options
     assert {"-DFUSES=1", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true"} <= set(options)
-    CudaKernel(ADAM, EmulatedGpu(120), fuses=False)
+    CudaKernel(EmulatedGpu(120), fuses=False)
     assert {"--gpu-architecture=compute_90", "-DFUSES=0"} <= set(EmulatedGpu.options())
     with pytest.raises(TrainerError, match=r"1\.2 compiles for sm_70 and up, not for this sm_61"):
-        CudaKernel(ADAM, EmulatedGpu(61), fuses=True)
+        CudaKernel(EmulatedGpu(61), fuses=True)
 
 
 def test_what_nvrtc_looks_for_is_loaded_before_it(tmp_path: Path) -> None:
@@ -347,9 +350,7 @@ def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = EmulatedGpu()
     monkeypatch.setattr(gpu, "stream", lambda: 8)
     with pytest.raises(TrainerError, match="cuLaunchKernel: CUDA_ERROR_INVALID_CONTEXT"):
-        updated(
-            CudaKernel(ADAM, gpu, fuses=True), random_page(256, states="fp32"), [Stretch(0, 256, 0.1, 7)], states="fp32"
-        )
+        updated(CudaKernel(gpu, fuses=True), random_page(256, states="fp32"), [part(0, 256, 0.1, 7)], states="fp32")
 
 
 @pytest.fixture(scope="module")

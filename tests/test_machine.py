@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.cli import main
-from offload_trainer.engine.updates import ADAM, available_updates, kernel_update, make_buffers
+from offload_trainer.engine.updates import available_updates, kernel_update, make_buffers
 from offload_trainer.errors import UserError
 from offload_trainer.machine import bench, cache
 from offload_trainer.machine.probe import probe_machine
@@ -46,7 +46,7 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_PIECE", 1 << 20)
     monkeypatch.setattr(bench, "_repeat", _a_few)
-    kernel, _ = choose_kernel("torch", ADAM)
+    kernel, _ = choose_kernel("torch")
     return bench.bench_machine(
         probe_machine(drives=(str(drive),), output=str(tmp_path)),
         transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
@@ -84,7 +84,7 @@ def test_each_form_of_moments_is_timed_in_pages() -> None:
     for states in ("fp32", "bf16", "8bit"):
         pages = make_buffers(70_000, page=32_768, states=states)
         before = [page.fields["master"].clone() for page in pages]
-        kernel_update(choose_kernel("native", ADAM)[0], pages, states=states)(1)
+        kernel_update(choose_kernel("native")[0], pages, states=states)(1)
         for page, old in zip(pages, before, strict=True):  # not a number is left as it was, nor is one no number
             assert (page.fields["master"] != old).float().mean() > 0.99
             assert (page.fields["master"] - old).abs().max() < 1e-3

@@ -9,9 +9,10 @@ import torch
 from native_moments import Moments, NativeMoments
 
 from offload_trainer.optim import moments
-from offload_trainer.optim.adam import Adam, Kernel, update_stretch
 from offload_trainer.optim.moments import Bits, Noise, random_bits
 from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.protocol import Kernel, update_stretch
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 
 BOTH: list[Callable[[], Moments]] = [lambda: moments, NativeMoments]
@@ -158,12 +159,12 @@ def updates(
     form: str, kind: type[Kernel], gradients: Iterator[torch.Tensor], *, beta2: float
 ) -> tuple[float, torch.Tensor]:
     """The largest change of an element in one step, in units of the rate, and the weights at the end."""
-    kernel = kind(Adam((0.9, beta2), 1e-8))
+    kernel, hyper = kind(), AdamW(LR, (0.9, beta2), 1e-8, 0.0)
     codec, largest = BOTH[kind is NativeKernel](), 0.0
     weight, first, second = torch.zeros(3, 1024)
     for step, gradient in enumerate(gradients, 1):
         before = weight.clone()
-        update_stretch(kernel, weight, first, second, gradient, None, scale=1.0, lr=LR, decay=0.0, step=step)
+        update_stretch(kernel, weight, first, second, gradient, None, scale=1.0, hyper=hyper, step=step)
         largest = max(largest, float((weight - before).abs().max()) / LR)
         for values, signed in ((first, True), (second, False)):
             noise = Noise(1, step).bits(str(signed), 0, 0)

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from children import in_a_fork
+from parts import part
 
 from offload_trainer.optim import native_adam
-from offload_trainer.optim.adam import Adam, Stretch
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.native_adam import NativeKernel, numa_nodes, spread
 
-ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 N = 1 << 18  # many pieces
 
 
@@ -42,20 +41,20 @@ class Page:
         return b"".join(bytes(tensor.numpy().data) for tensor in self.fields.values())
 
     def step(self, kernel: NativeKernel, *, times: int = 1) -> None:
-        parts = [Stretch(0, N // 2, 0.1, 7), Stretch(N // 2, N, 0.0, 7)]
+        parts = [part(0, N // 2, 0.1, 7), part(N // 2, N, 0.0, 7)]
         for _ in range(times):
-            kernel.update_page(self.fields, self.grad, self.out, parts, states="fp32", scale=0.5, lr=1e-3, noise=None)
+            kernel.update_page(self.fields, self.grad, self.out, parts, states="fp32", scale=0.5, noise=None)
 
 
 def expected(*, times: int = 1) -> bytes:
     torch.set_num_threads(1)
-    found = Page().update(NativeKernel(ADAM), times=times)
+    found = Page().update(NativeKernel(), times=times)
     torch.set_num_threads(3)
     return found
 
 
 def test_a_forks_child_has_threads_of_its_own() -> None:
-    wanted, kernel = expected(), NativeKernel(ADAM)
+    wanted, kernel = expected(), NativeKernel()
     pages = [Page() for _ in range(3)]
     assert pages[0].update(kernel) == wanted
 
@@ -70,7 +69,7 @@ def test_a_forks_child_has_threads_of_its_own() -> None:
 
 
 def test_a_fork_while_another_thread_updates() -> None:
-    wanted, kernel, end = expected(), NativeKernel(ADAM), threading.Event()
+    wanted, kernel, end = expected(), NativeKernel(), threading.Event()
     busy, mine = Page(), Page()
 
     def go_on() -> None:
@@ -88,7 +87,7 @@ def test_a_fork_while_another_thread_updates() -> None:
 
 
 def test_callers_take_turns() -> None:
-    wanted, kernel = expected(times=20), NativeKernel(ADAM)
+    wanted, kernel = expected(times=20), NativeKernel()
     results: list[bytes] = []
     callers = [threading.Thread(target=lambda: results.append(Page().update(kernel, times=20))) for _ in range(4)]
     for caller in callers:
@@ -104,8 +103,8 @@ BEFORE = f"""
 import os, resource, sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
-from test_native_threads import ADAM, N, NativeKernel, Page, native_adam
-kernel, page, other = NativeKernel(ADAM), Page(), Page()
+from test_native_threads import N, NativeKernel, Page, native_adam
+kernel, page, other = NativeKernel(), Page(), Page()
 tasks = lambda: set(os.listdir("/proc/self/task"))
 def status(task, word):
     lines = open(f"/proc/self/task/{{task}}/status").read().splitlines()
@@ -180,7 +179,7 @@ print("done")
 def test_on_one_node_the_system_places_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_adam, "numa_nodes", lambda: [frozenset({0, 1})])
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("was told where to run"))
-    assert Page().update(NativeKernel(ADAM)) == expected()
+    assert Page().update(NativeKernel()) == expected()
 
 
 def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from queues import FakeCuda, queued
 import offload_trainer.plan.layout as layout
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offload.cuda import CudaDevice
-from offload_trainer.optim.adam import Adam
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM
 from offload_trainer.storage.transfer import done
@@ -136,9 +135,10 @@ def test_late_copies_and_reads_change_nothing(
 class QueuedKernel:
     """A kernel of the device, whose work is put into the stream that is current."""
 
-    def __init__(self, cuda: FakeCuda, adam: Adam) -> None:
-        self.name, self.adam = "queued", adam
-        self._cuda, self._kernel = cuda, TorchKernel(adam)
+    name = "queued"
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda, self._kernel = cuda, TorchKernel()
 
     def update_page(self, *page: Any, **words: Any) -> None:
         assert self._cuda.stream_now() is not self._cuda.compute
@@ -149,7 +149,7 @@ class QueuedKernel:
 def on_streams(monkeypatch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[TieredEngine]:
     """The engine over the real CUDA device, whose streams are stand-ins that run late; so does its kernel."""
     with queued(monkeypatch, haste=0.2) as cuda:
-        monkeypatch.setattr(TieredEngine, "_kernel_there", lambda self, kernel, say: QueuedKernel(cuda, kernel.adam))
+        monkeypatch.setattr(TieredEngine, "_kernel_there", lambda self, kernel, say: QueuedKernel(cuda))
         with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
             yield ours
 

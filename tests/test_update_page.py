@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parts import ADAMW, part
 
 from offload_trainer.optim import moments
-from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
 from offload_trainer.optim.kernels import matches_torch, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 
-ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
 N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
-PARTS = [Stretch(256, 4096, 0.1, 7), Stretch(4096, 4352, 0.0, 7), Stretch(66_048, N, 0.1, 300)]
+PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(66_048, N, 0.1, 300)]
 NOISE = PageNoise(Noise(1, 2), unit=3, first=4096)
 KERNELS = [TorchKernel, NativeKernel]
 MARK = 61440.0  # no weight is that large; exact in 16 bits
@@ -49,7 +50,6 @@ def updated(
         parts,
         states=states,
         scale=0.37,
-        lr=1e-3,
         noise=None if states == "fp32" else PageNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
     )
     return here, out
@@ -65,10 +65,10 @@ def same(one: Page, other: Page) -> bool:
 def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) -> None:
     """8-bit moments too, which widened and narrowed again would not be the same."""
     before, _ = random_page(N, states=states)
-    fields, out = updated(kind(ADAM), PARTS, states=states)
+    fields, out = updated(kind(), PARTS, states=states)
     outside = torch.ones(N, dtype=torch.bool)
-    for part in PARTS:
-        outside[part.start : part.end] = False
+    for changed in PARTS:
+        outside[changed.start : changed.end] = False
     assert (out[outside] == MARK).all()
     assert (out[~outside] != MARK).all()
     for name, tensor in fields.items():
@@ -81,24 +81,24 @@ def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) ->
 @pytest.mark.parametrize("kind", KERNELS)
 def test_a_page_without_parts_stays(kind: type[Kernel], states: str) -> None:
     before, _ = random_page(N, states=states)
-    fields, out = updated(kind(ADAM), [], states=states)
+    fields, out = updated(kind(), [], states=states)
     assert same((fields, out), (before, torch.full_like(out, MARK)))
 
 
 @pytest.mark.parametrize("states", STATES)
 def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
     """The definition, from moments.py's functions and torch's AdamW."""
-    part = Stretch(0, N, 0.1, 7)
-    (fields, out), (before, grad) = updated(TorchKernel(ADAM), [part], states=states), random_page(N, states=states)
+    whole = part(0, N, 0.1, 7)
+    (fields, out), (before, grad) = updated(TorchKernel(), [whole], states=states), random_page(N, states=states)
     weight = torch.nn.Parameter(before["master"].clone())
-    optimizer = torch.optim.AdamW([weight], lr=1e-3, betas=ADAM.betas, eps=ADAM.eps, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW([weight], lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=0.1, fused=True)
     wide = {kind: torch.empty(N) for kind in ("exp_avg", "exp_avg_sq")}
     for kind, values in wide.items():
         if states == "8bit":
             moments.decode_8bit(before[kind], before[f"{kind}_scales"], values, signed=kind == "exp_avg")
         else:
             values.copy_(before[kind])
-    optimizer.state[weight] = {"step": torch.tensor(float(part.step - 1)), **wide}
+    optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **wide}
     weight.grad = grad.clamp(-6e4, 6e4).bfloat16().float() * 0.37
     optimizer.step()
     expected = {"master": weight.data}
@@ -119,21 +119,39 @@ def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("states", STATES)
 def test_native_has_the_bits_of_torch(states: str, given: torch.dtype, wanted: torch.dtype | None) -> None:
-    one, other = (updated(kind(ADAM), PARTS, states=states, given=given, wanted=wanted) for kind in KERNELS)
+    one, other = (updated(kind(), PARTS, states=states, given=given, wanted=wanted) for kind in KERNELS)
     assert same(one, other)
 
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_bits_do_not_depend_on_where_a_unit_is_cut(kind: type[Kernel], states: str) -> None:
-    kernel, alike = kind(ADAM), (0.1, 7)
-    fields, out = updated(kernel, [Stretch(0, N, *alike)], states=states)
+    kernel, alike = kind(), (0.1, 7)
+    fields, out = updated(kernel, [part(0, N, *alike)], states=states)
     for start, end in ((0, 256), (256, 69_888), (69_888, N)):
-        page = updated(kernel, [Stretch(0, end - start, *alike)], states=states, start=start, end=end)
+        page = updated(kernel, [part(0, end - start, *alike)], states=states, start=start, end=end)
         whole = {name: cut(name, tensor, start, end) for name, tensor in fields.items()}
         assert same(page, (whole, out[start:end]))
 
 
 def test_the_check_at_the_start_passes() -> None:
-    assert matches_torch(NativeKernel(ADAM))
-    assert matches_torch(NativeKernel(Adam((0.3, 0.5), 1e-6)))
+    assert matches_torch(NativeKernel())
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_each_part_has_numbers_of_its_own(kind: type[Kernel], states: str) -> None:
+    """As parameter groups want it: a page of three parts is three pages."""
+    ends = [0, 4096, 4352, N]
+    hypers = [
+        ADAMW,
+        AdamW(3e-2, (0.3, 0.999), 1e-4, 0.0),
+        AdamW(1e-5, (0.8, 0.9), 0.1, 1.0),
+    ]
+    parts = [Stretch(*place, hyper, 7) for *place, hyper in zip(ends, ends[1:], hypers, strict=False)]
+    fields, out = updated(kind(), parts, states=states)
+    for start, end, hyper in zip(ends, ends[1:], hypers, strict=False):
+        page = updated(kind(), [Stretch(0, end - start, hyper, 7)], states=states, start=start, end=end)
+        assert same(page, ({name: cut(name, tensor, start, end) for name, tensor in fields.items()}, out[start:end]))
+        alike = updated(kind(), [Stretch(0, end - start, ADAMW, 7)], states=states, start=start, end=end)
+        assert same(page, alike) == (hyper == ADAMW)

@@ -19,7 +19,7 @@ from torch import nn
 from offload_trainer.config import TrainConfig
 from offload_trainer.data.rows import Batch
 from offload_trainer.engine.loss_scale import LossScale
-from offload_trainer.engine.op_builder import load_async_io, load_cpu_adam
+from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import UserError
 from offload_trainer.model.pretrained import as_parameter
@@ -35,10 +35,11 @@ from offload_trainer.offload.store import PageStore, size_of_home
 from offload_trainer.offload.stream import Stream
 from offload_trainer.offload.update import Updater
 from offload_trainer.offload.weights import Weights
-from offload_trainer.optim.adam import Adam, Kernel, Stretch
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.protocol import Kernel, Stretch
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.kept import kept_inputs
@@ -102,8 +103,7 @@ class TieredEngine:
         self._make_homes(placement, sizes, drives, order=self._trained)
         self._state = TieredState(self._units, self._store, self._weights)
         self._places = self._state.places
-        adam = Adam(betas=config.optim.betas, eps=config.optim.eps)
-        kernel, why = choose_kernel(config.optim.kernel, adam, load_op=load_cpu_adam)
+        kernel, why = choose_kernel(config.optim.kernel)
         say(why)
         self._updater = Updater(
             self._store,
@@ -304,9 +304,8 @@ class TieredEngine:
             if self._stream:
                 self._stream.forget()
             self._updater.update(
-                [self._stretches(unit, arrived) for unit in self._units],
+                [self._stretches(unit, arrived, lr=lr) for unit in self._units],
                 scale=clip / self._scale.value,
-                lr=lr,
                 noise=self._noise(),
             )
             self._note(updating=False)
@@ -318,17 +317,18 @@ class TieredEngine:
         if self._account:
             self._account.note(max(self._steps.values()), updating=updating)
 
-    def _stretches(self, unit: Unit, arrived: frozenset[str]) -> list[Stretch]:
+    def _stretches(self, unit: Unit, arrived: frozenset[str], *, lr: float) -> list[Stretch]:
         """The unit's trainable elements that got a gradient, as long as they are updated alike."""
-        decay = self._config.optim.weight_decay
+        optim = self._config.optim
+        decayed, plain = (AdamW(lr, optim.betas, optim.eps, decay) for decay in (optim.weight_decay, 0.0))
         places = [place for place in unit.places if place.weight.trainable]
         ends = [place.start for place in places[1:]] + [unit.trained]
         found: list[Stretch] = []
         for place, end in zip(places, ends, strict=False):
             if place.weight.name not in arrived:
                 continue
-            alike = (decay if place.weight.decays else 0.0, self._steps[place.weight.name])
-            if found and found[-1].end == place.start and (found[-1].decay, found[-1].step) == alike:
+            alike = (decayed if place.weight.decays else plain, self._steps[place.weight.name])
+            if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == alike:
                 found[-1] = Stretch(found[-1].start, end, *alike)
             else:
                 found.append(Stretch(place.start, end, *alike))

@@ -13,16 +13,17 @@ import torch
 
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
-from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise, encode_8bit, field_dtype
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, bytes_of_state, field_bytes, page_bytes
 from offload_trainer.plan.machine import update_key
 from offload_trainer.storage.host_memory import host_buffer
 
-ADAM = Adam(betas=(0.9, 0.95), eps=1e-8)
-_LR, _DECAY, _SCALE = 1e-4, 0.1, 0.7
+_ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+_SCALE = 0.7
 _PATTERN = 1 << 18  # elements whose ordinary values are repeated
 
 Step = Callable[[int], None]  # called with the step's number, from 1
@@ -91,10 +92,9 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, states: str = "fp
                 page.fields,
                 page.grad,
                 page.out,
-                [Stretch(0, size, _DECAY, step)],
+                [Stretch(0, size, _ADAMW, step)],
                 states=states,
                 scale=_SCALE,
-                lr=_LR,
                 noise=None if states == "fp32" else PageNoise(Noise(0, step), 0, start),
             )
             start += size
@@ -111,7 +111,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
     found: list[tuple[str, Callable[[int, int], Step]]] = []
     for name in ("native", "torch"):
         try:
-            kernel, _ = choose_kernel(name, ADAM)
+            kernel, _ = choose_kernel(name)
         except UserError as error:
             say(f"bench: {name} kernel left out: {error}")
             continue
@@ -122,7 +122,7 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0], gradient=False)))
     if torch.cuda.is_available():
         place = torch.device("cuda", torch.cuda.current_device())
-        there, words = choose_cuda_kernel(place, choose_kernel("auto", ADAM)[0])
+        there, words = choose_cuda_kernel(place, choose_kernel("auto")[0])
         if there is None:
             say(f"bench: {words}")
         else:
@@ -156,7 +156,8 @@ def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     parameter = torch.nn.Parameter(b.fields["master"])
-    optimizer = DeepSpeedCPUAdam([parameter], lr=_LR, betas=ADAM.betas, eps=ADAM.eps, weight_decay=_DECAY)
+    given = {"lr": _ADAMW.lr, "betas": _ADAMW.betas, "eps": _ADAMW.eps, "weight_decay": _ADAMW.decay}
+    optimizer = DeepSpeedCPUAdam([parameter], **given)
     optimizer.state[parameter] = {"step": 0, "exp_avg": b.fields["exp_avg"], "exp_avg_sq": b.fields["exp_avg_sq"]}
     made_before = b.grad.float()
 

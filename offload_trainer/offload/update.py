@@ -26,8 +26,8 @@ from offload_trainer.offload.gradients import Gradients
 from offload_trainer.offload.snapshot import PageSnapshot
 from offload_trainer.offload.store import PageStore
 from offload_trainer.offload.weights import Weights
-from offload_trainer.optim.adam import Kernel, PageNoise, Stretch, within
 from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch, within
 from offload_trainer.plan.routes import Route, device_slot, host_slot
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Ticket, done, together
@@ -51,7 +51,6 @@ class _Step:
 
     stretches: Sequence[Sequence[Stretch]]  # of each unit
     scale: float
-    lr: float
     noise: Noise | None
     after: Any  # the device's mark: all gradients are made
 
@@ -177,14 +176,14 @@ class Updater:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def update(self, stretches: Sequence[Sequence[Stretch]], *, scale: float, lr: float, noise: Noise | None) -> None:
+    def update(self, stretches: Sequence[Sequence[Stretch]], *, scale: float, noise: Noise | None) -> None:
         """One step: `stretches` of each unit, gradients times `scale`. All of it is in its home when this returns.
 
         `noise` is for bf16 and 8-bit moments. Raises TrainerError where a drive fails; the state is then partly of the
         step before and partly of this one.
         """
         self.read_ahead()
-        step = _Step(stretches, scale=scale, lr=lr, noise=noise, after=self._device.mark())
+        step = _Step(stretches, scale=scale, noise=noise, after=self._device.mark())
         with self._lock:
             early, self._early = self._early or [], None
         for job in early:
@@ -275,7 +274,6 @@ class Updater:
             parts,
             states=self._store.states,
             scale=step.scale,
-            lr=step.lr,
             noise=None if step.noise is None else PageNoise(step.noise, page.unit, page.start),
         )
 
@@ -288,8 +286,8 @@ def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
 
 def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]) -> None:
     """Round the masters between the stretches."""
-    end = 0
-    for part in [*stretches, Stretch(master.numel(), master.numel(), 0.0, 0)]:
-        if part.start > end:
-            out[end : part.start].copy_(master[end : part.start], non_blocking=True)
-        end = part.end
+    ends = [0, *(part.end for part in stretches)]
+    starts = [*(part.start for part in stretches), master.numel()]
+    for end, start in zip(ends, starts, strict=True):
+        if start > end:
+            out[end:start].copy_(master[end:start], non_blocking=True)

@@ -29,11 +29,21 @@ constexpr u32 PARTS = 64;                // cuda_adam.py has the same
 
 // -- what cuda_adam.py gives, field by field as there ----------------------------------------------------------------
 
+struct Step {  // constants of one step: native/adam.cpp has the same
+    float scale;            // of the gradient
+    float keep;             // 1 - lr x decay
+    float lerp;             // 1 - beta1 where that is below 1/2, else -beta1
+    u32 from_gradient;      // whether `lerp` starts from the gradient (1 - beta1 not below 1/2) or from exp_avg
+    float beta2;
+    float rest2;            // 1 - beta2
+    float root_correction;  // sqrt(1 - beta2 ^ step)
+    float eps;
+    float minus_step_size;  // -lr / (1 - beta1 ^ step)
+};
+
 struct Part {  // elements [start, end) of the page that are updated alike
     u32 start, end;
-    float keep;             // 1 - lr x decay
-    float root_correction;  // sqrt(1 - beta2 ^ step)
-    float minus_step_size;  // -lr / (1 - beta1 ^ step)
+    Step step;
 };
 
 struct Cell {  // between two codes
@@ -57,12 +67,6 @@ struct Page {
     const Cell* cells;   // moments.py, cells()
     u64 first;           // element of the unit
     Type grad_type, out_type;
-    float scale;        // of the gradient
-    float lerp;         // 1 - beta1 where that is below 1/2, else -beta1
-    u32 from_gradient;  // whether `lerp` starts from the gradient (1 - beta1 not below 1/2) or from exp_avg
-    float beta2;
-    float rest2;  // 1 - beta2
-    float eps;
     u32 begin;  // a multiple of BLOCK; no part begins before
     u32 parts;
     Part part[PARTS];  // ascending; each starts at a multiple of BLOCK, and ends at one or where the page does
@@ -260,14 +264,13 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
 // -- the update -------------------------------------------------------------------------------------------------------
 
 // Operation by operation adam.cpp's `adam`.
-__device__ inline void adam(const Page& page, const Part& part, float g, float& master, float& exp_avg,
-                            float& exp_avg_sq) {
-    const float m = fused(page.lerp, __fsub_rn(g, exp_avg), page.from_gradient ? g : exp_avg);
-    const float v = fused(__fmul_rn(page.rest2, g), g, __fmul_rn(exp_avg_sq, page.beta2));
-    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), part.root_correction), page.eps);
+__device__ inline void adam(const Step& step, float g, float& master, float& exp_avg, float& exp_avg_sq) {
+    const float m = fused(step.lerp, __fsub_rn(g, exp_avg), step.from_gradient ? g : exp_avg);
+    const float v = fused(__fmul_rn(step.rest2, g), g, __fmul_rn(exp_avg_sq, step.beta2));
+    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), step.root_correction), step.eps);
     exp_avg = m;
     exp_avg_sq = v;
-    master = __fadd_rn(__fmul_rn(master, part.keep), __fdiv_rn(__fmul_rn(part.minus_step_size, m), denominator));
+    master = __fadd_rn(__fmul_rn(master, step.keep), __fdiv_rn(__fmul_rn(step.minus_step_size, m), denominator));
 }
 
 // A warp's 256 elements from `block` on; `WHOLE` where all of them are in the part.
@@ -298,8 +301,8 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
         for (u32 i = 0; i < RUN; i++) {
             exp_avg[r].of[i] = widened(page.moments[0], first[r].of[i], scales[0]);
             exp_avg_sq[r].of[i] = widened(page.moments[1], second[r].of[i], scales[1]);
-            const float g = __fmul_rn(gradient(page, grad[r], i), page.scale);
-            adam(page, part, g, master[r].of[i], exp_avg[r].of[i], exp_avg_sq[r].of[i]);
+            const float g = __fmul_rn(gradient(page, grad[r], i), part.step.scale);
+            adam(part.step, g, master[r].of[i], exp_avg[r].of[i], exp_avg_sq[r].of[i]);
         }
         store(master[r], page.master, here, counts[r]);
         store_rounded(page, master[r], here, counts[r]);

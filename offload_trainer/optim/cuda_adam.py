@@ -7,18 +7,17 @@ RAM and on drives: there is no slower way on the GPU.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
 from offload_trainer.optim.kernels import gives_the_bits_of
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, field_dtype, lower_table, nearest_table
-from offload_trainer.optim.native_adam import step_constants
+from offload_trainer.optim.native_adam import Step, step_constants
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
 
 SOURCE = Path(__file__).with_name("adam.cu")
@@ -35,7 +34,7 @@ def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel 
     try:
         gpu = gpu_of(place)
         for fuses in (True, False):  # as the CPU does: adam.cpp's FUSES
-            kernel = CudaKernel(beside.adam, gpu, fuses=fuses)
+            kernel = CudaKernel(gpu, fuses=fuses)
             if gives_the_bits_of(beside, kernel, device=gpu.place):
                 return (
                     kernel,
@@ -50,13 +49,7 @@ def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel 
 class _Part(ctypes.Structure):
     """adam.cu's Part."""
 
-    _fields_ = (
-        ("start", ctypes.c_uint32),
-        ("end", ctypes.c_uint32),
-        ("keep", ctypes.c_float),
-        ("root_correction", ctypes.c_float),
-        ("minus_step_size", ctypes.c_float),
-    )
+    _fields_ = (("start", ctypes.c_uint32), ("end", ctypes.c_uint32), ("step", Step))
 
 
 class _Moment(ctypes.Structure):
@@ -84,12 +77,6 @@ class _Page(ctypes.Structure):
         ("first", ctypes.c_uint64),
         ("grad_type", ctypes.c_uint32),
         ("out_type", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("lerp", ctypes.c_float),
-        ("from_gradient", ctypes.c_uint32),
-        ("beta2", ctypes.c_float),
-        ("rest2", ctypes.c_float),
-        ("eps", ctypes.c_float),
         ("begin", ctypes.c_uint32),
         ("parts", ctypes.c_uint32),
         ("part", _Part * _PARTS),
@@ -109,13 +96,12 @@ class CudaKernel:
 
     name = "cuda"
 
-    def __init__(self, adam: Adam, gpu: Gpu, *, fuses: bool) -> None:
+    def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
         """`fuses` as the CPU's kernel does, whose bits these are."""
-        self.adam, self._gpu = adam, gpu
+        self._gpu = gpu
         self._kernels = gpu.load(SOURCE, [f"adam_{states}" for states in FIELDS], defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
-        self._constants = functools.lru_cache(maxsize=8)(functools.partial(step_constants, adam))
 
     def update_page(
         self,
@@ -126,7 +112,6 @@ class CudaKernel:
         *,
         states: str,
         scale: float,
-        lr: float,
         noise: PageNoise | None,
     ) -> None:
         self._check(fields, grad, out, parts, states=states)
@@ -134,7 +119,7 @@ class CudaKernel:
         page = self._page(fields, grad, out, noise)
         for start in range(0, len(parts), _PARTS):
             some = parts[start : start + _PARTS]
-            self._set_parts(page, some, scale=scale, lr=lr)
+            _set_parts(page, some, scale=scale)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
             self._gpu.launch(self._kernels[f"adam_{states}"], page, blocks=blocks, threads=_WARPS * _LANES)
 
@@ -181,12 +166,9 @@ class CudaKernel:
             page.first, moment.keys = bits.first, bits.keys
         return page
 
-    def _set_parts(self, page: _Page, parts: Sequence[Stretch], *, scale: float, lr: float) -> None:
-        page.begin, page.parts = parts[0].start, len(parts)
-        for place, part in zip(page.part, parts, strict=False):
-            constants = self._constants(scale=scale, lr=lr, decay=part.decay, step=part.step)
-            place.start, place.end = part.start, part.end
-            for name in ("keep", "root_correction", "minus_step_size"):
-                setattr(place, name, getattr(constants, name))
-        for name in ("scale", "lerp", "from_gradient", "beta2", "rest2", "eps"):  # the same for all
-            setattr(page, name, getattr(constants, name))
+
+def _set_parts(page: _Page, parts: Sequence[Stretch], *, scale: float) -> None:
+    page.begin, page.parts = parts[0].start, len(parts)
+    for place, part in zip(page.part, parts, strict=False):
+        place.start, place.end = part.start, part.end
+        place.step = step_constants(part.hyper, scale=scale, step=part.step)

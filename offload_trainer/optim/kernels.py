@@ -2,60 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.adam import Adam, Kernel, PageNoise, Stretch
 from offload_trainer.optim.moments import Noise, encode_8bit
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.torch_adam import DeepSpeedKernel, TorchKernel
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
+from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
 
 
-def choose_kernel(name: str, adam: Adam, *, load_op: Callable[[], Any] | None = None) -> tuple[Kernel, str]:
-    """The kernel called `name` ("auto", "torch", "deepspeed" or "native"), and a sentence for the log on which and why.
-
-    `load_op` gives DeepSpeedCPUAdam's op, for "deepspeed".
+def choose_kernel(name: str) -> tuple[Kernel, str]:
+    """The kernel called `name` ("auto", "torch" or "native"), and a sentence for the log on which and why.
 
     "auto" is the native one where it can be built and gives torch's bits, else torch's. UserError where another name's
     kernel cannot be had.
     """
-    assert name in ("auto", "torch", "deepspeed", "native"), name
+    assert name in ("auto", "torch", "native"), name
     if name == "torch":
-        return TorchKernel(adam), "AdamW on the CPU: torch's kernel, as asked."
+        return TorchKernel(), "AdamW on the CPU: torch's kernel, as asked."
     try:
-        if name == "deepspeed":
-            assert load_op is not None
-            return DeepSpeedKernel(adam, load_op()), "AdamW on the CPU: DeepSpeed's kernel, as asked."
-        native = NativeKernel(adam)
+        native = NativeKernel()
         if not matches_torch(native):
             raise TrainerError("on this machine its results differ from torch's in their last bits")
     except TrainerError as error:
         if name == "auto":
             reason = " ".join(str(error).split())
             words = f"AdamW on the CPU: torch's kernel; the faster native one is not used: {reason}"
-            return TorchKernel(adam), words
+            return TorchKernel(), words
         raise UserError(f"AdamW's {name} kernel cannot be had: {error}") from error
     return native, "AdamW on the CPU: the native kernel, built for this machine and checked to give torch's bits."
 
 
 def matches_torch(kernel: Kernel) -> bool:
     """Whether `kernel`, of the CPU, gives the bits of `TorchKernel`."""
-    return gives_the_bits_of(TorchKernel(kernel.adam), kernel)
+    return gives_the_bits_of(TorchKernel(), kernel)
+
+
+# Of which the second starts its first moment's step from the gradient.
+_TRIED = (AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(2e-3, (0.3, 0.999), 1e-6, 0.0))
 
 
 def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
     """Whether `kernel` on `device` gives the bits of `reference`, tried on thousands of numbers of all magnitudes.
 
-    Of each form of moments, in parts with gaps between them.
+    Of each form of moments, in parts with gaps between them and numbers of their own.
     """
     for states in FIELDS:
-        for n, dtype, decay in ((1, torch.float32, 0.0), (1003, torch.float16, 0.1), (70_001, torch.bfloat16, 0.1)):
+        for n, dtype in ((1, torch.float32), (1003, torch.float16), (70_001, torch.bfloat16)):
             middle = n // 2 // 256 * 256
-            parts = [Stretch(0, middle, decay, 7), Stretch(min(middle + 512, n), n, 0.0, 300)] if n > 2000 else []
+            parts = [Stretch(0, n, _TRIED[0], 7)]
+            if n > 2000:
+                parts = [Stretch(0, middle, _TRIED[0], 7), Stretch(middle + 512, n, _TRIED[1], 300)]
             page, grad = random_page(n, states=states)
             results = []
             for candidate, place in ((kernel, device), (reference, "cpu")):
@@ -65,10 +64,9 @@ def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.
                     fields,
                     grad.to(place, dtype, copy=True),
                     out,
-                    parts or [Stretch(0, n, decay, 7)],
+                    parts,
                     states=states,
                     scale=0.37,
-                    lr=3e-4,
                     noise=PageNoise(Noise(1, 2), 3, 2**32 - 4096),
                 )
                 results.append([tensor.cpu().view(torch.uint8) for tensor in (*fields.values(), out)])

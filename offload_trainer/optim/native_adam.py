@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.adam import Adam, PageNoise, Stretch
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
+from offload_trainer.optim.protocol import PageNoise, Stretch
+from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.layout import BLOCK_8BIT
 
 _SOURCE = Path(__file__).with_name("native") / "adam.cpp"
@@ -92,8 +93,7 @@ class NativeKernel:
 
     name = "native"
 
-    def __init__(self, adam: Adam) -> None:
-        self.adam = adam
+    def __init__(self) -> None:
         self._library = NativeLibrary()
         self._update = self._library.functions.update_page
 
@@ -106,12 +106,11 @@ class NativeKernel:
         *,
         states: str,
         scale: float,
-        lr: float,
         noise: PageNoise | None,
     ) -> None:
         page = _page(fields, grad, out, noise)
         found = [
-            _Part(part.start, part.end, step_constants(self.adam, scale=scale, lr=lr, decay=part.decay, step=part.step))
+            _Part(part.start, part.end, step_constants(part.hyper, scale=scale, step=part.step))
             for part in parts
             if part.end > part.start
         ]
@@ -122,8 +121,8 @@ class NativeKernel:
 # -- what adam.cpp is given ------------------------------------------------------------------------------------------
 
 
-class _Step(ctypes.Structure):
-    """adam.cpp's Step."""
+class Step(ctypes.Structure):
+    """adam.cpp's Step, and adam.cu's."""
 
     _fields_ = (
         ("scale", ctypes.c_float),
@@ -138,28 +137,29 @@ class _Step(ctypes.Structure):
     )
 
 
-def step_constants(adam: Adam, *, scale: float, lr: float, decay: float, step: int) -> _Step:
+@functools.lru_cache(maxsize=64)
+def step_constants(hyper: AdamW, *, scale: float, step: int) -> Step:
     """torch's constants: computed in double, then rounded; ctypes rounds to nearest even."""
-    beta1, beta2 = adam.betas
+    beta1, beta2 = hyper.betas
     rest1 = ctypes.c_float(1 - beta1).value
     from_gradient = abs(rest1) >= 0.5  # lerp starts from the end that is nearer
-    return _Step(
+    return Step(
         scale,
-        1 - lr * decay,
+        1 - hyper.lr * hyper.decay,
         rest1 - 1 if from_gradient else rest1,
         from_gradient,
         beta2,
         1 - beta2,
         (1 - beta2**step) ** 0.5,
-        adam.eps,
-        -(lr / (1 - beta1**step)),
+        hyper.eps,
+        -(hyper.lr / (1 - beta1**step)),
     )
 
 
 class _Part(ctypes.Structure):
     """adam.cpp's Part."""
 
-    _fields_ = (("start", ctypes.c_int64), ("end", ctypes.c_int64), ("step", _Step))
+    _fields_ = (("start", ctypes.c_int64), ("end", ctypes.c_int64), ("step", Step))
 
 
 class Tables(ctypes.Structure):

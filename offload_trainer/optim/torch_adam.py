@@ -1,18 +1,17 @@
-"""AdamW on host memory by what others have compiled: torch's fused kernel, and DeepSpeedCPUAdam's op for comparison.
+"""AdamW on host memory by torch's fused kernel: the reference.
 
-Both know fp32 only. 16-bit and 8-bit moments are widened before and narrowed after, some at a time.
+It knows fp32 only. 16-bit and 8-bit moments are widened before and narrowed after, some at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.adam import Adam, PageNoise, Stretch, within
 from offload_trainer.optim.moments import decode_8bit, decode_bf16, encode_8bit, encode_bf16
+from offload_trainer.optim.protocol import PageNoise, Stretch, within
 from offload_trainer.plan.layout import BLOCK_8BIT
 
 # Elements that are converted, updated and copied out at a time: their 28 bytes each stay in the last cache, and each of
@@ -22,10 +21,18 @@ CHUNK = 2**19
 _LINE = 16
 
 
-class _Widening:
-    """A page by `_update`, which knows moments in fp32 only."""
+class TorchKernel:
+    """torch's fused kernel, chunk by chunk: the bits of torch.optim.AdamW(fused=True).
 
-    _update: Callable[..., None]
+    But for this: of a tensor whose length does not divide by 8 (16 with AVX-512), torch computes the last few elements
+    by a loop that rounds exp_avg_sq differently. They are padded here, so that an element's result does not depend on
+    where a weight is cut.
+    """
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(CHUNK)
 
     @torch.no_grad()
     def update_page(
@@ -37,26 +44,22 @@ class _Widening:
         *,
         states: str,
         scale: float,
-        lr: float,
         noise: PageNoise | None,
     ) -> None:
-        update = partial(self._update, scale=scale, lr=lr)
-        _update_widened(update, fields, grad, out, parts, states=states, noise=noise)
-
-
-class TorchKernel(_Widening):
-    """torch's fused kernel, chunk by chunk: the bits of torch.optim.AdamW(fused=True).
-
-    But for this: of a tensor whose length does not divide by 8 (16 with AVX-512), torch computes the last few elements
-    by a loop that rounds exp_avg_sq differently. They are padded here, so that an element's result does not depend on
-    where a weight is cut.
-    """
-
-    name = "torch"
-
-    def __init__(self, adam: Adam) -> None:
-        self.adam = adam
-        self._scratch = torch.empty(CHUNK)
+        """On each of the page's parts, its moments widened before and narrowed after."""
+        wide = states == "fp32"
+        for part in parts if wide else _pieces(parts, grad.numel()):
+            here = slice(part.start, part.end)
+            if wide:
+                first, second = fields["exp_avg"][here], fields["exp_avg_sq"][here]
+            else:
+                first, second = (_widened(fields, kind, here, states=states) for kind in ("exp_avg", "exp_avg_sq"))
+            new = None if out is None else out[here]
+            self._update(fields["master"][here], first, second, grad[here], new, part, scale=scale)
+            if not wide:
+                assert noise is not None
+                for kind, values in (("exp_avg", first), ("exp_avg_sq", second)):
+                    _narrow(values, fields, kind, here, states=states, noise=noise)
 
     def _update(
         self,
@@ -65,12 +68,13 @@ class TorchKernel(_Widening):
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
         out: torch.Tensor | None,
+        part: Stretch,
         *,
         scale: float,
-        lr: float,
-        decay: float,
-        step: int,
     ) -> None:
+        """AdamW on fp32 tensors of one length."""
+        hyper, steps = part.hyper, torch.tensor(float(part.step))
+
         def adamw(weights: torch.Tensor, gradient: torch.Tensor, average: torch.Tensor, square: torch.Tensor) -> None:
             torch._fused_adamw_(
                 [weights],
@@ -79,16 +83,15 @@ class TorchKernel(_Widening):
                 [square],
                 [],
                 [steps],
-                lr=lr,
-                beta1=self.adam.betas[0],
-                beta2=self.adam.betas[1],
-                weight_decay=decay,
-                eps=self.adam.eps,
+                lr=hyper.lr,
+                beta1=hyper.betas[0],
+                beta2=hyper.betas[1],
+                weight_decay=hyper.decay,
+                eps=hyper.eps,
                 amsgrad=False,
                 maximize=False,
             )
 
-        steps = torch.tensor(float(step))
         for piece, scaled in _scaled_chunks(grad, scale, self._scratch):
             tensors = [master[piece], scaled, exp_avg[piece], exp_avg_sq[piece]]
             left = scaled.numel() % _LINE
@@ -103,58 +106,6 @@ class TorchKernel(_Widening):
                 out[piece].copy_(master[piece])
 
 
-class DeepSpeedKernel(_Widening):
-    """`op`, DeepSpeedCPUAdam's compiled one, chunk by chunk."""
-
-    name = "deepspeed"
-
-    def __init__(self, adam: Adam, op: Any) -> None:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        self.adam, self._op = adam, op
-        self._id = DeepSpeedCPUAdam.optimizer_id  # the op's table of optimizers is shared with DeepSpeed's own
-        DeepSpeedCPUAdam.optimizer_id += 1
-        self._op.create_adam(self._id, 1e-3, *adam.betas, adam.eps, 0.0, True, False)
-        self._step = 0
-        self._scratch = torch.empty(CHUNK)
-
-    def _update(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        scale: float,
-        lr: float,
-        decay: float,
-        step: int,
-    ) -> None:
-        self._count_to(step)
-        for piece, scaled in _scaled_chunks(grad, scale, self._scratch):
-            tensors = [master[piece], scaled, exp_avg[piece], exp_avg_sq[piece]]
-            self._op.adam_update(self._id, step, lr, *self.adam.betas, self.adam.eps, decay, True, *tensors)
-            if out is not None:
-                out[piece].copy_(master[piece])
-
-    def _count_to(self, step: int) -> None:
-        """Bring the op's powers of beta to `step` as an uninterrupted run has them.
-
-        It multiplies them up in fp32 when the step grows by one, and after a jump takes pow() instead, which differs
-        in the last bits: so after a jump the steps are counted again, on one element.
-        """
-        if step not in (self._step, self._step + 1):
-            element = [torch.zeros(1) for _ in range(4)]
-            for number in range(1, step + 1):
-                self._op.adam_update(self._id, number, 0.0, *self.adam.betas, self.adam.eps, 0.0, True, *element)
-        self._step = step
-
-    def __del__(self) -> None:
-        if hasattr(self, "_id"):
-            self._op.destroy_adam(self._id)
-
-
 def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Pieces of `grad`, each with its values in fp32 x `scale`, which lie in `scratch` until the next piece."""
     for start in range(0, grad.numel(), scratch.numel()):
@@ -166,54 +117,11 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
 # -- moments that are not fp32 ---------------------------------------------------------------------------------------
 
 
-class _Fp32Update(Protocol):
-    """AdamW on fp32 tensors of one length."""
-
-    def __call__(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        *,
-        decay: float,
-        step: int,
-    ) -> None: ...
-
-
-def _update_widened(
-    update: _Fp32Update,
-    fields: Mapping[str, torch.Tensor],
-    grad: torch.Tensor,
-    out: torch.Tensor | None,
-    parts: Sequence[Stretch],
-    *,
-    states: str,
-    noise: PageNoise | None,
-) -> None:
-    """`update` on each of the page's parts, its moments widened before and narrowed after."""
-    master = fields["master"]
-    pieces = parts if states == "fp32" else _pieces(parts, master.numel())
-    for part in pieces:
-        here = slice(part.start, part.end)
-        if states == "fp32":
-            first, second = fields["exp_avg"][here], fields["exp_avg_sq"][here]
-        else:
-            first, second = (_widened(fields, kind, here, states=states) for kind in ("exp_avg", "exp_avg_sq"))
-        new = None if out is None else out[here]
-        update(master[here], first, second, grad[here], new, decay=part.decay, step=part.step)
-        if states != "fp32":
-            assert noise is not None
-            for kind, values in (("exp_avg", first), ("exp_avg_sq", second)):
-                _narrow(values, fields, kind, here, states=states, noise=noise)
-
-
 def _pieces(parts: Sequence[Stretch], elements: int) -> Iterator[Stretch]:
     """The parts of a page, none longer than CHUNK. Only these: not all that is stored outlives being widened."""
     for start in range(0, elements, CHUNK):
         for part in within(parts, start, min(start + CHUNK, elements)):
-            yield Stretch(start + part.start, start + part.end, part.decay, part.step)
+            yield replace(part, start=start + part.start, end=start + part.end)
 
 
 def _widened(fields: Mapping[str, torch.Tensor], kind: str, here: slice, *, states: str) -> torch.Tensor:

@@ -123,11 +123,10 @@ def _packages() -> Iterator[Check]:
 
 
 def _native_kernel() -> Check:
-    from offload_trainer.engine.updates import ADAM
     from offload_trainer.optim.kernels import choose_kernel
 
     try:
-        _, why = choose_kernel("native", ADAM)
+        _, why = choose_kernel("native")
     except UserError as error:
         fix = "apt-get install g++, if that is missing (training goes on with torch's kernel, about half as fast)"
         return Check("native AdamW kernel", "warning", str(error), fix)

@@ -2,35 +2,29 @@
 
     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 
-A page is a stretch of one unit. Its kernels: torch's and DeepSpeed's (`torch_adam.py`), adam.cpp (`native_adam.py`).
+A page is a stretch of one unit. Its kernels: torch's (`torch_adam.py`), adam.cpp (`native_adam.py`), and adam.cu for a
+GPU's memory (`cuda_adam.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from offload_trainer.optim.moments import Bits, Noise
-
-
-@dataclass(frozen=True)
-class Adam:
-    """Settings that hold for a whole run."""
-
-    betas: tuple[float, float]
-    eps: float
+from offload_trainer.optim.rules import AdamW
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [start, end) of a unit or a page that are updated alike: weight decay, and the count of this step."""
+    """Elements [start, end) of a unit or a page that are updated alike, in the step of this number."""
 
     start: int
     end: int
-    decay: float
+    hyper: AdamW
     step: int
 
 
@@ -51,7 +45,6 @@ class Kernel(Protocol):
     """One AdamW step with decoupled decay, as torch.optim.AdamW defines it, on one page a call."""
 
     name: str
-    adam: Adam
 
     def update_page(
         self,
@@ -62,7 +55,6 @@ class Kernel(Protocol):
         *,
         states: str,
         scale: float,
-        lr: float,
         noise: PageNoise | None,
     ) -> None:
         """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
@@ -100,20 +92,19 @@ def update_stretch(
     out: torch.Tensor | None,
     *,
     scale: float,
-    lr: float,
-    decay: float,
+    hyper: AdamW,
     step: int,
 ) -> None:
     """`update_page` of a page that is one part, with moments in fp32."""
     fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    parts = [Stretch(0, master.numel(), decay, step)]
-    kernel.update_page(fields, grad, out, parts, states="fp32", scale=scale, lr=lr, noise=None)
+    parts = [Stretch(0, master.numel(), hyper, step)]
+    kernel.update_page(fields, grad, out, parts, states="fp32", scale=scale, noise=None)
 
 
 def within(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:
     """The parts of `stretches` inside [start, end), counted from `start`."""
     return [
-        Stretch(max(part.start, start) - start, min(part.end, end) - start, part.decay, part.step)
+        replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start)
         for part in stretches
         if part.start < end and part.end > start
     ]

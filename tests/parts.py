@@ -1,0 +1,15 @@
+"""Parts of pages for tests of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload_trainer.optim.protocol import Stretch
+from offload_trainer.optim.rules import AdamW
+
+ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+
+
+def part(start: int, end: int, decay: float, step: int, *, hyper: AdamW = ADAMW) -> Stretch:
+    """Elements [start, end) by `hyper` with another decay."""
+    return Stretch(start, end, replace(hyper, decay=decay), step)

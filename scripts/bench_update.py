@@ -27,11 +27,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
-from offload_trainer.engine.updates import kernel_update, make_buffers, stock_update, update_bytes
+from offload_trainer.engine.updates import ADAMW_FP32, kernel_update, make_buffers, stock_update, update_bytes
 from offload_trainer.errors import UserError
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import Kernel, PageNoise
+from offload_trainer.plan.formats import state_format
 
 SCALE_BYTES = 4 + 4
 STATES = ("fp32", "bf16", "8bit")
@@ -52,10 +53,10 @@ def candidates(n: int) -> dict[str, Work]:
         except UserError as error:
             print(f"{name}: left out: {error}", file=sys.stderr)
             continue
-        found[f"{name} kernel"] = Work(update_bytes("fp32"), kernel_update(kernel, [buffers]))
+        found[f"{name} kernel"] = Work(update_bytes(ADAMW_FP32), kernel_update(kernel, [buffers]))
     if is_built("cpu_adam"):
         load_cpu_adam()
-        found["DeepSpeed's sequence"] = Work(update_bytes("fp32"), stock_update(buffers))
+        found["DeepSpeed's sequence"] = Work(update_bytes(ADAMW_FP32), stock_update(buffers))
     return found
 
 
@@ -63,9 +64,10 @@ def in_pages(kernel: Kernel, n: int, *, page: int, forms: Sequence[str]) -> dict
     """One call and many, for each form of moments."""
     found = {}
     for states in forms:
+        form = state_format("adamw", states)
         for name, size in (("one call", n), ("pages", page)):
-            update = kernel_update(kernel, make_buffers(n, page=size, states=states), states=states)
-            found[f"{states}, {name}"] = Work(update_bytes(states), update)
+            update = kernel_update(kernel, make_buffers(n, page=size, format=form), format=form)
+            found[f"{states}, {name}"] = Work(update_bytes(form), update)
     return found
 
 
@@ -85,12 +87,13 @@ def measure(work: dict[str, Work], *, rounds: int) -> dict[str, list[float]]:
 
 def empty_call(kernel: Kernel, *, states: str, calls: int = 2000) -> float:
     """Seconds of a call that has nothing to update, the median."""
-    page = make_buffers(1 << 16, states=states)[0]
-    noise = None if states == "fp32" else PageNoise(Noise(0, 1), 0, 0)
+    form = state_format("adamw", states)
+    page = make_buffers(1 << 16, format=form)[0]
+    noise = PageNoise(Noise(0, 1), 0, 0) if form.moments.stochastic else None
     seconds = []
     for _ in range(calls):
         start = time.perf_counter()
-        kernel.update_page(page.fields, page.grad, page.out, [], states=states, scale=1.0, noise=noise)
+        kernel.update_page(page.fields, page.grad, page.out, [], format=form, scale=1.0, noise=noise)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -112,7 +115,7 @@ def summary(work: dict[str, Work], seconds: dict[str, list[float]], n: int) -> d
     for name, row in rows.items():
         if "in-place scale" in work:
             row["of_memory"] = medians[name] / medians["in-place scale"]
-        if "DeepSpeed's sequence" in work and work[name].bytes == update_bytes("fp32"):
+        if "DeepSpeed's sequence" in work and work[name].bytes == update_bytes(ADAMW_FP32):
             row["of_deepspeed"] = medians[name] / medians["DeepSpeed's sequence"]
         if name.endswith(", pages"):
             row["of_one_call"] = speeds[name] / speeds[name.replace("pages", "one call")]

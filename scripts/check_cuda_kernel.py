@@ -30,7 +30,7 @@ from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
 from offload_trainer.optim.protocol import PageNoise, Stretch
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.layout import FIELDS, bytes_of_state
+from offload_trainer.plan.formats import MOMENT_FORMATS, StateFormat, state_format
 
 DECAYED = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 PLAIN = replace(DECAYED, decay=0.0)
@@ -67,36 +67,36 @@ def check_compiler(nvrtc: Nvrtc, cards: set[int]) -> list[dict]:
     return rows
 
 
-def updated(kernel, page, *, states: str, place: torch.device) -> list[torch.Tensor]:
+def updated(kernel, page, *, form: StateFormat, place: torch.device) -> list[torch.Tensor]:
     fields, grad = page
     n = grad.numel()
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.zeros(n, dtype=torch.bfloat16, device=place)
     parts = [Stretch(0, n // 512 * 256, DECAYED, 7), Stretch(n // 512 * 256 + 256, n, PLAIN, 9)]
-    kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(states))
+    kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(form))
     return [tensor.cpu().view(torch.uint8) for tensor in (*here.values(), out)]
 
 
-def settings(states: str) -> dict:
-    noise = None if states == "fp32" else PageNoise(Noise(1, 2), 3, 2**32 - 4096)
-    return {"states": states, "scale": 0.37, "noise": noise}
+def settings(form: StateFormat) -> dict:
+    noise = None if not form.moments.stochastic else PageNoise(Noise(1, 2), 3, 2**32 - 4096)
+    return {"format": form, "scale": 0.37, "noise": noise}
 
 
-def different_bytes(kernel: CudaKernel, beside, *, states: str, n: int, place: torch.device) -> int:
-    page = random_page(n, states=states)
-    ours = updated(kernel, page, states=states, place=place)
-    theirs = updated(beside, page, states=states, place=torch.device("cpu"))
+def different_bytes(kernel: CudaKernel, beside, *, form: StateFormat, n: int, place: torch.device) -> int:
+    page = random_page(n, form)
+    ours = updated(kernel, page, form=form, place=place)
+    theirs = updated(beside, page, form=form, place=torch.device("cpu"))
     return sum(int((one != other).sum()) for one, other in zip(ours, theirs, strict=True))
 
 
-def speed(kernel: CudaKernel, *, states: str, n: int, place: torch.device, rounds: int = 20) -> dict:
+def speed(kernel: CudaKernel, *, form: StateFormat, n: int, place: torch.device, rounds: int = 20) -> dict:
     """Of pages in turn, 1 GiB of state in all, each in one part; what the host does for a launch as well."""
-    fields, grad = random_page(n, states=states)
-    count = max(2, int(2**30 / (bytes_of_state(states) * n)))
+    fields, grad = random_page(n, form)
+    count = max(2, int(2**30 / (form.bytes_each * n)))
     pages = [{name: tensor.to(place, copy=True) for name, tensor in fields.items()} for _ in range(count)]
     grads = [grad.bfloat16().to(place) for _ in range(count)]
     outs = [torch.empty_like(grads[0]) for _ in range(count)]
-    part, given = [Stretch(0, n, DECAYED, 7)], settings(states)
+    part, given = [Stretch(0, n, DECAYED, 7)], settings(form)
 
     def run() -> None:
         for page, gradient, out in zip(pages, grads, outs, strict=True):
@@ -113,7 +113,7 @@ def speed(kernel: CudaKernel, *, states: str, n: int, place: torch.device, round
     hosted = time.perf_counter() - begun
     torch.cuda.synchronize(place)
     seconds = begin.elapsed_time(end) / 1e3
-    moved = 2 * bytes_of_state(states) + 2 + 2  # the state both ways, the gradient in, the weight out
+    moved = 2 * form.bytes_each + 2 + 2  # the state both ways, the gradient in, the weight out
     updates = rounds * count
     return {
         "GB/s": round(updates * n * moved / seconds / 1e9, 1),
@@ -131,11 +131,12 @@ def check_gpu(n: int) -> list[dict]:
     if kernel is None:
         return [{"gpu": torch.cuda.get_device_name(place), "faults": [words]}]
     rows = []
-    for states in FIELDS:
-        off = different_bytes(kernel, beside, states=states, n=n, place=place)
-        row = {"gpu": torch.cuda.get_device_name(place), "moments": states, "elements": n}
+    for moments in MOMENT_FORMATS:
+        form = state_format("adamw", moments)
+        off = different_bytes(kernel, beside, form=form, n=n, place=place)
+        row = {"gpu": torch.cuda.get_device_name(place), "moments": moments, "elements": n}
         row["faults"] = [f"{off} bytes differ from the CPU's"] if off else []
-        rows.append(row | speed(kernel, states=states, n=n, place=place))
+        rows.append(row | speed(kernel, form=form, n=n, place=place))
     return rows
 
 

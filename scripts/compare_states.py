@@ -24,7 +24,7 @@ from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import update_stretch
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.layout import bytes_of_state
+from offload_trainer.plan.formats import state_format
 from offload_trainer.run.train import train_run
 from offload_trainer.schedule import learning_rate
 from offload_trainer.settings import load_config
@@ -170,7 +170,8 @@ def main() -> int:
             for rate in ("3e-4", "1e-3"):
                 for form in FORMS:
                     got = run(form, [*words, "--lr", rate], steps=steps)
-                    size = f"{bytes_of_state(form):.2f}" if form in ("fp32", "bf16", "8bit") else "6.03"
+                    each = 6.03 if form == "bitsandbytes" else state_format("adamw", form).bytes_each
+                    size = f"{each:.2f}"
                     each = [f"{got['largest']:.3g}", f"{got['embedding']:.3f}", *(f"{x:.4f}" for x in got["losses"])]
                     lines.append(" | ".join([name, rate, form, size, *each]))
                     print(lines[-1], flush=True)

@@ -33,7 +33,8 @@ from offload_trainer.model.pretrained import pretrained_weights
 from offload_trainer.model.source import resolve_model, save_model_config
 from offload_trainer.offload.page_index import StoreAccount
 from offload_trainer.plan.choose import settle_and_plan
-from offload_trainer.plan.layout import page_bytes, pages_of, units_of
+from offload_trainer.plan.formats import state_format
+from offload_trainer.plan.layout import pages_of, units_of
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.settings import load_config
 
@@ -147,9 +148,10 @@ def _store(folder: Path) -> Kind:
     save_model_config(source, model, dtype=torch.bfloat16, end_of_text=0)
     units = units_of(source.shape)
     pages = pages_of(units, page=8192, ram_fraction=0.0, speeds=[1.0])
-    size = sum(page_bytes(page.elements, states="fp32") for page in pages)
+    form = state_format("adamw", "fp32")
+    size = sum(form.page_bytes(page.elements) for page in pages)
     (lease / "state").write_bytes(torch.full((size // 4,), 0.5).numpy().tobytes())
-    account = StoreAccount([lease], units=units, pages=pages, states="fp32", model=model)
+    account = StoreAccount([lease], units=units, pages=pages, format=form, model=model)
     account.note(3, updating=False)
     account.close()
     files = ["run-0000dead/store.json", "run-0000dead/progress"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parts import ADAMW
+from parts import ADAMW, form
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim import kernels, native_adam, torch_adam
@@ -187,7 +187,7 @@ def test_a_kernel_that_is_off_by_one_bit_is_not_taken(states: str, monkeypatch: 
     class Off(NativeKernel):
         def update_page(self, fields: dict[str, torch.Tensor], *others: object, **settings: object) -> None:
             super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
-            if settings["states"] == states:
+            if settings["format"] == form(states):
                 fields["exp_avg_sq"].view(torch.uint8)[-1] ^= 1
 
     monkeypatch.setattr(kernels, "NativeKernel", Off)

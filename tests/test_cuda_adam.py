@@ -20,7 +20,7 @@ from types import ModuleType
 import pytest
 import torch
 from emulated import EmulatedGpu
-from parts import ADAMW, part
+from parts import ADAMW, form, part
 from test_update_page import MARK, STATES, cut
 
 from offload_trainer.errors import TrainerError
@@ -82,7 +82,7 @@ def of_all_shapes(n: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 def wild_page(n: int, *, states: str) -> tuple[Fields, torch.Tensor]:
     """As `random_page`, of all shapes; second moments and scales have no sign."""
-    usual, _ = random_page(n, states=states)
+    usual, _ = random_page(n, form(states))
     fields = {}
     for seed, (name, field) in enumerate(usual.items()):
         values = of_all_shapes(field.numel(), seed=seed, dtype=field.dtype)
@@ -114,7 +114,7 @@ def updated(
         grad.to(given).to(place),
         None if wanted is None else out,
         parts,
-        states=states,
+        format=form(states),
         scale=scale,
         noise=None if states == "fp32" else PageNoise(Noise(1, 2), 3, first),
     )
@@ -135,7 +135,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("given", TYPES)
 @pytest.mark.parametrize("states", STATES)
 def test_bits_of_the_cpu(gpu: Gpu, states: str, given: torch.dtype, wanted: torch.dtype | None) -> None:
-    page = random_page(N, states=states)
+    page = random_page(N, form(states))
     kinds = (CudaKernel(gpu, fuses=fuses()), reference(), TorchKernel())
     ours, native, torchs = (updated(kernel, page, PARTS, states=states, given=given, wanted=wanted) for kernel in kinds)
     assert_same(ours, native)
@@ -182,7 +182,7 @@ def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
 @pytest.mark.parametrize("n", [1, 3, 255, 256, 257, 2048, 2048 + 130])
 @pytest.mark.parametrize("states", STATES)
 def test_pages_of_any_size_anywhere_in_a_unit(gpu: Gpu, states: str, n: int, first: int) -> None:
-    page, parts = random_page(n, states=states), [part(0, n, 0.1, 3)]
+    page, parts = random_page(n, form(states)), [part(0, n, 0.1, 3)]
     both = (CudaKernel(gpu, fuses=fuses()), reference())
     ours, theirs = (updated(kernel, page, parts, states=states, first=first) for kernel in both)
     assert_same(ours, theirs)
@@ -190,14 +190,14 @@ def test_pages_of_any_size_anywhere_in_a_unit(gpu: Gpu, states: str, n: int, fir
 
 def test_bits_of_a_large_page(gpu: Gpu) -> None:
     """Of so many elements some are within a 2^17th of where they are rounded up rather than down."""
-    page, parts = random_page(2**20, states="8bit"), [part(0, 2**20, 0.1, 3)]
+    page, parts = random_page(2**20, form("8bit")), [part(0, 2**20, 0.1, 3)]
     both = (CudaKernel(gpu, fuses=fuses()), reference())
     ours, theirs = (updated(kernel, page, parts, states="8bit") for kernel in both)
     assert_same(ours, theirs)
 
 
 def test_random_bits_where_the_upper_half_of_the_elements_number_changes(gpu: Gpu) -> None:
-    page, parts = random_page(N, states="bf16"), [part(0, N, 0.1, 3)]
+    page, parts = random_page(N, form("bf16")), [part(0, N, 0.1, 3)]
     both = (CudaKernel(gpu, fuses=fuses()), reference())
     ours, theirs = (updated(kernel, page, parts, states="bf16", first=2**32 - 1001) for kernel in both)
     assert_same(ours, theirs)
@@ -208,7 +208,7 @@ def test_more_parts_than_a_launch_takes(gpu: Gpu, states: str, monkeypatch: pyte
     n = 150 * 256
     hypers = [replace(ADAMW, lr=0.01 / (i + 1), betas=(0.2 * i, 0.99 - 0.1 * i), eps=10.0**-i) for i in range(1, 5)]
     parts = [part(256 * i, 256 * (i + 1), 0.1 * (i % 3), i + 1, hyper=hypers[i % 4]) for i in range(150) if i % 5]
-    page = random_page(n, states=states)
+    page = random_page(n, form(states))
     kernel, launches = CudaKernel(gpu, fuses=fuses()), []
     launch = gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda *given, **also: (launches.append(given), launch(*given, **also)))
@@ -269,7 +269,7 @@ def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_from_any_thread(gpu: Gpu) -> None:
     """A new thread has no context of its own."""
-    kernel, page, found = CudaKernel(gpu, fuses=fuses()), random_page(1024, states="fp32"), []
+    kernel, page, found = CudaKernel(gpu, fuses=fuses()), random_page(1024, form("fp32")), []
     parts = [part(0, 1024, 0.1, 7)]
     thread = threading.Thread(target=lambda: found.append(updated(kernel, page, parts, states="fp32")))
     thread.start()
@@ -350,7 +350,7 @@ def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = EmulatedGpu()
     monkeypatch.setattr(gpu, "stream", lambda: 8)
     with pytest.raises(TrainerError, match="cuLaunchKernel: CUDA_ERROR_INVALID_CONTEXT"):
-        updated(CudaKernel(gpu, fuses=True), random_page(256, states="fp32"), [part(0, 256, 0.1, 7)], states="fp32")
+        updated(CudaKernel(gpu, fuses=True), random_page(256, form("fp32")), [part(0, 256, 0.1, 7)], states="fp32")
 
 
 @pytest.fixture(scope="module")

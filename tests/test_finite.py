@@ -20,6 +20,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export import gguf
 from offload_trainer.export.weights import export
 from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.formats import is_signed
 from offload_trainer.storage.finite import unusable
 
 NAN, INF = float("nan"), float("inf")
@@ -32,14 +33,14 @@ def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, fiel
     bad = [NAN, -NAN, INF, -INF] + [-1e-4] * (field == "exp_avg_sq")
     for place in range(150):
         values = torch.full((150,), 0.5, dtype=dtype)
-        assert unusable(values, field=field) is None
+        assert unusable(values, signed=is_signed(field)) is None
         values[place] = bad[place % len(bad)]
-        told = unusable(values, field=field)
+        told = unusable(values, signed=is_signed(field))
         assert told is not None
         assert told.startswith("1 of 150")
-    assert unusable(torch.full((150,), -0.0, dtype=dtype), field=field) is None
-    assert unusable(torch.empty(0, dtype=dtype), field=field) is None
-    assert (unusable(torch.full((3,), -1.0, dtype=dtype), field=field) is None) == (field == "master")
+    assert unusable(torch.full((150,), -0.0, dtype=dtype), signed=is_signed(field)) is None
+    assert unusable(torch.empty(0, dtype=dtype), signed=is_signed(field)) is None
+    assert (unusable(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field)) is None) == (field == "master")
 
 
 def plant(made: Any, name: str, field: str, value: float) -> None:

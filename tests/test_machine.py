@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from parts import form
 
 from offload_trainer.cli import main
 from offload_trainer.engine.updates import available_updates, kernel_update, make_buffers
@@ -79,12 +80,12 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, driv
 def test_each_form_of_moments_is_timed_in_pages() -> None:
     made = dict(available_updates(say=lambda line: None))
     assert {"native", "native.bf16", "native.8bit", "torch"} <= set(made)
-    pages = make_buffers(70_000, page=32_768, states="8bit")
+    pages = make_buffers(70_000, page=32_768, format=form("8bit"))
     assert [page.grad.numel() for page in pages] == [32_768, 32_768, 4464]
     for states in ("fp32", "bf16", "8bit"):
-        pages = make_buffers(70_000, page=32_768, states=states)
+        pages = make_buffers(70_000, page=32_768, format=form(states))
         before = [page.fields["master"].clone() for page in pages]
-        kernel_update(choose_kernel("native")[0], pages, states=states)(1)
+        kernel_update(choose_kernel("native")[0], pages, format=form(states))(1)
         for page, old in zip(pages, before, strict=True):  # not a number is left as it was, nor is one no number
             assert (page.fields["master"] != old).float().mean() > 0.99
             assert (page.fields["master"] - old).abs().max() < 1e-3

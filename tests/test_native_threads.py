@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import in_a_fork
-from parts import part
+from parts import form, part
 
 from offload_trainer.optim import native_adam
 from offload_trainer.optim.kernels import random_page
@@ -33,7 +33,7 @@ class Page:
     """One that is updated in fp32; `bytes` without torch, whose threads a fork has lost."""
 
     def __init__(self) -> None:
-        self.fields, grad = random_page(N, states="fp32")
+        self.fields, grad = random_page(N, form("fp32"))
         self.grad, self.out = grad.bfloat16(), torch.zeros(N, dtype=torch.bfloat16)
 
     def update(self, kernel: NativeKernel, *, times: int = 1) -> bytes:
@@ -43,7 +43,7 @@ class Page:
     def step(self, kernel: NativeKernel, *, times: int = 1) -> None:
         parts = [part(0, N // 2, 0.1, 7), part(N // 2, N, 0.0, 7)]
         for _ in range(times):
-            kernel.update_page(self.fields, self.grad, self.out, parts, states="fp32", scale=0.5, noise=None)
+            kernel.update_page(self.fields, self.grad, self.out, parts, format=form("fp32"), scale=0.5, noise=None)
 
 
 def expected(*, times: int = 1) -> bytes:

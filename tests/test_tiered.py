@@ -30,7 +30,7 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.state import TieredSnapshot
 from offload_trainer.offload.stream import Stream
-from offload_trainer.plan.layout import FIELDS
+from offload_trainer.plan.formats import state_format
 
 
 @pytest.fixture(autouse=True)
@@ -423,7 +423,7 @@ def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Pat
             place = folder / f"drift {states} {steps.stop}"
             place.mkdir()
             ours.snapshot().write(place)
-            read = [load_file(place / f"{field}.safetensors") for field in FIELDS[states]]
+            read = [load_file(place / f"{field}.safetensors") for field in state_format("adamw", states).fields]
             stored.append([tensors[name] for tensors in read for name in tensors if ".h.4." in name])
     assert stored[0]
     assert all(torch.equal(one, other) for one, other in zip(stored[0], stored[1], strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parts import ADAMW, part
+from parts import ADAMW, form, part
 
 from offload_trainer.optim import moments
 from offload_trainer.optim.kernels import matches_torch, random_page
@@ -40,7 +40,7 @@ def updated(
     wanted: torch.dtype | None = torch.bfloat16,
 ) -> Page:
     """Elements [start, end) of a page, updated as a page of their own."""
-    fields, grad = random_page(N, states=states)
+    fields, grad = random_page(N, form(states))
     here = {name: cut(name, tensor, start, end).clone() for name, tensor in fields.items()}
     out = torch.full((end - start,), MARK, dtype=wanted or torch.bfloat16)
     kernel.update_page(
@@ -48,7 +48,7 @@ def updated(
         grad.clamp(-6e4, 6e4).to(given)[start:end],
         None if wanted is None else out,
         parts,
-        states=states,
+        format=form(states),
         scale=0.37,
         noise=None if states == "fp32" else PageNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
     )
@@ -64,7 +64,7 @@ def same(one: Page, other: Page) -> bool:
 @pytest.mark.parametrize("kind", KERNELS)
 def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) -> None:
     """8-bit moments too, which widened and narrowed again would not be the same."""
-    before, _ = random_page(N, states=states)
+    before, _ = random_page(N, form(states))
     fields, out = updated(kind(), PARTS, states=states)
     outside = torch.ones(N, dtype=torch.bool)
     for changed in PARTS:
@@ -80,7 +80,7 @@ def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) ->
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_a_page_without_parts_stays(kind: type[Kernel], states: str) -> None:
-    before, _ = random_page(N, states=states)
+    before, _ = random_page(N, form(states))
     fields, out = updated(kind(), [], states=states)
     assert same((fields, out), (before, torch.full_like(out, MARK)))
 
@@ -89,7 +89,7 @@ def test_a_page_without_parts_stays(kind: type[Kernel], states: str) -> None:
 def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
     """The definition, from moments.py's functions and torch's AdamW."""
     whole = part(0, N, 0.1, 7)
-    (fields, out), (before, grad) = updated(TorchKernel(), [whole], states=states), random_page(N, states=states)
+    (fields, out), (before, grad) = updated(TorchKernel(), [whole], states=states), random_page(N, form(states))
     weight = torch.nn.Parameter(before["master"].clone())
     optimizer = torch.optim.AdamW([weight], lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=0.1, fused=True)
     wide = {kind: torch.empty(N) for kind in ("exp_avg", "exp_avg_sq")}

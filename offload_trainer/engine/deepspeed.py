@@ -26,7 +26,8 @@ from offload_trainer.engine.protocol import StepResult
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
-from offload_trainer.optim.state_files import KINDS, EngineState, StateNow, read_engine_state, read_tensors, state_files
+from offload_trainer.optim.state_files import EngineState, StateNow, read_engine_state, read_tensors, state_files
+from offload_trainer.plan.formats import ADAMW
 from offload_trainer.plan.zero import Placement, decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -184,18 +185,19 @@ class DeepSpeedEngine:
         files = state_files(
             {name: full_shape(self._parameters[name]) for name in self._trained},
             self._read,
+            rule=ADAMW,
             fixed={name: (full_shape(self._parameters[name]), self._dtype) for name in self._fixed},
             read_fixed=self._read_fixed,
         )
         return StateNow(state, files, writes=self.rank == 0)
 
     def load(self, directory: Path) -> None:
-        state = read_engine_state(directory)
+        state = read_engine_state(directory, rule=ADAMW)
         shapes = {name: full_shape(self._parameters[name]) for name in self._trained}
         # It corrects all biases by one count of steps; each weight's own is kept for who goes on from here.
         self._behind = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
-        for kind in KINDS if state.optimizer_steps else KINDS[:1]:
+        for kind in ADAMW.kinds if state.optimizer_steps else ADAMW.kinds[:1]:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
                 self._write(name, kind, tensor)
         fixed = {name: full_shape(self._parameters[name]) for name in self._fixed}

@@ -23,13 +23,13 @@ from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.offload.norms import clip_factor, norm_of
 from offload_trainer.optim.state_files import (
-    KINDS,
     EngineState,
     StateNow,
     read_engine_state,
     read_tensors,
     state_files,
 )
+from offload_trainer.plan.formats import ADAMW
 from offload_trainer.plan.zero import decay_groups
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -154,7 +154,13 @@ class PlainEngine:
         )
         fixed = {n: (tuple(w.shape), self._dtype) for n, w in self._weights.items() if n not in self._masters}
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        files = state_files(shapes, self._read, fixed=fixed, read_fixed=lambda name: self._weights[name].detach())
+        files = state_files(
+            shapes,
+            self._read,
+            rule=ADAMW,
+            fixed=fixed,
+            read_fixed=lambda name: self._weights[name].detach(),
+        )
         return StateNow(state, files, writes=True)
 
     def _steps_of(self, master: torch.Tensor) -> int:
@@ -170,10 +176,10 @@ class PlainEngine:
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        state = read_engine_state(directory)
+        state = read_engine_state(directory, rule=ADAMW)
         self._scale.go_on(state.loss_scale, state.good_steps)
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
-        for kind in KINDS:
+        for kind in ADAMW.kinds:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
                 master = self._masters[name]
                 if kind == "master":

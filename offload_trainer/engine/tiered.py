@@ -43,7 +43,7 @@ from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.kept import kept_inputs
-from offload_trainer.plan.layout import Unit, page_bytes, units_of
+from offload_trainer.plan.layout import Unit, units_of
 from offload_trainer.plan.routes import routes_of
 from offload_trainer.plan.tiered import (
     GRADIENT_BUFFERS,
@@ -140,10 +140,10 @@ class TieredEngine:
         """Files on the drives, and the homes of state, weights and gradients in them and in memory."""
         homes = homes_in(self._units, placement, sizes)
         gradient_dtype = torch.float32 if gradient_bytes(self._config) == 4 else self._dtype
-        state_sizes = [page_bytes(page.elements, states=sizes.states) for page in homes.pages]
+        state_sizes = [sizes.format.page_bytes(page.elements) for page in homes.pages]
         self._store = PageStore(
             homes.pages,
-            states=sizes.states,
+            format=sizes.format,
             files=self._files(drives, "state", state_sizes, [page.home for page in homes.pages]),
             transfers=self._transfers,
             device=self._device,
@@ -335,7 +335,7 @@ class TieredEngine:
         return found
 
     def _noise(self) -> Noise | None:
-        if self._store.states == "fp32":
+        if not self._store.format.moments.stochastic:
             return None
         return Noise(seed=self._config.train.seed, step=max(self._steps.values()))
 
@@ -354,7 +354,7 @@ class TieredEngine:
     def keep_account(self, drives: Sequence[Path], *, model: Path) -> None:
         """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
         self._account = StoreAccount(
-            drives, units=self._units, pages=self._store.pages, states=self._store.states, model=model
+            drives, units=self._units, pages=self._store.pages, format=self._store.format, model=model
         )
         self._open.callback(self._account.close)
 
@@ -373,7 +373,8 @@ class TieredEngine:
             optimizer_steps=most,
             loss_scale=self._scale.saved,
             good_steps=self._scale.good_steps,
-            states=self._store.states,
+            states=self._store.format.moments.name,
+            rule=self._store.format.rule.name,
             weight_steps={name: count for name, count in self._steps.items() if count != most},
         )
         return TieredSnapshot(self._state, state, self._updater.snapshot())

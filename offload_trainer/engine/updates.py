@@ -15,11 +15,13 @@ from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
-from offload_trainer.optim.moments import Noise, encode_8bit, field_dtype
+from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, bytes_of_state, field_bytes, page_bytes
+from offload_trainer.optim.stored import empty_fields, stored_moment
+from offload_trainer.plan.formats import MOMENT_FORMATS, StateFormat, state_format
 from offload_trainer.plan.machine import update_key
+from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
 
 _ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
@@ -38,42 +40,42 @@ class Buffers:
     out: torch.Tensor
 
 
-def update_bytes(states: str) -> float:
+ADAMW_FP32 = state_format("adamw", "fp32")
+
+
+def update_bytes(format: StateFormat) -> float:
     """Of memory traffic for each parameter: gradient, state both ways, new weight."""
-    return 2 + 2 * bytes_of_state(states) + 2
+    return 2 + 2 * format.bytes_each + 2
 
 
-def make_buffers(elements: int, *, page: int | None = None, states: str = "fp32") -> list[Buffers]:
+def make_buffers(elements: int, *, page: int | None = None, format: StateFormat = ADAMW_FP32) -> list[Buffers]:
     """Ordinary values in memory as the trainer has it, in pages of at most `page` elements (None: one page)."""
     sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
-    memory = iter(host_buffer(sum(map(partial(page_bytes, states=states), sizes))).split(
-        [page_bytes(size, states=states) for size in sizes]
-    ))  # fmt: skip
+    whole = [format.page_bytes(size) for size in sizes]
+    memory = iter(host_buffer(sum(whole)).split(whole))
     narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
-    values = _ordinary(states)
+    values = _ordinary(format)
     pages = []
     for size, grad, out in zip(sizes, *narrow, strict=True):
         data, start, fields = next(memory), 0, {}
-        for name, (width, per) in FIELDS[states].items():
-            fields[name] = data[start:][: width * -(-size // per)].view(field_dtype(name, states=states))
+        for name, field in format.fields.items():
+            fields[name] = data[start:][: field.bytes(size)].view(DTYPES[field.dtype])
             _repeat(values[name], fields[name])
-            start += field_bytes(name, size, states=states)
+            start += field.padded(size)
         _repeat(values["grad"], grad)
         pages.append(Buffers(fields, grad, out))
     return pages
 
 
-def _ordinary(states: str) -> dict[str, torch.Tensor]:
+def _ordinary(format: StateFormat) -> dict[str, torch.Tensor]:
     """A gradient and the fields of a page, as they are stored."""
     random = torch.Generator().manual_seed(0)
     master, first, grad = 0.02 * torch.randn(3, _PATTERN, generator=random)
-    found = {"master": master, "grad": grad.bfloat16()}
-    for name, values in (("exp_avg", first), ("exp_avg_sq", first.square())):
-        found[name] = values.to(field_dtype(name, states=states))
-        if states == "8bit":
-            scales = found[f"{name}_scales"] = torch.empty(_PATTERN // BLOCK_8BIT)
-            encode_8bit(values, found[name], scales, signed=name == "exp_avg")
-    return found
+    found = empty_fields(format, _PATTERN)
+    found["master"].copy_(master)
+    for moment in format.rule.moments:
+        stored_moment(moment, found).write(first if moment.signed else first.square())
+    return {**found, "grad": grad.bfloat16()}
 
 
 def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
@@ -81,7 +83,7 @@ def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
         part.copy_(values[: part.numel()])
 
 
-def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, states: str = "fp32") -> Step:
+def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateFormat = ADAMW_FP32) -> Step:
     """One of the tiered engine's kernels, page by page."""
     sizes = [page.grad.numel() for page in pages]
 
@@ -93,9 +95,9 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, states: str = "fp
                 page.grad,
                 page.out,
                 [Stretch(0, size, _ADAMW, step)],
-                states=states,
+                format=format,
                 scale=_SCALE,
-                noise=None if states == "fp32" else PageNoise(Noise(0, step), 0, start),
+                noise=PageNoise(Noise(0, step), 0, start) if format.moments.stochastic else None,
             )
             start += size
 
@@ -115,8 +117,9 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         except UserError as error:
             say(f"bench: {name} kernel left out: {error}")
             continue
-        for states in FIELDS if not found else ["fp32"]:
-            found.append((update_key(name, states), partial(_with_buffers, kernel, states=states)))
+        for moments in MOMENT_FORMATS if not found else ["fp32"]:
+            format = state_format("adamw", moments)
+            found.append((update_key(name, moments), partial(_with_buffers, kernel, format=format)))
     if is_built("cpu_adam"):
         load_cpu_adam()
         found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0], gradient=False)))
@@ -126,16 +129,18 @@ def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable
         if there is None:
             say(f"bench: {words}")
         else:
-            found += [(update_key("cuda", states), partial(_on_gpu, there, states=states)) for states in FIELDS]
+            for moments in MOMENT_FORMATS:
+                format = state_format("adamw", moments)
+                found.append((update_key("cuda", moments), partial(_on_gpu, there, format=format)))
     return found
 
 
-def _on_gpu(kernel: Kernel, elements: int, page: int, *, states: str) -> Step:
+def _on_gpu(kernel: Kernel, elements: int, page: int, *, format: StateFormat) -> Step:
     pages = [
         Buffers({name: field.cuda() for name, field in one.fields.items()}, one.grad.cuda(), one.out.cuda())
-        for one in make_buffers(elements, page=page, states=states)
+        for one in make_buffers(elements, page=page, format=format)
     ]
-    update = kernel_update(kernel, pages, states=states)
+    update = kernel_update(kernel, pages, format=format)
 
     def carried_out(step: int) -> None:
         update(step)
@@ -144,8 +149,8 @@ def _on_gpu(kernel: Kernel, elements: int, page: int, *, states: str) -> Step:
     return carried_out
 
 
-def _with_buffers(kernel: Kernel, elements: int, page: int, *, states: str) -> Step:
-    return kernel_update(kernel, make_buffers(elements, page=page, states=states), states=states)
+def _with_buffers(kernel: Kernel, elements: int, page: int, *, format: StateFormat) -> Step:
+    return kernel_update(kernel, make_buffers(elements, page=page, format=format), format=format)
 
 
 def stock_update(b: Buffers, *, gradient: bool = True) -> Step:

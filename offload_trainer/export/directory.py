@@ -23,12 +23,12 @@ from offload_trainer.model.conversions import Group, read_model_config, saved_gr
 from offload_trainer.model.pretrained import ShardIndex
 from offload_trainer.model.source import BUFFERS
 from offload_trainer.readback import read_back
+from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.storage.removal import replacing
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 EXPORT = "the export to"  # what its workplace is for
 _SAMPLE = 32  # tensors that --check compares
 

@@ -66,7 +66,7 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
     """The weights and buffers of `source`; at their end UserError, if a weight held a NaN or an infinity."""
     wrong = []
     for name, tensor in source.weights():
-        if name not in source.buffers and (what := unusable(tensor, field="master")):
+        if name not in source.buffers and (what := unusable(tensor)):
             wrong.append(f"{name} ({what})")
         yield name, tensor
     if wrong:

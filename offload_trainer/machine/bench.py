@@ -19,6 +19,7 @@ import torch
 
 from offload_trainer.plan.card import has_bf16
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words
+from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.lease import DriveLease
 from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
@@ -28,7 +29,6 @@ _PIECE = 32 << 20  # bytes of one transfer: about what a page of the tiered engi
 _BUFFERS = 6
 _MATRIX_CPU = (256, 1024, 4096)
 _MATRIX_GPU = (4096, 4096, 4096)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def bench_machine(
     Raises TrainerError where a drive fails or has too little room.
     """
     say("bench: products")
-    matmul = {dtype: _matmul(_DTYPES[dtype], gpu=machine.gpu is not None) for dtype in dtypes}
+    matmul = {dtype: _matmul(DTYPES[dtype], gpu=machine.gpu is not None) for dtype in dtypes}
     say("bench: memory")
     memory = _triad()
     say("bench: AdamW")

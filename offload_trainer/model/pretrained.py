@@ -67,7 +67,7 @@ def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[Name
     `model` may be without memory (meta). Raises UserError naming every missing, unexpected and misshapen key.
     """
     for name, tensor in _read(directory, model, {name for name, _ in model.named_parameters()}):
-        if wrong := unusable(tensor, field="master"):
+        if wrong := unusable(tensor):
             raise UserError(f"{directory}: {name}: {wrong}: no training can begin from that; mend the weights")
         yield name, tensor
 

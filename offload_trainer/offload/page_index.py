@@ -21,8 +21,9 @@ from pydantic import Field, Strict, with_config
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offload.store import offsets, size_of_home
-from offload_trainer.optim.moments import States
-from offload_trainer.plan.layout import ALIGN, DEVICE, Page, Unit, page_bytes
+from offload_trainer.optim.state_files import MomentsName, RuleName
+from offload_trainer.plan.formats import StateFormat, state_format
+from offload_trainer.plan.layout import ALIGN, DEVICE, Page, Unit
 from offload_trainer.readback import EXACT, Count, Flag, Line, Steps, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.durable import write_text
 from offload_trainer.units import format_count
@@ -40,11 +41,12 @@ class StoreAccount:
     """Keeps the account of one run's page files in each of `drives`, its private directories."""
 
     def __init__(
-        self, drives: Sequence[Path], *, units: Sequence[Unit], pages: Sequence[Page], states: str, model: Path
+        self, drives: Sequence[Path], *, units: Sequence[Unit], pages: Sequence[Page], format: StateFormat, model: Path
     ) -> None:
         description = {
             "drives": [str(drive.resolve()) for drive in drives],
-            "states": states,
+            "rule": format.rule.name,
+            "states": format.moments.name,
             "pages": [asdict(page) for page in pages],
             "weights": [
                 {"name": place.weight.name, "shape": place.weight.shape, "unit": unit.index, "start": place.start}
@@ -143,12 +145,13 @@ class _Told:
     """What a store.json says."""
 
     drives: list[str]
-    states: States
+    states: MomentsName
     pages: list[_ToldPage]
     weights: list[_ToldWeight]
     fixed: list[Line]
     model: str
     boot: str
+    rule: RuleName = "adamw"  # earlier versions had no other
 
 
 @with_config(EXACT)
@@ -204,7 +207,8 @@ def _places(told: _Told, files: Sequence[Path]) -> dict[str, list[_Stretch]]:
     homes = [page.home for page in told.pages]
     if max(homes, default=0) >= len(files):
         raise ValueError(f"{DESCRIPTION} has a page on drive {max(homes)} of {len(files)}")
-    sizes = [page_bytes(page.elements, states=told.states) for page in told.pages]
+    stored = state_format(told.rule, told.states)
+    sizes = [stored.page_bytes(page.elements) for page in told.pages]
     for home, file in enumerate(files):
         need = size_of_home(sizes, homes, home)
         if need and (not file.is_file() or file.stat().st_size < need):

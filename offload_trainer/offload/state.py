@@ -21,9 +21,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offload.snapshot import PageSnapshot
 from offload_trainer.offload.store import PageStore
 from offload_trainer.offload.weights import Weights
-from offload_trainer.optim.moments import encode_8bit, field_dtype, zero_code
 from offload_trainer.optim.state_files import (
-    KINDS,
     EngineState,
     StateFile,
     StoredKind,
@@ -34,7 +32,9 @@ from offload_trainer.optim.state_files import (
     write_engine_state,
     write_files,
 )
-from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS, Place, Unit
+from offload_trainer.optim.stored import stored_moment
+from offload_trainer.plan.layout import Place, Unit
+from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 
@@ -57,9 +57,9 @@ class TieredState:
     def entry(self, field: str, name: str) -> TensorEntry:
         """How one field of a weight is stored."""
         weight = self.places[name][1].weight
-        per = FIELDS[self.store.states][field][1]
-        shape = weight.shape if per == 1 else (-(-weight.numel // per),)
-        return TensorEntry(name, field_dtype(field, states=self.store.states), shape)
+        kind = self.store.format.fields[field]
+        shape = weight.shape if kind.per == 1 else (kind.entries(weight.numel),)
+        return TensorEntry(name, DTYPES[kind.dtype], shape)
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one master: fp32, whole."""
@@ -89,15 +89,16 @@ class TieredState:
 
     def load(self, directory: Path) -> EngineState:
         """Set everything to what `directory` holds, whichever engine wrote it and however it stored moments."""
-        state = read_engine_state(directory)
-        shapes = self.shapes(trainable=True)
+        ours = self.store.format
+        state = read_engine_state(directory, rule=ours.rule)
+        shapes, theirs = self.shapes(trainable=True), state.format
         with ExitStack() as stack:
-            stored = {kind: stack.enter_context(StoredKind(directory, kind, shapes=shapes)) for kind in KINDS}
-            for kind in KINDS[1:]:
-                if not stored[kind].dtypes <= {field_dtype(kind, states=state.states)}:
+            stored = {kind: stack.enter_context(StoredKind(directory, kind, shapes=shapes)) for kind in ours.rule.kinds}
+            for kind, held in stored.items():
+                if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
             for number, fields in self.store.replaced():
-                self._fill_page(number, fields, stored, converted=state.states != self.store.states)
+                self._fill_page(number, fields, stored, converted=theirs != ours)
         fixed = self.shapes(trainable=False)
         if fixed:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
@@ -110,27 +111,23 @@ class TieredState:
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
     ) -> None:
         """Set a page, which is all zero, and the 16-bit weights made from its masters."""
-        if self.store.states == "8bit":
-            for kind in KINDS[1:]:  # what pads a weight shares its last scale and must be zero, which is not code 0
-                fields[kind].fill_(zero_code(signed=kind == "exp_avg"))
+        moments = self.store.format.rule.moments
+        for moment in moments:  # what pads a weight shares its last scale
+            stored_moment(moment, fields).start_at_zero()
         page = self.store.pages[number]
         for name, stretch in self.pieces(number):
             start = page.start + stretch.start
             within, count = start - self.places[name][1].start, stretch.stop - stretch.start
-            for kind in KINDS:
-                values = fields[kind][stretch]
-                scales = None
-                if kind != "master" and self.store.states == "8bit":
-                    scales = fields[f"{kind}_scales"][stretch.start // BLOCK_8BIT : -(-stretch.stop // BLOCK_8BIT)]
-                if not converted:
-                    as_stored, their_scales = stored[kind].as_stored(name, within, count)
-                    values.copy_(as_stored)
-                    if scales is not None and their_scales is not None:
-                        scales.copy_(their_scales)
-                elif scales is None:
-                    values.copy_(stored[kind].in_fp32(name, within, count))
-                else:
-                    encode_8bit(stored[kind].in_fp32(name, within, count), values, scales, signed=kind == "exp_avg")
+            fields["master"][stretch].copy_(stored["master"].in_fp32(name, within, count))
+            for moment in moments:
+                here, source = stored_moment(moment, fields, stretch), stored[moment.name]
+                if converted:
+                    here.write(source.in_fp32(name, within, count))
+                    continue
+                values, scales = source.as_stored(name, within, count)
+                here.values.copy_(values)
+                if here.scales is not None and scales is not None:
+                    here.scales.copy_(scales)
             self.weights.put(page.unit, start, fields["master"][stretch])
 
     def put_away(self) -> None:
@@ -155,7 +152,7 @@ class TieredSnapshot:
             field: TensorFileWriter(
                 directory / f"{field}.safetensors", [self.held.entry(field, name) for name in names]
             )
-            for field in FIELDS[self.held.store.states]
+            for field in self.held.store.format.fields
         }
         with ThreadPoolExecutor(len(writers)) as threads:
             for number, fields in self.pages.pages():
@@ -167,9 +164,9 @@ class TieredSnapshot:
         return written
 
     def _append(self, writer: TensorFileWriter, field: str, number: int, values: torch.Tensor) -> None:
-        per = FIELDS[self.held.store.states][field][1]
+        kind = self.held.store.format.fields[field]
         for name, stretch in self.held.pieces(number):
-            stored = values[stretch.start // per : -(-stretch.stop // per)]
+            stored = values[stretch.start // kind.per : kind.entries(stretch.stop)]
             refuse_to_save(name, stored, field=field)
             writer.append(name, stored)
 

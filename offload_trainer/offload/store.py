@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offload_trainer.offload.device import Device
-from offload_trainer.optim.moments import field_dtype
-from offload_trainer.plan.layout import ALIGN, DEVICE, FIELDS, RAM, Page, aligned, field_bytes, page_bytes
+from offload_trainer.plan.formats import StateFormat
+from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, Page, aligned
+from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
 
@@ -67,15 +68,15 @@ class PageStore:
         self,
         pages: Sequence[Page],
         *,
-        states: str,
+        format: StateFormat,
         files: Sequence[DriveFile],
         transfers: Transfers,
         device: Device,
     ) -> None:
         self.pages = tuple(pages)
-        self.states = states
+        self.format = format
         self._files, self._transfers, self._device = files, transfers, device
-        self._sizes = [page_bytes(page.elements, states=states) for page in pages]
+        self._sizes = [format.page_bytes(page.elements) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
         self._memory = host_buffer(size_of_home(self._sizes, homes, RAM))
@@ -111,12 +112,11 @@ class PageStore:
 
     def fields(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """The page's fields within `data`, its bytes wherever they are."""
+        elements = self.pages[number].elements
         found, start = {}, 0
-        for field, (size, per) in FIELDS[self.states].items():
-            elements = self.pages[number].elements
-            stretch = data[start:][: size * elements // per]
-            found[field] = stretch.view(field_dtype(field, states=self.states))
-            start += field_bytes(field, elements, states=self.states)
+        for name, field in self.format.fields.items():
+            found[name] = data[start:][: field.bytes(elements)].view(DTYPES[field.dtype])
+            start += field.padded(elements)
         return found
 
     def read(self, number: int, buffer: torch.Tensor) -> Ticket:
@@ -168,8 +168,8 @@ class PageStore:
 
         A scale belongs to 256 elements, and a weight starts with a scale of its own: `start` is a multiple of 256.
         """
-        per = FIELDS[self.states][field][1]
-        out = torch.empty(-(-count // per), dtype=field_dtype(field, states=self.states))
+        kind = self.format.fields[field]
+        out = torch.empty(kind.entries(count), dtype=DTYPES[kind.dtype])
         for held, given in self._touched(field, unit, start, count, modify=False):
             out[given].copy_(held)
         return out
@@ -187,7 +187,7 @@ class PageStore:
         self, field: str, unit: int, start: int, count: int, *, modify: bool
     ) -> Iterator[tuple[torch.Tensor, slice]]:
         """The stretches of these elements in their pages, each with its place among the values."""
-        per = FIELDS[self.states][field][1]
+        per = self.format.fields[field].per
         for number in self._of_unit.get(unit, ()):
             page = self.pages[number]
             first, last = max(start, page.start), min(start + count, page.start + page.elements)
@@ -203,13 +203,13 @@ class PageStore:
             inside = self.on_device(number)
         if inside is not None:
             return self.fields(number, inside)[field]
-        page, names = self.pages[number], list(FIELDS[self.states])
-        sizes = [field_bytes(name, page.elements, states=self.states) for name in names]
-        place = names.index(field)
-        offset = self._offsets[number] + sum(sizes[:place])
-        data = self._desk.open(self._files[page.home], offset, sizes[place], modify=modify)
-        size, per = FIELDS[self.states][field]
-        return data[: size * page.elements // per].view(field_dtype(field, states=self.states))
+        page, offset = self.pages[number], self._offsets[number]
+        for name, kind in self.format.fields.items():
+            if name == field:
+                break
+            offset += kind.padded(page.elements)
+        data = self._desk.open(self._files[page.home], offset, kind.padded(page.elements), modify=modify)
+        return data[: kind.bytes(page.elements)].view(DTYPES[kind.dtype])
 
 
 class UnitStore:

@@ -78,7 +78,7 @@ class Updater:
         self._staying = [route for route in staying if not route.on_device]
         self._living = [route for route in staying if route.on_device]
         sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
-        parts = host_slot(routes, states=store.states, **sizes)
+        parts = host_slot(routes, format=store.format, **sizes)
         self._slots = [
             host_buffer(parts.total, pinned=device.is_cuda).split([parts.state, parts.gradient, parts.weights])
             for _ in range(min(slots, len(self._moving)))
@@ -272,7 +272,7 @@ class Updater:
             gradient,
             out,
             parts,
-            states=self._store.states,
+            format=self._store.format,
             scale=step.scale,
             noise=None if step.noise is None else PageNoise(step.noise, page.unit, page.start),
         )

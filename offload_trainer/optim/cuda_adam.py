@@ -14,11 +14,13 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernels import gives_the_bits_of
-from offload_trainer.optim.moments import Bits, cells, dynamic_map, field_dtype, lower_table, nearest_table
+from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.native_adam import Step, step_constants
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
-from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
+from offload_trainer.plan.formats import MOMENT_FORMATS, StateFormat
+from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.storage.dtypes import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # adam.cu's Type
@@ -99,7 +101,8 @@ class CudaKernel:
     def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
         """`fuses` as the CPU's kernel does, whose bits these are."""
         self._gpu = gpu
-        self._kernels = gpu.load(SOURCE, [f"adam_{states}" for states in FIELDS], defines=defines(fuses=fuses))
+        names = [f"adam_{moments}" for moments in MOMENT_FORMATS]
+        self._kernels = gpu.load(SOURCE, names, defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
 
@@ -110,18 +113,18 @@ class CudaKernel:
         out: torch.Tensor | None,
         parts: Sequence[Stretch],
         *,
-        states: str,
+        format: StateFormat,
         scale: float,
         noise: PageNoise | None,
     ) -> None:
-        self._check(fields, grad, out, parts, states=states)
-        assert noise is not None or states == "fp32"
+        self._check(fields, grad, out, parts, format=format)
+        assert noise is not None or not format.moments.stochastic
         page = self._page(fields, grad, out, noise)
         for start in range(0, len(parts), _PARTS):
             some = parts[start : start + _PARTS]
             _set_parts(page, some, scale=scale)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
-            self._gpu.launch(self._kernels[f"adam_{states}"], page, blocks=blocks, threads=_WARPS * _LANES)
+            self._gpu.launch(self._kernels[f"adam_{format.moments.name}"], page, blocks=blocks, threads=_WARPS * _LANES)
 
     def _check(
         self,
@@ -130,14 +133,14 @@ class CudaKernel:
         out: torch.Tensor | None,
         parts: Sequence[Stretch],
         *,
-        states: str,
+        format: StateFormat,
     ) -> None:
         """What adam.cu relies on: a wrong address is met by nobody else."""
         n = fields["master"].numel()
         assert n < 2**31
-        for name, (_, per) in FIELDS[states].items():
-            assert fields[name].numel() >= -(-n // per), name
-            assert fields[name].dtype is field_dtype(name, states=states), name
+        for name, field in format.fields.items():
+            assert fields[name].numel() >= field.entries(n), name
+            assert fields[name].dtype is DTYPES[field.dtype], name
         given = [*fields.values(), grad, *([] if out is None else [out])]
         assert all(tensor.device == self._gpu.place and tensor.is_contiguous() for tensor in given)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in given)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.moments import Noise, encode_8bit
+from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.stored import empty_fields, stored_moment
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
+from offload_trainer.plan.formats import MOMENT_FORMATS, StateFormat, state_format
 
 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
@@ -49,13 +50,14 @@ def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.
 
     Of each form of moments, in parts with gaps between them and numbers of their own.
     """
-    for states in FIELDS:
+    for moments in MOMENT_FORMATS:
+        format = state_format("adamw", moments)
         for n, dtype in ((1, torch.float32), (1003, torch.float16), (70_001, torch.bfloat16)):
             middle = n // 2 // 256 * 256
             parts = [Stretch(0, n, _TRIED[0], 7)]
             if n > 2000:
                 parts = [Stretch(0, middle, _TRIED[0], 7), Stretch(middle + 512, n, _TRIED[1], 300)]
-            page, grad = random_page(n, states=states)
+            page, grad = random_page(n, format)
             results = []
             for candidate, place in ((kernel, device), (reference, "cpu")):
                 fields = {name: tensor.to(place, copy=True) for name, tensor in page.items()}
@@ -65,7 +67,7 @@ def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.
                     grad.to(place, dtype, copy=True),
                     out,
                     parts,
-                    states=states,
+                    format=format,
                     scale=0.37,
                     noise=PageNoise(Noise(1, 2), 3, 2**32 - 4096),
                 )
@@ -75,25 +77,19 @@ def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.
     return True
 
 
-def random_page(n: int, *, states: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Fields and a gradient (fp32[n]) of all magnitudes, zeros and subnormals among them.
 
     The moments go together as in training.
     """
     random = torch.Generator().manual_seed(1)
     size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()
-    master, grad, exp_avg, exp_avg_sq = torch.randn(4, n, generator=random) * size
-    for numbers in (grad, exp_avg):
+    master, grad, average, square = torch.randn(4, n, generator=random) * size
+    for numbers in (grad, average):
         numbers[torch.rand(n, generator=random) < 0.01] = 0.0
         numbers[torch.rand(n, generator=random) < 0.01] *= 1e-38
-    exp_avg_sq = exp_avg_sq.square()
-    if states == "fp32":
-        return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad
-    if states == "bf16":
-        return {"master": master, "exp_avg": exp_avg.bfloat16(), "exp_avg_sq": exp_avg_sq.bfloat16()}, grad
-    fields = {"master": master}
-    for name, values in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        fields[name] = torch.empty(n, dtype=torch.uint8)
-        fields[f"{name}_scales"] = torch.empty(-(-n // BLOCK_8BIT))
-        encode_8bit(values, fields[name], fields[f"{name}_scales"], signed=name == "exp_avg")
+    fields = empty_fields(format, n)
+    fields["master"].copy_(master)
+    for moment in format.rule.moments:
+        stored_moment(moment, fields).write(average if moment.signed else square.square())
     return fields, grad

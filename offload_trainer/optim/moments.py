@@ -17,23 +17,13 @@ import functools
 import hashlib
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from pydantic import Field
 
-from offload_trainer.plan.layout import BLOCK_8BIT, FIELDS
+from offload_trainer.plan.layout import BLOCK_8BIT
 
 _PIECE = 2**16  # elements whose random bits are mixed at a time, in the cache
 _INFINITY = 0x7F800000  # the bits of fp32's infinity; a NaN's magnitude is above it
-_MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-
-States = Annotated[str, Field(pattern=f"^({'|'.join(FIELDS)})$")]
-
-
-def field_dtype(field: str, *, states: str) -> torch.dtype:
-    """fp32 masters and scales, moments as `states` says."""
-    return _MOMENT_DTYPES[states] if field in ("exp_avg", "exp_avg_sq") else torch.float32
 
 
 class Bits(ctypes.Structure):

@@ -18,7 +18,7 @@ from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.protocol import PageNoise, Stretch
 from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.plan.formats import StateFormat
 
 _SOURCE = Path(__file__).with_name("native") / "adam.cpp"
 # Without errno and traps a square root or a choice between two values can be vectorised; neither changes a result.
@@ -104,11 +104,11 @@ class NativeKernel:
         out: torch.Tensor | None,
         parts: Sequence[Stretch],
         *,
-        states: str,
+        format: StateFormat,
         scale: float,
         noise: PageNoise | None,
     ) -> None:
-        page = _page(fields, grad, out, noise)
+        page = _page(fields, grad, out, noise, format=format)
         found = [
             _Part(part.start, part.end, step_constants(part.hyper, scale=scale, step=part.step))
             for part in parts
@@ -194,11 +194,16 @@ class _Page(ctypes.Structure):
 
 
 def _page(
-    fields: Mapping[str, torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None, noise: PageNoise | None
+    fields: Mapping[str, torch.Tensor],
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    noise: PageNoise | None,
+    *,
+    format: StateFormat,
 ) -> _Page:
     """The page by its addresses; the tensors have to outlive it."""
     n = fields["master"].numel()
-    sizes = {name: -(-n // BLOCK_8BIT) if name.endswith("_scales") else n for name in fields}
+    sizes = {name: field.entries(n) for name, field in format.fields.items()}
     for name, tensor in (*fields.items(), ("grad", grad), *([] if out is None else [("out", out)])):
         assert tensor.is_contiguous(), name
         assert tensor.numel() == sizes.get(name, n), name

@@ -16,6 +16,7 @@ import torch
 
 from offload_trainer.optim.moments import Bits, Noise
 from offload_trainer.optim.rules import AdamW
+from offload_trainer.plan.formats import StateFormat, state_format
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class Kernel(Protocol):
         out: torch.Tensor | None,
         parts: Sequence[Stretch],
         *,
-        states: str,
+        format: StateFormat,
         scale: float,
         noise: PageNoise | None,
     ) -> None:
         """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
 
-        All tensors are 1-D, contiguous, on one device, and `n` elements long, but for the scales. `fields` by `states`
-        (plan/layout.py, FIELDS): master fp32; exp_avg and exp_avg_sq fp32, bf16 or uint8, the last with exp_avg_scales
+        All tensors are 1-D, contiguous, on one device, and `n` elements long, but for the scales. `fields` by `format`
+        (plan/formats.py): master fp32; exp_avg and exp_avg_sq fp32, bf16 or uint8, the last with exp_avg_scales
         and exp_avg_sq_scales, fp32[ceil(n / 256)]. `grad` (bf16, fp16, fp32) is only read. `out` (bf16, fp16, fp32, or
         None) receives the masters rounded to nearest even.
 
@@ -98,7 +99,7 @@ def update_stretch(
     """`update_page` of a page that is one part, with moments in fp32."""
     fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     parts = [Stretch(0, master.numel(), hyper, step)]
-    kernel.update_page(fields, grad, out, parts, states="fp32", scale=scale, noise=None)
+    kernel.update_page(fields, grad, out, parts, format=state_format("adamw", "fp32"), scale=scale, noise=None)
 
 
 def within(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:

@@ -1,6 +1,6 @@
 """An engine's state on disk: masters and moments by the weight's name, whatever engine wrote them.
 
-    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    every trainable weight, whole
+    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    every trainable weight, whole; of Lion no _sq
         exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           where moments are in 8 bits
         fixed.safetensors                                                   the weights that are not trained, if any
         engine.json                                                         optimizer steps, loss scale
@@ -24,15 +24,29 @@ import torch
 from pydantic import Field, with_config
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.moments import States, decode_8bit, zero_code
+from offload_trainer.optim.moments import zero_code
+from offload_trainer.optim.stored import StoredMoment
+from offload_trainer.plan.formats import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MOMENT_FORMATS,
+    MOMENTS,
+    RULES,
+    StateFormat,
+    UpdateRule,
+    is_signed,
+    scales_of,
+    state_format,
+)
 from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.readback import EXACT, Number, Steps, read_back
 from offload_trainer.storage.durable import write_text
 from offload_trainer.storage.finite import unusable
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 _FIX = "Move that checkpoint away, and the same command goes on from the one before it"
+RuleName = Annotated[str, Field(pattern=f"^({'|'.join(RULES)})$")]
+MomentsName = Annotated[str, Field(pattern=f"^({'|'.join(MOMENT_FORMATS)})$")]
 _Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
 
 
@@ -44,8 +58,13 @@ class EngineState:
     optimizer_steps: Steps  # that changed the weights; Adam's bias correction counts these
     loss_scale: _Scale | None = None  # of a run in fp16
     good_steps: Steps = 0  # since the loss scale last changed
-    states: States = "fp32"  # how moments were stored
+    states: MomentsName = "fp32"  # how moments were stored
     weight_steps: dict[str, Steps] = field(default_factory=dict)  # of weights that had no gradient in every step
+    rule: RuleName = "adamw"  # whose moments they are; earlier versions had no other
+
+    @property
+    def format(self) -> StateFormat:
+        return state_format(self.rule, self.states)
 
     def steps_of(self, name: str) -> int:
         """Steps that changed one weight."""
@@ -65,12 +84,13 @@ def state_files(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str, str], torch.Tensor],
     *,
+    rule: UpdateRule,
     fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     read_fixed: Callable[[str], torch.Tensor],
 ) -> list[StateFile]:
     """The usual files: `read(name, kind)` gives masters and moments in fp32, `read_fixed` what is not trained."""
     entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
-    files = [StateFile(kind, entries, _of(read, kind)) for kind in KINDS]
+    files = [StateFile(kind, entries, _of(read, kind)) for kind in rule.kinds]
     return files + fixed_file(fixed, read_fixed)
 
 
@@ -107,7 +127,7 @@ def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) ->
 
 def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
     """TrainerError where one weight's masters, moments or scales cannot be trained on with."""
-    if wrong := unusable(values.detach(), field=field):
+    if wrong := unusable(values.detach(), signed=is_signed(field)):
         raise TrainerError(
             f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
             "checkpoint was made of it and the older ones are untouched: the same command goes on from the newest, "
@@ -138,9 +158,16 @@ class StateNow:
         pass
 
 
-def read_engine_state(directory: Path) -> EngineState:
-    """UserError where engine.json cannot be read."""
-    return read_back(directory / "engine.json", EngineState, fix=_FIX)
+def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
+    """UserError where engine.json cannot be read, or is of a run by another rule."""
+    state = read_back(directory / "engine.json", EngineState, fix=_FIX)
+    if state.rule != rule.name:
+        theirs = state.format.rule
+        raise UserError(
+            f"{directory} holds {', '.join(theirs.kinds)} of {theirs.title}, and this run updates by {rule.title}, "
+            f"whose moments are others: go on with optim.name={theirs.name}, or export it and train its weights anew"
+        )
+    return state
 
 
 class StoredKind:
@@ -151,7 +178,7 @@ class StoredKind:
     """
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._signed = kind == "exp_avg"
+        self._moment = MOMENTS.get(kind)
         self._open = ExitStack()
         self._file = self._open.enter_context(TensorFileReader(directory / f"{kind}.safetensors"))
         held = {name: entry.shape for name, entry in self._file.entries.items()}
@@ -159,13 +186,13 @@ class StoredKind:
         if wrong:
             told = ", ".join(f"{n} (file {held.get(n)}, model {shapes.get(n)})" for n in sorted(wrong)[:5])
             raise UserError(f"{self._file.path}: {len(wrong)} weights do not fit this model: {told}")
-        scales = directory / f"{kind}_scales.safetensors"
+        scales = directory / f"{scales_of(kind)}.safetensors"
         self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
         if kind != "fixed":
             self._refuse_other_types(shapes)
         self._first: TensorFileReader | None = None  # beside a second moment in 8 bits
-        if kind == "exp_avg_sq" and self._scales is not None:
-            self._first = self._open.enter_context(TensorFileReader(directory / "exp_avg.safetensors"))
+        if self._moment is EXP_AVG_SQ and self._scales is not None:
+            self._first = self._open.enter_context(TensorFileReader(directory / f"{EXP_AVG.name}.safetensors"))
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -198,18 +225,14 @@ class StoredKind:
 
     def _read(self, file: TensorFileReader, name: str, start: int, count: int) -> torch.Tensor:
         values = file.read_part(name, start, count)
-        if wrong := unusable(values, field=file.path.stem):
+        if wrong := unusable(values, signed=is_signed(file.path.stem)):
             raise UserError(f"{file.path}: {name}: {wrong}: no run can go on from it. {_FIX}")
         return values
 
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
         """The same as fp32, however they were stored."""
         values, scales = self.as_stored(name, start, count)
-        if scales is None:
-            return values.float()
-        wide = torch.empty(count)
-        decode_8bit(values, scales, wide, signed=self._signed)
-        return wide
+        return values if self._moment is None else StoredMoment(self._moment, values, scales).read()
 
     def whole(self, name: str) -> torch.Tensor:
         """One weight's as it was stored; not for 8-bit ones."""

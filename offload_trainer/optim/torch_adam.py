@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.moments import decode_8bit, decode_bf16, encode_8bit, encode_bf16
 from offload_trainer.optim.protocol import PageNoise, Stretch, within
-from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.optim.stored import stored_moment
+from offload_trainer.plan.formats import FP32, StateFormat
 
 # Elements that are converted, updated and copied out at a time: their 28 bytes each stay in the last cache, and each of
 # the three calls on them outlasts its own start. Of 2^13 to 2^21 the fastest (EPYC, 32 MB L3). A multiple of 256.
@@ -42,24 +42,20 @@ class TorchKernel:
         out: torch.Tensor | None,
         parts: Sequence[Stretch],
         *,
-        states: str,
+        format: StateFormat,
         scale: float,
         noise: PageNoise | None,
     ) -> None:
         """On each of the page's parts, its moments widened before and narrowed after."""
-        wide = states == "fp32"
-        for part in parts if wide else _pieces(parts, grad.numel()):
+        whole = format.moments is FP32
+        for part in parts if whole else _pieces(parts, grad.numel()):
             here = slice(part.start, part.end)
-            if wide:
-                first, second = fields["exp_avg"][here], fields["exp_avg_sq"][here]
-            else:
-                first, second = (_widened(fields, kind, here, states=states) for kind in ("exp_avg", "exp_avg_sq"))
+            stored = [stored_moment(moment, fields, here) for moment in format.rule.moments]
+            first, second = wide = [moment.read() for moment in stored]
             new = None if out is None else out[here]
             self._update(fields["master"][here], first, second, grad[here], new, part, scale=scale)
-            if not wide:
-                assert noise is not None
-                for kind, values in (("exp_avg", first), ("exp_avg_sq", second)):
-                    _narrow(values, fields, kind, here, states=states, noise=noise)
+            for moment, values in zip(stored, wide, strict=True):
+                moment.write(values, noise=noise.bits(moment.moment.name, here.start) if noise else None)
 
     def _update(
         self,
@@ -114,42 +110,8 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
         yield piece, scaled.mul_(scale) if scale != 1.0 else scaled
 
 
-# -- moments that are not fp32 ---------------------------------------------------------------------------------------
-
-
 def _pieces(parts: Sequence[Stretch], elements: int) -> Iterator[Stretch]:
     """The parts of a page, none longer than CHUNK. Only these: not all that is stored outlives being widened."""
     for start in range(0, elements, CHUNK):
         for part in within(parts, start, min(start + CHUNK, elements)):
             yield replace(part, start=start + part.start, end=start + part.end)
-
-
-def _widened(fields: Mapping[str, torch.Tensor], kind: str, here: slice, *, states: str) -> torch.Tensor:
-    wide = torch.empty(here.stop - here.start)
-    if states == "bf16":
-        decode_bf16(fields[kind][here], wide)
-    else:
-        decode_8bit(fields[kind][here], _scales(fields, kind, here), wide, signed=kind == "exp_avg")
-    return wide
-
-
-def _narrow(
-    values: torch.Tensor,
-    fields: Mapping[str, torch.Tensor],
-    kind: str,
-    here: slice,
-    *,
-    states: str,
-    noise: PageNoise,
-) -> None:
-    stored, bits = fields[kind][here], noise.bits(kind, here.start)
-    if states == "bf16":
-        encode_bf16(values, stored, noise=bits)
-    elif kind == "exp_avg":
-        encode_8bit(values, stored, _scales(fields, kind, here), signed=True)
-    else:
-        encode_8bit(values, stored, _scales(fields, kind, here), signed=False, noise=bits)
-
-
-def _scales(fields: Mapping[str, torch.Tensor], kind: str, here: slice) -> torch.Tensor:
-    return fields[f"{kind}_scales"][here.start // BLOCK_8BIT : -(-here.stop // BLOCK_8BIT)]

@@ -217,35 +217,3 @@ def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int,
         held[drive] += unit.elements
         drives.append(drive)
     return tuple(drives)
-
-
-# -- bytes of the optimizer state ------------------------------------------------------------------------------------
-
-# Fields of a page: bytes for so many elements.
-FIELDS: dict[str, dict[str, tuple[int, int]]] = {
-    "fp32": {"master": (4, 1), "exp_avg": (4, 1), "exp_avg_sq": (4, 1)},
-    "bf16": {"master": (4, 1), "exp_avg": (2, 1), "exp_avg_sq": (2, 1)},
-    "8bit": {
-        "master": (4, 1),
-        "exp_avg": (1, 1),
-        "exp_avg_scales": (4, BLOCK_8BIT),
-        "exp_avg_sq": (1, 1),
-        "exp_avg_sq_scales": (4, BLOCK_8BIT),
-    },
-}
-
-
-def field_bytes(field: str, elements: int, *, states: str) -> int:
-    """Bytes of one field of a page, padded to whole sectors."""
-    size, per = FIELDS[states][field]
-    return aligned(size * elements // per)
-
-
-def bytes_of_state(states: str) -> float:
-    """Bytes a parameter, without what pads its weight and its page."""
-    return sum(size / per for size, per in FIELDS[states].values())
-
-
-def page_bytes(elements: int, *, states: str) -> int:
-    """Bytes of a page: its fields one after the other."""
-    return sum(field_bytes(field, elements, states=states) for field in FIELDS[states])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.plan.activations import peak_of
-from offload_trainer.plan.layout import bytes_of_state
+from offload_trainer.plan.formats import state_format
 from offload_trainer.plan.shape import ModelShape, estimated
 from offload_trainer.plan.zero import Placement, ZeroSizes
 from offload_trainer.units import format_bytes
@@ -199,4 +199,5 @@ def saved_items(config: TrainConfig, shape: ModelShape, *, output: str) -> list[
 def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> int:
     """Bytes of one checkpoint's tensors: masters and moments as they are stored, frozen weights in the run's dtype."""
     frozen = shape.parameters - shape.trainable
-    return int(bytes_of_state(config.optim.states) * shape.trainable) + item_bytes(config.model.dtype) * frozen
+    stored = state_format(config.optim.name, config.optim.states)
+    return int(stored.bytes_each * shape.trainable) + item_bytes(config.model.dtype) * frozen

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, page_bytes
+from offload_trainer.plan.formats import StateFormat
+from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page
 
 Part = Literal["state", "gradient", "weights"]
 
@@ -72,10 +73,10 @@ def _route(number: int, page: Page, homes: Homes, *, is_gpu: bool) -> Route:
     return Route(number, page, frozenset(host), frozenset())
 
 
-def host_slot(routes: Sequence[Route], *, states: str, gradient: int, weight: int) -> SlotBytes:
+def host_slot(routes: Sequence[Route], *, format: StateFormat, gradient: int, weight: int) -> SlotBytes:
     """One slot in host memory, for elements of so many bytes."""
     inside = {part: [route.page for route in routes if part in route.through_host] for part in _PARTS}
-    state = max((page_bytes(page.elements, states=states) for page in inside["state"]), default=0)
+    state = max((format.page_bytes(page.elements) for page in inside["state"]), default=0)
     return SlotBytes(state, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
 
 

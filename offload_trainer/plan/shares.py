@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from offload_trainer.config import PlacementSection
-from offload_trainer.plan.layout import bytes_of_state
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.tiered import TierSizes
 
@@ -32,7 +31,7 @@ def shares_that_fit(
 def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
     """The largest share, in thousandths or all that is left, with which the GPU needs at most `have` bytes."""
     in_ram = 0.0 if wish.ram_fraction == "auto" else wish.ram_fraction
-    share, each = round(1 - in_ram, 9), trained * bytes_of_state(sizes.states)
+    share, each = round(1 - in_ram, 9), trained * sizes.format.bytes_each
 
     def shared(share: float) -> TierSizes:
         left = round(1 - share, 9) if wish.ram_fraction == "auto" else in_ram
@@ -53,5 +52,5 @@ def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> Tie
         return sizes
     # With a share on a drive there are page buffers too: the bytes without any state in RAM count.
     spare = int(have * (1 - MARGIN)) - needs(replace(sizes, ram_fraction=0.0))["ram"]
-    share = max(0, spare) / (bytes_of_state(sizes.states) * trained)
+    share = max(0, spare) / (sizes.format.bytes_each * trained)
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)

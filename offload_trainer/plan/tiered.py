@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.plan.formats import StateFormat, state_format
 from offload_trainer.plan.kept import input_items, kept_inputs
-from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, bytes_of_state, homes_of, page_bytes, units_of
+from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, homes_of, units_of
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import PROCESS, Item, activation_items, cuda_process, item_bytes
 from offload_trainer.plan.rings import slot_sizes
@@ -39,13 +40,18 @@ class TierSizes:
     ram_fraction: float  # share in RAM; what is left is on drives
     gradients: GradientHome  # of those that are not updated on the device
     activations: bool | Literal["cpu", "nvme"]  # home of what gradient checkpointing keeps; False: the device
-    states: str  # how moments are stored
+    rule: str  # of the update
+    states: str  # how its moments are stored
     page: int  # elements
     page_buffers: int
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
     speeds: tuple[float, ...]  # of the drives, relative
     io_threads: int  # that read, and as many that write
     io_block_bytes: int  # of one request
+
+    @property
+    def format(self) -> StateFormat:
+        return state_format(self.rule, self.states)
 
 
 def tier_sizes(
@@ -71,6 +77,7 @@ def tier_sizes(
         ram_fraction=in_ram,
         gradients=gradients,
         activations=config.model.offload_activations,
+        rule=config.optim.name,
         states=config.optim.states,
         page=tiered.page_size,
         page_buffers=tiered.page_buffers,
@@ -135,7 +142,7 @@ def tiered_items(
     ring = gradient_ring(config, units, homes.gradients, gpu=device == "gpu")
     items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
     items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=device == "gpu")))
-    stored = [page_bytes(page.elements, states=sizes.states) for page in homes.pages if page.home != RAM]
+    stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home != RAM]
     if stored and config.save.every != 0:
         why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
         items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
@@ -162,9 +169,9 @@ def _page_items(
     units: Sequence[Unit], homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int
 ) -> list[Item]:
     def state(page: Page) -> int:
-        return page_bytes(page.elements, states=sizes.states)
+        return sizes.format.page_bytes(page.elements)
 
-    why = f"fp32 master, {sizes.states} moments: {bytes_of_state(sizes.states):.3g} B a parameter"
+    why = f"fp32 master, {sizes.states} moments: {sizes.format.bytes_each:.3g} B a parameter"
     items = []
     for home, tier in tiers.items():
         held = sum(state(page) for page in homes.pages if page.home == home)
@@ -177,7 +184,7 @@ def _page_items(
     routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
     moved = [route for route in routes if route.through_host]
     if moved:
-        each = host_slot(routes, states=sizes.states, gradient=g, weight=e).total
+        each = host_slot(routes, format=sizes.format, gradient=g, weight=e).total
         count = min(sizes.page_buffers, len(moved))
         items.append(Item("ram", "page buffers", count * each, f"{count}, each with a page on its way"))
     each = device_slot(routes, gradient=g, weight=e).total

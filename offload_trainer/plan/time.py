@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.plan.layout import bytes_of_state
+from offload_trainer.plan.formats import state_format
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, update_key
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered import gradient_bytes
@@ -167,10 +167,10 @@ def _tiered_update_bounds(
     on_gpu = gpu_fraction if machine.gpu is not None else 0.0
     inside, outside = round(on_gpu * shape.trainable), round((1 - on_gpu) * shape.trainable)
     states = config.optim.states
-    moved = 2 * bytes_of_state(states) + 2  # of memory, beside the gradient
+    moved = 2 * state_format(config.optim.name, states).bytes_each + 2  # of memory, beside the gradient
     longer = (moved + gradient_bytes(config)) / (moved + 2)
     if inside:
-        rates, whole = machine.rates.update, 2 * bytes_of_state("fp32") + 4
+        rates, whole = machine.rates.update, 2 * state_format(config.optim.name, "fp32").bytes_each + 4
         timed, wide = rates.get(update_key("cuda", states)), rates.get("cuda")
         rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
         seconds = inside / rate * longer if rate else None

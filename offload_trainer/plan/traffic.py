@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.plan.kept import KeptInputs
-from offload_trainer.plan.layout import DEVICE, Unit, page_bytes, units_of
+from offload_trainer.plan.layout import DEVICE, Unit, units_of
 from offload_trainer.plan.memory import item_bytes
 from offload_trainer.plan.rings import fetches
 from offload_trainer.plan.shape import ModelShape
@@ -52,7 +52,7 @@ def tiered_traffic(
     for page in homes.pages:
         weights, gradients, inside = homes.weights[page.unit], homes.gradients[page.unit], page.home == DEVICE
         if not inside:
-            state = page_bytes(page.elements, states=sizes.states)
+            state = sizes.format.page_bytes(page.elements)
             move(page.home, "update", read=state, written=state)
         if weights != DEVICE:
             move(weights, "update", written=e * page.elements)

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import torch
 
-# Squares, and greatest magnitudes: below zero the next update takes a root of them, or turns a sign.
-_NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_scales", "exp_avg_sq_scales")
 
+def unusable(values: torch.Tensor, *, signed: bool = True) -> str | None:
+    """How many `values` (on the CPU) cannot be, in words; None where all can. Codes always can.
 
-def unusable(values: torch.Tensor, *, field: str) -> str | None:
-    """How many of a field's `values` (on the CPU) cannot be, in words; None where all can. Codes always can.
-
+    Without a sign they are squares or greatest magnitudes: the next update takes a root of them, or turns a sign.
     One pass without memory of its own, at the speed of reading: a NaN is both the least and the greatest of all.
     """
     if not values.numel() or not values.is_floating_point():
         return None
-    signed = field not in _NEVER_NEGATIVE
     least, greatest = torch.aminmax(values)
     if least.isfinite() and greatest.isfinite() and (signed or least >= 0):
         return None

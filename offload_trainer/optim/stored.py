@@ -1,0 +1,67 @@
+"""A moment of some elements as a page holds it: read as fp32, and written back in its format.
+
+    fp32   as it is        bf16   rounded stochastically        8bit   codes, and a scale for each 256 elements
+
+Where nothing is random, as when a state is converted, moments are rounded to nearest; of 8 bits the first are always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from offload_trainer.optim.moments import Bits, decode_8bit, decode_bf16, encode_8bit, encode_bf16, zero_code
+from offload_trainer.plan.formats import Moment, StateFormat, scales_of
+from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.storage.dtypes import DTYPES
+
+
+@dataclass(frozen=True)
+class StoredMoment:
+    """`values` (n entries) and, in 8 bits, `scales` (fp32[ceil(n / 256)]); views of the page's fields."""
+
+    moment: Moment
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+    def read(self) -> torch.Tensor:
+        """fp32[n]; of fp32 no copy."""
+        if self.values.dtype is torch.float32:
+            return self.values
+        wide = torch.empty(self.values.numel())
+        if self.scales is None:
+            decode_bf16(self.values, wide)
+        else:
+            decode_8bit(self.values, self.scales, wide, signed=self.moment.signed)
+        return wide
+
+    def write(self, values: torch.Tensor, *, noise: Bits | None = None) -> None:
+        """`values` is fp32[n]; rounded stochastically by the bits of `noise` where the format is."""
+        if self.scales is not None:
+            given = None if self.moment.signed else noise
+            encode_8bit(values, self.values, self.scales, signed=self.moment.signed, noise=given)
+        elif self.values.dtype is torch.bfloat16 and noise is not None:
+            encode_bf16(values, self.values, noise=noise)
+        else:
+            self.values.copy_(values)
+
+    def start_at_zero(self) -> None:
+        """Where all bytes are zero: in 8 bits that is the least number, whatever the scale will be, and not zero."""
+        if self.scales is not None:
+            self.values.fill_(zero_code(signed=self.moment.signed))
+
+
+def stored_moment(moment: Moment, fields: Mapping[str, torch.Tensor], here: slice | None = None) -> StoredMoment:
+    """Of a page's elements `here`, which start at a multiple of 256; of all of them without."""
+    values, scales = fields[moment.name], fields.get(scales_of(moment.name))
+    if here is not None:
+        values = values[here]
+        scales = None if scales is None else scales[here.start // BLOCK_8BIT : -(-here.stop // BLOCK_8BIT)]
+    return StoredMoment(moment, values, scales)
+
+
+def empty_fields(format: StateFormat, n: int) -> dict[str, torch.Tensor]:
+    """The fields of a page of `n` elements, to be set."""
+    return {name: torch.empty(field.entries(n), dtype=DTYPES[field.dtype]) for name, field in format.fields.items()}

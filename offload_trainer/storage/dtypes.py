@@ -1,0 +1,10 @@
+"""torch's dtypes by the names that configurations, plans and files of ours give them."""
+
+import torch
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "uint8": torch.uint8,
+}

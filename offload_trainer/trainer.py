@@ -16,7 +16,7 @@ import torch
 
 from offload_trainer.checkpoint import Checkpoints, TrainState, load_checkpoint
 from offload_trainer.config import TrainConfig
-from offload_trainer.data.rows import Batch, DataState, RowReader
+from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import TrainerError
 from offload_trainer.ranks import gather
@@ -217,11 +217,11 @@ def _evaluate(job: Job, step: int) -> None:
     for batch in job.validation_rows.validation_batches(
         micro_batch=job.config.train.micro_batch, limit=job.config.train.eval_rows
     ):
-        total += job.engine.eval_loss(batch) * batch.targets.numel()
-        targets.append(batch.targets.flatten())
-    if not targets or not job.telemetry:
+        total += job.engine.eval_loss(batch) * batch.counted
+        targets.append(batch.targets[batch.targets != IGNORED])
+    predicted = torch.cat(targets) if targets else torch.empty(0)
+    if not predicted.numel() or not job.telemetry:
         return
-    predicted = torch.cat(targets)
     loss = total / predicted.numel()
     job.telemetry.evaluation(
         EvalRecord(

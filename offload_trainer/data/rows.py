@@ -19,6 +19,7 @@ import torch
 from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import TrainerError, UserError
 
+IGNORED = -100  # a target that is not counted in the loss: torch's and transformers' number for it
 _ROUNDS = 8
 
 
@@ -45,7 +46,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`inputs` and `targets` as in `Rows`; `state` is where to resume once this batch has been used.
+    """`inputs` and `targets` as in `Rows`, but that targets may be IGNORED; `state` is where to resume once used.
 
     `seed` is of all that chance decides in a training forward (dropout, router noise).
     """
@@ -54,6 +55,22 @@ class Batch:
     targets: torch.Tensor
     state: DataState
     seed: int = 0
+
+    @property
+    def counted(self) -> int:
+        """Targets that are counted in the loss."""
+        return int((self.targets != IGNORED).sum())
+
+
+def weights_in_step(counts: Sequence[int]) -> list[float]:
+    """Of micro-batches that count so many targets each, their mean losses' weights in the mean over the step's targets.
+
+    They are `counts` over their mean: 1.0, exactly, where all count the same. TrainerError where nothing is counted.
+    """
+    total = sum(counts)
+    if not total:
+        raise TrainerError(f"a step of {len(counts)} micro-batches counts no target in the loss: all are {IGNORED}")
+    return [count * len(counts) / total for count in counts]
 
 
 class Split(NamedTuple):

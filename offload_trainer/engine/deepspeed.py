@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload_trainer.config import OptimSection, TrainConfig
-from offload_trainer.data.rows import Batch
+from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
 from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
@@ -29,6 +29,7 @@ from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.optim.state_files import EngineState, StateNow, read_engine_state, read_tensors, state_files
 from offload_trainer.plan.formats import ADAMW
 from offload_trainer.plan.zero import Placement, decay_groups
+from offload_trainer.ranks import gather
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -117,9 +118,9 @@ class DeepSpeedEngine:
         scale = float(self._optimizer.loss_scale)
         skipped_before = self._engine.skipped_steps
         losses = []
-        for batch in batches:
+        for batch, weight in zip(batches, self._weights([batch.counted for batch in batches]), strict=True):
             with clock.phase("forward"):
-                loss = self._engine(batch.inputs.to(_device()), batch.targets.to(_device()), batch.seed)
+                loss = self._engine(*_given(batch), batch.seed, batch.counted) * weight
                 losses.append(loss.detach().float())
             with clock.phase("backward"):
                 self._engine.backward(loss)
@@ -149,12 +150,17 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._engine.eval()
-        return float(self._engine(batch.inputs.to(_device()), batch.targets.to(_device())))
+        return float(self._engine(*_given(batch), None, batch.counted))
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         self._engine.eval()
         return self._module.next_logits(tokens.to(_device())).float().cpu()
+
+    def _weights(self, counts: Sequence[int]) -> list[float]:
+        """Of this rank's micro-batches in the mean over all targets that all ranks count in the step."""
+        own = len(counts) * self.rank
+        return weights_in_step([n for each in gather(list(counts)) for n in each])[own : own + len(counts)]
 
     def _mean(self, value: torch.Tensor) -> float:
         import deepspeed
@@ -284,6 +290,10 @@ def _device() -> torch.device:
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
+
+
+def _given(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch.inputs.to(_device()), batch.targets.to(_device())
 
 
 def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.data.rows import Batch
+from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.pretrained import as_parameter
@@ -83,12 +83,13 @@ class PlainEngine:
         self._module.train()
         scale = self._scale.value
         losses = []
-        for batch in batches:
+        weights = weights_in_step([batch.counted for batch in batches])
+        for batch, weight in zip(batches, weights, strict=True):
             with clock.phase("forward"):
-                loss = self._module(batch.inputs.to(self._device), batch.targets.to(self._device), batch.seed)
-                losses.append(loss.detach())
+                loss = self._module(*self._given(batch), batch.seed, batch.counted)
+                losses.append(loss.detach() * weight)
             with clock.phase("backward"):
-                (loss * (scale / len(batches))).backward()
+                (loss * (scale * weight / len(batches))).backward()
                 self._collect()
         with clock.phase("update"):
             norm = self._update(lr=lr)
@@ -129,7 +130,10 @@ class PlainEngine:
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
-        return float(self._module(batch.inputs.to(self._device), batch.targets.to(self._device)))
+        return float(self._module(*self._given(batch), None, batch.counted))
+
+    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.inputs.to(self._device), batch.targets.to(self._device)
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:

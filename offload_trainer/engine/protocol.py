@@ -46,10 +46,13 @@ class Engine(Protocol):
     world: int
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
-        """Train on one step's micro-batches. A NaN or infinity in the gradient changes nothing: `skipped`."""
+        """Train on one step's micro-batches: the loss is the mean over all targets that they count.
+
+        A NaN or infinity in the gradient changes nothing: `skipped`.
+        """
 
     def eval_loss(self, batch: Batch) -> float:
-        """Mean loss over the batch's tokens on this rank, without dropout or gradients."""
+        """Mean loss over the targets that the batch counts on this rank, without dropout or gradients."""
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [rows, length] -> fp32 [rows, vocabulary] on the CPU: logits of the token that follows."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.data.rows import Batch
+from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.engine.protocol import StepResult
@@ -264,17 +264,17 @@ class TieredEngine:
         self._module.train()
         scale = self._scale.value
         losses = []
-        for number, batch in enumerate(batches, 1):
+        weights = weights_in_step([batch.counted for batch in batches])
+        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             self._last_batch = number == len(batches)
             with clock.phase("forward"), self._passing(backward=False, then=True), self._keeping():
-                inputs, targets = batch.inputs.to(self._device.place), batch.targets.to(self._device.place)
-                loss = self._module(inputs, targets, batch.seed)
-                losses.append(loss.detach())
+                loss = self._module(*self._given(batch), batch.seed, batch.counted)
+                losses.append(loss.detach() * weight)
             with clock.phase("backward"), self._passing(backward=True, then=None if self._last_batch else False):
                 if self._last_batch:
                     self._updater.read_ahead()
                 return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
-                (loss * (scale / len(batches))).backward()
+                (loss * (scale * weight / len(batches))).backward()
                 self._gradients.end_of_backward(last=self._last_batch)
         with clock.phase("update"), torch.no_grad():
             norm = self._update(lr=lr)
@@ -343,7 +343,10 @@ class TieredEngine:
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
         with self._passing(backward=False, then=False):
-            return float(self._module(batch.inputs.to(self._device.place), batch.targets.to(self._device.place)))
+            return float(self._module(*self._given(batch), None, batch.counted))
+
+    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.inputs.to(self._device.place), batch.targets.to(self._device.place)
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:

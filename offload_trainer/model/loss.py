@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
 
+_IGNORED = -100  # torch's and transformers' number for a target that is not counted
 _LENGTHS = 64  # tokens; lengths that `next_logits` computes are multiples of it
 
 
@@ -41,11 +42,13 @@ class _Given(nn.Module):
 
 
 class CausalLoss(nn.Module):
-    """A causal language model whose forward is its mean loss: (inputs, targets, seed) -> fp32 scalar.
+    """A causal language model whose forward is its mean loss: (inputs, targets, seed, count) -> fp32 scalar.
 
-    inputs, targets: int64 [rows, seq_len], targets the next tokens. Equals the mean cross-entropy of
-    ``model(inputs).logits.float()`` against targets. `seed`, where given, is that of torch's generators on every
-    device from here on: what was drawn before, in an evaluation or another micro-batch, does not matter.
+    inputs, targets: int64 [rows, seq_len], targets the next tokens, or -100 where none is counted. Equals the mean
+    cross-entropy of ``model(inputs).logits.float()`` against the `count` targets that are; 0 where none is. They are
+    counted here where the caller does not say how many, and a GPU is then waited for. `seed`, where given, is that of
+    torch's generators on every device from here on: what was drawn before, in an evaluation or another micro-batch,
+    does not matter.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
@@ -62,7 +65,9 @@ class CausalLoss(nn.Module):
         self.chunk = chunk
         self._body = body
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, targets: torch.Tensor, seed: int | None = None, count: int | None = None
+    ) -> torch.Tensor:
         if seed is not None:
             torch.manual_seed(seed)  # recomputation restores the state that its first time began with
         output = self.model._modules[self._body](input_ids=inputs, use_cache=False)
@@ -70,17 +75,18 @@ class CausalLoss(nn.Module):
         flat = targets.flatten()
         pieces = list(zip(hidden.split(self.chunk), flat.split(self.chunk), strict=True))
         kind = type(output)
+        count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
         if len(pieces) == 1:
-            return self._summed(kind, hidden, flat) / flat.numel()
+            return self._summed(kind, hidden, flat) / count
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # The reentrant variant would hand over the head's gradient once a chunk; the other is safe also where weights
         # are fetched for each module, since between a chunk's recomputation and its backward nothing else is fetched.
         for part, wanted in pieces:
             total = total + checkpoint(self._summed, kind, part, wanted, use_reentrant=False)
-        return total / flat.numel()
+        return total / count
 
     def _summed(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Summed loss of one chunk: hidden [tokens, hidden], targets [tokens]."""
+        """Summed loss of one chunk: hidden [tokens, hidden], targets [tokens], of which -100 adds nothing."""
         return functional.cross_entropy(self._logits(kind, hidden).float(), targets, reduction="sum")
 
     def _logits(self, kind: type, hidden: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ class Fsdp2:
             self._module.set_requires_gradient_sync(number == len(batches))
             with clock.phase("forward"):
                 inputs, targets = batch.inputs.to(self._device), batch.targets.to(self._device)
-                loss = self._module(inputs, targets, batch.seed)
+                loss = self._module(inputs, targets, batch.seed, batch.counted)
                 losses.append(loss.detach())
             with clock.phase("backward"):
                 (loss / len(batches)).backward()

@@ -83,7 +83,7 @@ def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: 
         with pytest.MonkeyPatch.context() as patch:
             device = None
             if kind == "late":
-                patch.setattr("offload_trainer.engine.tiered._transfers", lambda *_: LateTransfers())
+                patch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
                 device = LateDevice()
             with queued(patch, haste=0.05) as cuda:
                 if kind == "queued":
@@ -97,7 +97,7 @@ def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: 
 def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is able to fail, for each of the things that are waited for."""
     expected, _ = without(folder, True, "non-reentrant", 1)
-    monkeypatch.setattr("offload_trainer.engine.tiered._transfers", lambda *_: LateTransfers())
+    monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
     if forgotten == "the copy back":
         monkeypatch.setattr(LateDevice, "bring_back", lambda *given, **words: Return(done(), done()))
     elif forgotten == "the copy out":

@@ -21,7 +21,7 @@ from conftest import TINY
 from test_plan import SHAPES, machine
 
 from offload_trainer import trainer
-from offload_trainer.engine import tiered
+from offload_trainer.engine import parts
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import resolve_model
@@ -247,11 +247,12 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
         },
     }
     if facts["engine"] == "TieredEngine":
-        facts["kernel"] = type(engine._updater._kernel).__name__
-        facts["pages"] = len(engine._store.pages)
-        facts["page buffers"] = len(engine._updater._slots)
-        facts["unit buffers"] = [slot.size for slot in engine._stream._rings.slots] if engine._stream else []
-        facts["readers"] = len(getattr(getattr(engine._transfers, "_readers", None), "_threads", []))
+        facts["kernel"] = type(engine.offloaded.updater._kernel).__name__
+        facts["pages"] = len(engine.offloaded.store.pages)
+        facts["page buffers"] = len(engine.offloaded.updater._slots)
+        stream = engine.offloaded.stream
+        facts["unit buffers"] = [slot.size for slot in stream._rings.slots] if stream else []
+        facts["readers"] = len(getattr(getattr(engine.offloaded._drives.transfers, "_readers", None), "_threads", []))
     return state
 
 
@@ -295,12 +296,12 @@ def test_deepspeed_is_told(name: str) -> None:
 
 def test_the_backend_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine opens its files with; DeepSpeed's kernel itself: tests/test_tiered.py."""
-    monkeypatch.setattr(tiered, "load_async_io", lambda: None)
-    monkeypatch.setattr(tiered, "async_io_handle", lambda *_, **__: lambda: None)
+    monkeypatch.setattr(parts, "load_async_io", lambda: None)
+    monkeypatch.setattr(parts, "async_io_handle", lambda *_, **__: lambda: None)
     names = []
     for io in ("threads", "async_io"):
         config = load_config(["--nvme", "/ssd", "--optimizer", "nvme", f"tiered.io={io}"])
-        made = tiered._transfers(config, make_plan(config, SHAPES["gpt2"], machine()).sizes)
+        made = parts._transfers(config, make_plan(config, SHAPES["gpt2"], machine()).sizes)
         names.append(type(made).__name__)
         made.close()
     assert names == ["ThreadedTransfers", "CheckedTransfers"]

@@ -258,8 +258,8 @@ def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, "--ram-fraction", "1") as made:
         for name, value in (("transformer.h.1.mlp.c_fc.weight", 1e5), ("transformer.wpe.weight", -7e4)):
-            unit, place = made._places[name]
-            made._store.put("master", unit.index, place.start + 256, 1, torch.tensor([value]))
+            unit, place = made.offloaded.places[name]
+            made.offloaded.store.put("master", unit.index, place.start + 256, 1, torch.tensor([value]))
         run = checkpoint_of(made, model, tmp_path / "run")
     with pytest.raises(UserError, match=r"2 weights.*wpe\.weight \(largest 7e\+04\).*c_fc\.weight \(largest 1e\+05\)"):
         export(run, tmp_path / "out", dtype="fp16", check=False)
@@ -303,7 +303,7 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
     (tmp_path / "m").mkdir()
     with engine(model, *ON_DRIVE, drives=drives) as made:
         leases = [next((one / "offload-trainer").glob("run-*")) for one in drives]
-        made.keep_account(leases, model=tmp_path / "m")
+        made.offloaded.keep_account(model=tmp_path / "m")
         with pytest.raises(UserError, match="died before its first update"):
             read_store(leases[0])
         train(made, batches(3))
@@ -311,7 +311,7 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
             stored = read_store(lease)
             assert (stored.step, stored.updating) == (3, False)
             assert_equal(dict(stored.weights()), masters(made))
-        made._account.note(3, updating=True)
+        made.offloaded.account.note(3, updating=True)
         assert read_store(leases[1]).updating
 
 
@@ -332,7 +332,7 @@ def test_after_a_restart_of_the_machine_nothing_is_sure(tmp_path: Path, drive: P
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, *ON_DRIVE, drives=[drive]) as made:
         lease = next((drive / "offload-trainer").glob("run-*"))
-        made.keep_account([lease], model=tmp_path)
+        made.offloaded.keep_account(model=tmp_path)
         train(made, batches(1))
         assert not read_store(lease).updating
         told = json.loads((lease / "store.json").read_text())
@@ -344,7 +344,7 @@ def test_masters_in_memory_went_with_the_run(tmp_path: Path, drive: Path) -> Non
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, "--optimizer", "nvme", "--ram-fraction", "0.5", drives=[drive]) as made:
         lease = next((drive / "offload-trainer").glob("run-*"))
-        made.keep_account([lease], model=tmp_path)
+        made.offloaded.keep_account(model=tmp_path)
         train(made, batches(1))
         with pytest.raises(UserError, match=r"of .* masters were in memory and went with the run"):
             read_store(lease)

@@ -50,14 +50,14 @@ def plant(made: Any, name: str, field: str, value: float) -> None:
         held = master.data if field == "master" else made._adam.state[master][field]
         held.view(-1)[5] = value
     elif field == "fixed":
-        unit, place = made._state.places[name]
-        made._state.weights.put(unit.index, place.start, torch.tensor([value]))
+        unit, place = made.offloaded.state.places[name]
+        made.offloaded.state.weights.put(unit.index, place.start, torch.tensor([value]))
     else:
-        unit, place = made._state.places[name]
-        values = made._state.store.get(field, unit.index, place.start, place.weight.numel)
+        unit, place = made.offloaded.state.places[name]
+        values = made.offloaded.state.store.get(field, unit.index, place.start, place.weight.numel)
         values[0] = value
-        made._state.store.put(field, unit.index, place.start, place.weight.numel, values)
-        made._state.put_away()
+        made.offloaded.state.store.put(field, unit.index, place.start, place.weight.numel, values)
+        made.offloaded.state.put_away()
 
 
 def save(checkpoints: Checkpoints, made: Any, step: int) -> None:

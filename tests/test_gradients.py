@@ -258,12 +258,12 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     monkeypatch.setattr(module, "norm_of", seen_norm)
     monkeypatch.setattr(Gradients, "add", seen_add)
     monkeypatch.setattr(Ticket, "wait", seen_wait)
-    monkeypatch.setattr("offload_trainer.engine.tiered.gradient_ring", lambda *_, **__: 1 << 23)  # all that is made
+    monkeypatch.setattr("offload_trainer.engine.parts.gradient_ring", lambda *_, **__: 1 << 23)  # all that is made
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
     with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
         train(ours, batches(3), accumulate=3)
-        assert len(norms) == len(ours._trained)
+        assert len(norms) == len(ours.offloaded.trained)
     assert set(norms) == {"sums-0"}
     assert not waits
 
@@ -282,7 +282,7 @@ def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
             ticket.finish_part(TrainerError("the drive failed"))
             return ticket
 
-    monkeypatch.setattr("offload_trainer.engine.tiered._transfers", lambda *_: Failing())
+    monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: Failing())
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
     before = _threads_of_sums()  # of other tests' engines

@@ -126,7 +126,7 @@ def test_weights_and_gradients_may_live_elsewhere(
 def test_late_copies_and_reads_change_nothing(
     elsewhere: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.tiered._transfers", lambda *_: LateTransfers())
+    monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
     words = [*SHARES["all three"], *elsewhere, "tiered.unit_buffers=2"]
     with engine(model_in(folder, tied=True), *words, drives=drive_in(folder), device=LateDevice()) as ours:
         assert train(ours, batches(4)) == in_ram(folder, "bf16", True, 1)[0]
@@ -149,7 +149,8 @@ class QueuedKernel:
 def on_streams(monkeypatch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[TieredEngine]:
     """The engine over the real CUDA device, whose streams are stand-ins that run late; so does its kernel."""
     with queued(monkeypatch, haste=0.2) as cuda:
-        monkeypatch.setattr(TieredEngine, "_kernel_there", lambda self, kernel, say: QueuedKernel(cuda))
+        late = lambda layout, device, kernel, say: QueuedKernel(cuda)  # noqa: E731
+        monkeypatch.setattr("offload_trainer.engine.parts._kernel_there", late)
         with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
             yield ours
 
@@ -193,7 +194,7 @@ def test_pages_live_where_the_shares_say(folder: Path) -> None:
         ("RAM", {RAM: 1.0}),
     ):
         with engine(model, *SHARES[share], drives=drive_in(folder)) as ours:
-            pages = ours._store.pages
+            pages = ours.offloaded.store.pages
             total = sum(page.elements for page in pages)
             for home, part in wanted.items():
                 held = sum(page.elements for page in pages if page.home == home)
@@ -202,5 +203,5 @@ def test_pages_live_where_the_shares_say(folder: Path) -> None:
             units = {page.unit for page in pages}
             whole = {u for u in units if all(page.home == DEVICE for page in pages if page.unit == u)}
             assert bool(whole) == (DEVICE in wanted)
-            assert {u for u in units if ours._gradients.on_device(u) is not None} == whole
+            assert {u for u in units if ours.offloaded.gradients.on_device(u) is not None} == whole
             assert len({page.unit for page in pages if page.home == DEVICE} - whole) <= 1

@@ -58,7 +58,7 @@ def third_step(
     with engine(model, *words) as ours:
         watch = Watch(patch)
         train(ours, batches(3 * accumulate), accumulate=accumulate)
-        fetched = {unit.index: 2 * unit.elements for unit in ours._units}
+        fetched = {unit.index: 2 * unit.elements for unit in ours.offloaded.units}
     begins = [index for index, event in enumerate(watch.events) if event == ("begin", "")]
     assert len(begins) == 3
     events = watch.events[begins[1] : begins[2]]

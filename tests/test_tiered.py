@@ -177,7 +177,7 @@ def test_frozen_weights_stay_and_the_others_follow_plain_torch(home: str, words:
         after = masters(ours)
         assert_same(after, weights)
         moved = {name for name in after if not torch.equal(before[name], after[name])}
-        assert moved == set(ours._trained)
+        assert moved == set(ours.offloaded.trained)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -255,7 +255,7 @@ def test_fp16_overflow_skips_the_step_and_halves_the_scale(home: str, folder: Pa
         for step, batch in enumerate(batches(12), 1):
             scale, before = ours._scale.value, masters(ours)
             assert scale == scaler.get_scale()
-            planted = ours._parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(
+            planted = ours.offloaded.parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(
                 lambda grad, step=step: grad.fill_(float("inf")) if step == 7 else grad
             )
             result = train(ours, [batch])[0]
@@ -298,7 +298,7 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
         first = train(ours, data[:2])
         before = masters(ours)
         name = "transformer.h.0.ln_1.bias"
-        planted = ours._parameters[name][0].register_hook(lambda grad: grad * float("nan"))
+        planted = ours.offloaded.parameters[name][0].register_hook(lambda grad: grad * float("nan"))
         assert train(ours, data[:1])[0][1] is None
         planted.remove()
         assert_same(masters(ours), before)
@@ -311,7 +311,7 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
 @pytest.mark.parametrize("words", [*HOMES.values(), [*HOMES["all on the drive"], "model.checkpointing=on"]])
 def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every transfer completes late and out of order, as on a GPU and a busy drive."""
-    monkeypatch.setattr("offload_trainer.engine.tiered._transfers", lambda *_: LateTransfers())
+    monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *words, drives=drives(folder, 2), device=LateDevice()) as ours:
         assert train(ours, batches(4)) == plain(model, 4)[0]
@@ -453,7 +453,7 @@ def test_bytes_are_the_planned_ones_and_no_more(folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     for share in (0.0, 0.5):
         with engine(model, "--optimizer", "nvme", "--ram-fraction", str(share), drives=drives(folder, 1)) as ours:
-            trained = sum(page.elements for page in ours._store.pages)
+            trained = sum(page.elements for page in ours.offloaded.store.pages)
             data = batches(4)
             train(ours, data[:2])
             before = read_io()

@@ -90,7 +90,7 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Any:
             load_weights=load_weights,
             say=log.say,
         )
-        engine.keep_account(swaps, model=setup.output / "model")
+        engine.offloaded.keep_account(model=setup.output / "model")
         return engine
     return _stock_engine(setup, swaps=swaps, load_weights=load_weights)
 

@@ -1,0 +1,112 @@
+"""From a plan to what `OffloadedModel` is built with: the layout, the device, the drives, the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.engine.op_builder import load_async_io
+from offload_trainer.errors import UserError
+from offload_trainer.model.source import DTYPES
+from offload_trainer.offload.cuda import CudaDevice
+from offload_trainer.offload.device import CpuDevice, Device
+from offload_trainer.offload.model import Drives, Layout
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.protocol import Kernel
+from offload_trainer.plan.layout import DEVICE, Unit, units_of
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered import TierSizes, gradient_bytes, gradient_ring, homes_in
+from offload_trainer.plan.zero import Placement
+from offload_trainer.storage.transfer import (
+    AioTransfers,
+    CheckedTransfers,
+    ThreadedTransfers,
+    Transfers,
+    async_io_handle,
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What lies where, and what carries it there."""
+
+    layout: Layout
+    device: Device
+    drives: Drives
+    kernels: tuple[Kernel, Kernel]  # the CPU's, and for pages that live on the device
+
+
+def opened(
+    config: TrainConfig,
+    shape: ModelShape,
+    placement: Placement,
+    sizes: TierSizes,
+    directories: Sequence[Path],
+    *,
+    stack: ExitStack,
+    say: Say,
+    device: Device | None = None,
+) -> Parts:
+    """The parts of such a run; `stack` closes them. `directories` are private ones on drives.
+
+    Without `device` it is CUDA's where there is a GPU, else the CPU. UserError where a GPU has no kernel for its pages.
+    """
+    units, dtype = units_of(shape), DTYPES[config.model.dtype]
+    device = device or _device(units, placement, itemsize=dtype.itemsize)
+    stack.callback(device.close)
+    drives = Drives(directories, _transfers(config, sizes))
+    stack.callback(drives.close)
+    homes = homes_in(units, placement, sizes)
+    layout = Layout(
+        units=units,
+        homes=homes,
+        dtype=dtype,
+        gradient_dtype=torch.float32 if gradient_bytes(config) == 4 else dtype,
+        format=sizes.format,
+        page_buffers=sizes.page_buffers,
+        unit_buffers=sizes.unit_buffers,
+        ring_bytes=gradient_ring(config, units, homes.gradients, gpu=device.is_cuda),
+    )
+    kernel, why = choose_kernel(config.optim.kernel)
+    say(why)
+    return Parts(layout, device, drives, (kernel, _kernel_there(layout, device, kernel, say=say)))
+
+
+def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
+    if not torch.cuda.is_available():
+        return CpuDevice()
+    largest = max(unit.elements for unit in units) * itemsize
+    return CudaDevice(
+        torch.device("cuda", torch.cuda.current_device()),
+        staging_bytes=largest if placement.params == "nvme" else 0,
+        stagings=2,
+    )
+
+
+def _kernel_there(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
+    """What updates the pages on the device with the bits of `kernel`. UserError where a GPU has no such kernel."""
+    if device.place.type != "cuda" or not any(page.home == DEVICE for page in layout.homes.pages):
+        return kernel
+    found, why = choose_cuda_kernel(device.place, kernel)
+    say(why)
+    if found is None:
+        raise UserError(f"{why}. Use --gpu-fraction 0, so that the state is in RAM and on drives")
+    return found
+
+
+def _transfers(config: TrainConfig, sizes: TierSizes) -> Transfers:
+    """What moves bytes to and from drives."""
+    tiered = config.tiered
+    if tiered.io == "async_io":
+        handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
+        return CheckedTransfers(AioTransfers(handle))  # the kernel tells no errors, so each of its bytes is checked
+    threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
+    return CheckedTransfers(threads) if tiered.checksums else threads

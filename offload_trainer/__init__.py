@@ -1,3 +1,47 @@
-"""Train every parameter of a transformer far larger than the GPU, and larger than host memory, on one GPU."""
+"""Train every parameter of a transformer far larger than the GPU, and larger than host memory, on one GPU.
+
+session = offload_trainer.load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"])      or offload(module): docs/library.md
+"""
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import offload_trainer.offload as _room
 
 __version__ = "0.1.0"
+__all__ = ["NonFiniteGradient", "Session", "TrainerError", "UserError", "load", "offload"]
+
+if TYPE_CHECKING:
+    from offload_trainer.errors import NonFiniteGradient, TrainerError, UserError
+    from offload_trainer.session.session import Session
+    from offload_trainer.session.start import load, offload
+
+
+class _OffloadRoom(ModuleType):
+    """The room `offload/`, which has the name of the library's function: calling it is calling that."""
+
+    def __call__(self, *args: Any, **keys: Any) -> Any:
+        from offload_trainer.session.start import offload
+
+        return offload(*args, **keys)
+
+
+sys.modules[_room.__name__].__class__ = _OffloadRoom
+
+
+def __getattr__(name: str) -> Any:
+    """The library on first use: a plan, or a command's --help, needs none of it."""
+    if name == "load":
+        from offload_trainer.session.start import load
+
+        return load
+    if name == "Session":
+        from offload_trainer.session.session import Session
+
+        return Session
+    if name in __all__:
+        from offload_trainer import errors
+
+        return getattr(errors, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

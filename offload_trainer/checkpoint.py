@@ -203,7 +203,7 @@ class Checkpoints:
                 files = snapshot.write(new)
                 if not first:
                     return
-                size = self._finish(new, files, state)
+                size = finish_checkpoint(new, files, state, self.record)
                 for path in self._beside:
                     sync_file(path)
                 put_in_place(new, final)
@@ -219,27 +219,28 @@ class Checkpoints:
         for line in prune(self._root, keep=self._keep):
             self.note(line)
 
-    def _finish(self, directory: Path, files: dict[str, Any], state: TrainState) -> int:
-        """What is not the engine's, then the manifest; returns the bytes of all files."""
-        write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
-        write_text(directory / "run.json", json.dumps(self.record.run, indent=1))
-        copy_tree(self.record.model, directory / "model")
-        for path in sorted(directory.rglob("*")):
-            name = path.relative_to(directory).as_posix()
-            if path.is_file() and name not in files:
-                data = path.read_bytes()
-                files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-        manifest = {
-            "format": FORMAT,
-            "offload_trainer": __version__,
-            "torch": torch.__version__,
-            "step": state.step,
-            "identity": dict(self.record.identity),
-            "layout": dict(self.record.layout),
-            "files": files,
-        }
-        write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
-        return sum(about["bytes"] for about in files.values())
+
+def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> int:
+    """What is not the engine's, then the manifest; returns the bytes of all files."""
+    write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
+    write_text(directory / "run.json", json.dumps(record.run, indent=1))
+    copy_tree(record.model, directory / "model")
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name not in files:
+            data = path.read_bytes()
+            files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    manifest = {
+        "format": FORMAT,
+        "offload_trainer": __version__,
+        "torch": torch.__version__,
+        "step": state.step,
+        "identity": dict(record.identity),
+        "layout": dict(record.layout),
+        "files": files,
+    }
+    write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
+    return sum(about["bytes"] for about in files.values())
 
 
 def _place_of(directory: Path) -> tuple[int, int] | None:

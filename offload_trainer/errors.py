@@ -24,6 +24,10 @@ class UserError(TrainerError):
     exit_code = 2
 
 
+class NonFiniteGradient(TrainerError):
+    """The step's gradients hold a NaN or an infinity; nothing was changed by them."""
+
+
 class Interrupted(TrainerError):
     """A signal asked the run to stop, and it came to an end in order: 128 + the signal's number."""
 

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "offload_trainer"
 
 # From the ground up; a floor of several rooms is one whose rooms do not know each other.
 HOUSE = (
-    ("packages", "units", "streams", ""),
+    ("packages", "units", "streams"),
     ("errors",),
     ("readback", "places", "signals"),
     ("identity", "config"),
@@ -22,9 +22,10 @@ HOUSE = (
     ("checkpoint",),
     ("trainer", "export"),
     ("run",),
+    ("session",),
     ("usage",),
     ("cli",),
-    ("__main__",),
+    ("__main__", ""),
 )
 FLOORS = {name: number for number, floor in enumerate(HOUSE) for name in floor}
 ROOMS = {

@@ -186,6 +186,10 @@ class Gradients:
             return self._device.download(resident[start : start + buffer.numel()], buffer)
         return self.store.read(unit, start, buffer)
 
+    def has(self, name: str) -> bool:
+        """Whether the weight got a gradient in this step."""
+        return name in self._arrived
+
     @property
     def arrived(self) -> frozenset[str]:
         """Names of the weights that got a gradient in this step."""

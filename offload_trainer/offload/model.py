@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_trainer.errors import UserError
 from offload_trainer.offload.activations import Activations
 from offload_trainer.offload.device import Device
 from offload_trainer.offload.gradients import Gradients
 from offload_trainer.offload.page_index import StoreAccount
+from offload_trainer.offload.parameter import offload_parameter
 from offload_trainer.offload.state import TieredSnapshot, TieredState
 from offload_trainer.offload.store import PageStore, size_of_home
 from offload_trainer.offload.stream import Stream
@@ -100,7 +102,10 @@ class OffloadedModel:
         self.trained = [name for name in parameters if trainable[name]]
         self.fixed = [name for name in parameters if not trainable[name]]
         self.steps = dict.fromkeys(self.trained, 0)  # of each weight, that changed it
-        self._last = True
+        self.last = True  # whether gradients that come now are of the step's last micro-batch
+        self.taken = 0  # gradients, ever
+        self.adds_up = True  # whether several micro-batches may be added up
+        self.closed = False
         self.account: StoreAccount | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
@@ -185,13 +190,24 @@ class OffloadedModel:
         first_of_blocks = next((n for n in self.trained if self.places[n][0].block), None)
 
         def hook(parameter: nn.Parameter) -> None:
-            gradient, parameter.grad = parameter.grad, None
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            self.gradients.add(name, gradient, last=self._last)
+            self._refuse_another(name)
+            self.taken += 1
+            self.gradients.add(name, gradient, last=self.last)
             if name == first_of_blocks:
                 return_now()  # what autograd needs next, for the embeddings, is its largest
 
         return hook
+
+    def _refuse_another(self, name: str) -> None:
+        """UserError for a second micro-batch's gradient where sums have the 16 bits of one."""
+        if not self.adds_up and self.gradients.has(name):
+            raise UserError(
+                f"{name} got a second gradient before its step, and accumulate=1 keeps the sums in 16 bits: load the "
+                "model with accumulate=2, or leave that out, for sums in fp32"
+            )
 
     def keep_inputs(self, inputs: KeptInputs, *, on_drives: bool) -> None:
         """Keep away from the device what gradient checkpointing keeps: in host memory, or on the drives."""
@@ -221,6 +237,32 @@ class OffloadedModel:
                 self.store.put("master", unit.index, place.start, place.weight.numel, master.float().reshape(-1))
         self.state.put_away()
 
+    # -- weights that are read outside their modules ------------------------------------------------------------------
+
+    def guard_reads(self) -> None:
+        """From now on whoever reads a parameter gets its values, wherever they are (`parameter.py`)."""
+        for name, uses in self.parameters.items():
+            for parameter in uses:
+                offload_parameter(parameter, name, self)
+
+    def lend(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        if self.closed:
+            raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
+        if self.stream is None:
+            return nullcontext()
+        places = {name: self.places[name] for name in names}
+        return self.stream.lend({name: (unit.index, place.start) for name, (unit, place) in places.items()})
+
+    def has_gradient(self, name: str) -> bool:
+        return self.gradients.has(name)
+
+    def trains(self, name: str) -> bool:
+        return name in self.steps
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A copy of one weight as the model computes with it, on the CPU."""
+        return self.state.weight(name)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -233,13 +275,26 @@ class OffloadedModel:
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Around each backward; `last`: it is the step's last, so the norms of its sums count."""
-        self._last = last
+        self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
                 self.updater.read_ahead()
             return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
             yield
             self.gradients.end_of_backward(last=last)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around a forward, whatever makes a loss of it, and the backward, where nobody says which of them it is."""
+        if last:
+            self.updater.read_ahead()
+        if self.stream is None:
+            yield
+            return
+        self.stream.then_after_backward = None if last else False
+        with self.stream.saving():
+            yield
+        self.stream.end_backward()
 
     def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
         return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
@@ -266,6 +321,11 @@ class OffloadedModel:
 
     def clear(self) -> None:
         """Let go of the sums: the next step begins."""
+        self.gradients.clear()
+
+    def drop(self) -> None:
+        """`clear` at any time: what is on its way arrives first."""
+        self.gradients.finish()
         self.gradients.clear()
 
     def begin(self) -> None:
@@ -310,7 +370,7 @@ class OffloadedModel:
         for name in self.trained:
             yield name, self.state.master(name)
         for name in self.fixed:
-            yield name, self.state.fixed(name).float()
+            yield name, self.state.weight(name).float()
         self.state.put_away()
 
     def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
@@ -329,6 +389,8 @@ class OffloadedModel:
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:
         """Go on from what a snapshot has written, of this or another layout."""
+        self.drop()
+        self.updater.forget_ahead()
         state = self.state.load(directory)
         self.steps = {name: state.steps_of(name) for name in self.trained}
         if self.stream:
@@ -337,4 +399,5 @@ class OffloadedModel:
 
     def close(self) -> None:
         """Wait for what is under way; what was taken from the device and the drives stays theirs."""
+        self.closed = True
         self._open.close()

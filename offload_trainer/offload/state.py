@@ -67,14 +67,14 @@ class TieredState:
         values = self.store.get("master", unit.index, place.start, place.weight.numel)
         return values.view(place.weight.shape)
 
-    def fixed(self, name: str) -> torch.Tensor:
-        """A copy of one weight that is not trained, in the run's dtype."""
+    def weight(self, name: str) -> torch.Tensor:
+        """A copy of one weight, in the run's dtype."""
         unit, place = self.places[name]
         return self.weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
 
     def fixed_files(self) -> list[StateFile]:
         shapes = {name: (shape, self.weights.dtype) for name, shape in self.shapes(trainable=False).items()}
-        return fixed_file(shapes, self.fixed)
+        return fixed_file(shapes, self.weight)
 
     def pieces(self, number: int) -> Iterator[tuple[str, slice]]:
         """The weights on a page, each with its stretch of the page's elements."""

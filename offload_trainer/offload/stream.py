@@ -3,6 +3,7 @@
     forward   a module's pre-hook: `need` its units, then start those that came next the last time
     backward  the same when a block is recomputed, or when autograd asks for a weight that it saved
     between   what the next pass begins with is started while this one ends, or once the update has made it
+    elsewhere a weight that is read outside its module is lent: brought for one operation, into memory of its own
 
 A weight that is away has its shape and one NaN for memory, so that code which uses it without a hook is seen at once.
 What autograd saves of a weight points into a ring buffer whose content changes: it is kept by unit and place, and
@@ -13,12 +14,13 @@ found again in backward. Nothing is ever freed: what has been unused for longest
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
 from offload_trainer.offload.device import Arrival, Device
@@ -65,7 +67,7 @@ class Stream:
         self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
         self._parts = {
             unit.index: [
-                (parameter, place.start, place.weight.shape)
+                (parameter, place.start, torch.Size(place.weight.shape))
                 for place in unit.places
                 for parameter in parameters[place.weight.name]
             ]
@@ -79,6 +81,8 @@ class Stream:
         self._followed: dict[tuple[bool, int | None, int | None], int] = {}
         self._before_last: int | None = None
         self._last: int | None = None
+        self._lent: dict[str, tuple[int, int]] = {}  # weights in memory of their own: their unit and place in it
+        self.then_after_backward: bool | None = None  # of backwards that begin without `passing`
         for unit in units:
             self._send_away(unit.index)
 
@@ -104,6 +108,11 @@ class Stream:
 
     def _before(self, units: list[int]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
+            if _unprotected():
+                raise UserError(
+                    "a part of an offloaded model was called by itself, and its weights would not stay for the "
+                    "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
+                )
             for unit in units:
                 self.need(unit)
 
@@ -115,18 +124,32 @@ class Stream:
 
         `then`: whether the pass after it is a backward; None where the weights will not be these any more.
         """
-        self._backward, self._then = backward, then
-        self._before_last = self._last = None
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+        self._begin_pass(backward=backward, then=then)
+        with self.saving():
             yield
-        self._followed[backward, self._before_last, self._last] = _END
+        self._end_pass()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Inside, autograd keeps weights by place."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def end_backward(self) -> None:
+        """A backward that began without `passing` is over."""
+        if self._backward:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._followed[self._backward, self._before_last, self._last] = _END
         self._look_ahead()
 
     def begin(self) -> None:
         """The weights are new: a forward follows, and what it needs first is started."""
-        self._backward, self._then = False, None
-        self._before_last = self._last = None
+        self._begin_pass(backward=False, then=None)
         self._look_ahead()
+
+    def _begin_pass(self, *, backward: bool, then: bool | None) -> None:
+        self._backward, self._then = backward, then
+        self._before_last = self._last = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
@@ -145,6 +168,8 @@ class Stream:
 
     def need(self, unit: int) -> torch.Tensor:
         """The unit's weights are in this buffer for what is computed next, and those after it are on their way."""
+        if not self._backward and torch._C._current_graph_task_id() != -1:
+            self._begin_pass(backward=True, then=self.then_after_backward)  # nobody has told
         number = self._rings.slot_of(unit)
         if number is None:
             number = self._rings.room_for(unit)
@@ -156,7 +181,7 @@ class Stream:
             slot.arrival.wait()
             slot.arrival = None
             for parameter, start, shape in self._parts[unit]:
-                parameter.data = slot.buffer[start : start + parameter.numel()].view(shape)
+                _set_memory(parameter, slot.buffer[start : start + shape.numel()].view(shape))
         if unit != self._last:
             self._followed[self._backward, self._before_last, self._last] = unit
             self._before_last, self._last = self._last, unit
@@ -203,18 +228,83 @@ class Stream:
 
     def _send_away(self, unit: int) -> None:
         for parameter, _, shape in self._parts[unit]:
-            parameter.data = self._away.expand(shape)
+            _set_memory(parameter, self._away.expand(shape))
 
     def forget(self) -> None:
-        """The homes have new weights, or will: whatever the ring holds is old."""
+        """The homes have new weights, or will: whatever the ring holds is old, and what was lent."""
+        self._take_back()
         for number in range(len(self._slots)):
             self._evict(number)
+
+    # -- read outside their modules -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def lend(self, places: Mapping[str, tuple[int, int]]) -> Iterator[None]:
+        """Inside, these weights (their unit, and the place in it) can be read by one operation, whatever it is.
+
+        What is away, or in a ring whose content nothing would bring back for the backward, is copied into memory of its
+        own, and stays there until others are lent or the weights change. Autograd keeps that memory, as it is.
+        """
+        bare = _unprotected()
+        wanted = {
+            name: (unit, start)
+            for name, (unit, start) in places.items()
+            if unit in self._parts and self._is_to_be_lent(unit, start, bare=bare)
+        }
+        if wanted:
+            self._take_back()
+            for unit, start in wanted.values():
+                for parameter, at, shape in self._parts[unit]:
+                    if at == start:
+                        _set_memory(parameter, self._copy(unit, start, shape))
+            self._lent = wanted
+        lent = any(name in self._lent for name in places)
+        keeping = saved_tensors_hooks(torch.Tensor.detach, _as_saved) if lent and bare else nullcontext()
+        with keeping:
+            yield
+
+    def _is_to_be_lent(self, unit: int, start: int, *, bare: bool) -> bool:
+        parameter = next(parameter for parameter, at, _ in self._parts[unit] if at == start)
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = parameter.untyped_storage().data_ptr()
+        return memory == self._away.untyped_storage().data_ptr() or (bare and memory in self._by_storage)
+
+    @torch.no_grad()
+    def _copy(self, unit: int, start: int, shape: torch.Size) -> torch.Tensor:
+        with torch.inference_mode(False):  # it may outlive that
+            return self._weights.get(unit, start, shape.numel()).to(self._device.place).view(shape)
+
+    def _take_back(self) -> None:
+        for unit, start in self._lent.values():
+            number = self._rings.slot_of(unit)
+            there = number is not None and self._slots[number].arrival is None
+            for parameter, at, shape in self._parts[unit]:
+                if at == start and number is not None and there:
+                    _set_memory(parameter, self._slots[number].buffer[start : start + shape.numel()].view(shape))
+                elif at == start:
+                    _set_memory(parameter, self._away.expand(shape))
+        self._lent = {}
 
     def close(self) -> None:
         """Wait for what is on its way, whatever becomes of it."""
         for number in range(len(self._slots)):
             with suppress(Exception):
                 self._evict(number)
+
+
+def _unprotected() -> bool:
+    """Whether autograd would save weights as they lie in memory now: outside all passes, and not in a backward."""
+    saving = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    return saving and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = memory
 
 
 def _modules_of_units(

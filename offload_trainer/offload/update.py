@@ -112,6 +112,15 @@ class Updater:
         for slot in free:
             self._fill(slot)
 
+    def forget_ahead(self) -> None:
+        """Let go of what was read ahead: the state will be another."""
+        with self._lock:
+            early, self._early = self._early or [], None
+            self._waiting.clear()
+        for job in early:
+            together(job.loaded).wait()
+            self._free.append(job.slot)
+
     def _fill(self, slot: int) -> None:
         """Start the next page on its way into a slot, or put the slot aside. Runs on transfer threads too."""
         with self._lock:

@@ -25,16 +25,21 @@ from offload_trainer.units import format_bytes
 
 def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, Any]:
     """The wish with nothing left open, its plan here, the machine that is for, and the model's source."""
-    from offload_trainer.machine.cache import with_cached_rates
-    from offload_trainer.machine.probe import probe_machine
     from offload_trainer.model.source import resolve_model
 
-    machine = with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output))
-    machine = _with_what_goes(machine)
+    machine = machine_here(config)
     source = resolve_model(config.model, seed=config.train.seed)
     _, world = ranks_of_environment()
     settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
     return settled, plan, machine, source
+
+
+def machine_here(config: TrainConfig) -> MachineProfile:
+    """This machine as a run of `config` will find it."""
+    from offload_trainer.machine.cache import with_cached_rates
+    from offload_trainer.machine.probe import probe_machine
+
+    return _with_what_goes(with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output)))
 
 
 def _with_what_goes(machine: MachineProfile) -> MachineProfile:

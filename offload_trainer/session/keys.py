@@ -1,0 +1,94 @@
+"""From the caller's keys to the configuration that a plan is made for, and a refusal in the caller's words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.settings import FLAGS, all_keys, load_config
+
+_SECTIONS = ("model", "placement", "tiered")  # all of these, and single ones of the others
+_SINGLE = ("optim.states", "optim.kernel", "train.micro_batch", "train.accumulate", "train.seed", "data.seq_len")
+_NOT = {  # what a session has in another way, or not yet
+    "model.name": "give it to ot.load",
+    "model.loss_chunk": "the loss is yours",
+    "model.offload_activations": "a session keeps what gradient checkpointing keeps on the device",
+    "placement.engine": "a session is the tiered engine",
+    "placement.gpus": "a session trains with one GPU",
+    "placement.threads": "use torch.set_num_threads",
+    "optim.lr": "give it to session.adamw",
+    "optim.betas": "give them to session.adamw",
+    "optim.eps": "give it to session.adamw",
+    "optim.weight_decay": "give it to session.adamw",
+    "optim.clip": "call session.clip_grad_norm_",
+}
+
+
+def known_keys() -> dict[str, str]:
+    """The configuration's key of each of the caller's."""
+    keys = [key for key in all_keys() if key.partition(".")[0] in _SECTIONS or key in _SINGLE]
+    return {key.rpartition(".")[2]: key for key in keys if key not in _NOT}
+
+
+def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
+    """The configuration for a model called `name`, or for one that is in memory. UserError with every mistake.
+
+    Where nothing is said of it, gradients may be added up over micro-batches.
+    """
+    known = known_keys()
+    for key in given:
+        if key not in known:
+            raise UserError(f"{key}={given[key]!r}: {_unknown(key, known)}")
+    words = ["--engine", "tiered", "--save-every", "0"]
+    words += ["--model", name] if name is not None else ["model.checkpointing=off"]
+    if "accumulate" not in given:
+        words.append("train.accumulate=2")
+    for key, value in given.items():
+        words.append(f"{known[key]}={value if isinstance(value, str) else json.dumps(value, default=_listed)}")
+    with in_callers_words():
+        return load_config(words)
+
+
+def _listed(value: Any) -> Any:
+    """A path, or several of something."""
+    return list(value) if isinstance(value, tuple | set | frozenset) else str(value)
+
+
+def _unknown(key: str, known: Mapping[str, str]) -> str:
+    other = {leaf.rpartition(".")[2]: why for leaf, why in _NOT.items()}
+    if key in other:
+        return other[key]
+    near = get_close_matches(key, known, n=1, cutoff=0.5)
+    return "a session has no such key" + (f"; did you mean {near[0]}?" if near else "")
+
+
+@contextmanager
+def in_callers_words() -> Iterator[None]:
+    """A refusal that names flags and keys of the command line names keywords instead."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(callers_words(str(error))) from error
+
+
+def callers_words(message: str) -> str:
+    for flag in sorted(FLAGS, key=len, reverse=True):
+        leaf = FLAGS[flag].key.rpartition(".")[2]
+        if FLAGS[flag].metavar:
+            message = re.sub(rf"{flag}[ =]([\w./]+)", partial(_keyword, leaf), message)
+        message = re.sub(rf"{flag}\b(?!-)", leaf if FLAGS[flag].metavar else f"{leaf}=True", message)
+    return re.sub(rf"\b(?:{'|'.join(TrainConfig.model_fields)})\.([a-z_]+)", r"\1", message)
+
+
+def _keyword(leaf: str, found: re.Match[str]) -> str:
+    value = found[1]
+    if leaf == "nvme":
+        return f'nvme=["{value}"]'
+    return f"{leaf}={value}" if re.fullmatch(r"[\d.]+", value) else f'{leaf}="{value}"'

@@ -1,0 +1,188 @@
+"""A session's saves: checkpoints that the command's `export` reads too, each whole or not there.
+
+DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as a run's (checkpoint.py)
+    session.json   the optimizer's groups, and the state of what was given with them: plain data
+    model/         the model's configuration, where it has one
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import with_config
+
+from offload_trainer.checkpoint import RunRecord, TrainState, finish_checkpoint
+from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.export.directory import DTYPES, EXPORT, check_destination, write_model
+from offload_trainer.export.sources import Source
+from offload_trainer.identity import refuse_other_run
+from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest
+from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.readback import LENIENT, is_there, read_back
+from offload_trainer.retention import WORK
+from offload_trainer.session.optimizer import OffloadedAdamW
+from offload_trainer.storage.durable import copy_tree, make_directories, put_in_place, sync_directory, write_text
+from offload_trainer.storage.removal import clear, replacing
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
+
+_STATE = "session.json"
+_FIX = "Go on from another save"
+
+
+class Stateful(Protocol):
+    """A scheduler, a loader of data, ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _SessionState:
+    """What session.json holds."""
+
+    groups: list[dict[str, Any]]  # as param_groups, the weights by name
+    stateful: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Saves:
+    """What saves of one session say beside its state."""
+
+    record: RunRecord
+    causal_lm: bool  # whether transformers makes a causal language model of `record.model`
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, final: Path, offloaded: OffloadedModel, optimizer: OffloadedAdamW, stateful: Sequence[Stateful]
+    ) -> None:
+        final = final.absolute()
+        if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
+            raise UserError(f"{final} holds something that is no save, and is not replaced: name another directory")
+        held = _SessionState(_groups(optimizer), [_plain(one.state_dict(), type(one).__name__) for one in stateful])
+        snapshot = offloaded.snapshot()
+        try:
+            make_directories(final.parent)
+            with replacing(final, what=WORK) as new:
+                new.mkdir()
+                files = snapshot.write(new)
+                write_text(new / _STATE, json.dumps(asdict(held), indent=1))
+                finish_checkpoint(new, files, TrainState(offloaded.steps_done, 0, 0), self.record)
+                put_in_place(new, final)
+        except OSError as error:
+            raise TrainerError(
+                f"{final} could not be written: {reason(error, final.parent)}; what was there before is untouched"
+            ) from error
+        finally:
+            snapshot.close()
+
+    def export(self, destination: Path, offloaded: OffloadedModel, *, dtype: str) -> None:
+        if dtype not in DTYPES:
+            raise UserError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
+        places = offloaded.places
+        source = Source(
+            shapes={name: places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
+            weights=offloaded.masters,
+            read=offloaded.state.master,
+            model=self.record.model,
+            told=f"a session after step {offloaded.steps_done}",
+            card=lambda dtype: _CARD.format(dtype=dtype, steps=offloaded.steps_done),
+        )
+        if self.causal_lm:
+            write_model(source.with_buffers(), destination, dtype=dtype)
+        else:
+            _write_by_name(source, destination.absolute(), dtype=dtype)
+
+    # -- back ---------------------------------------------------------------------------------------------------------
+
+    def resume(
+        self, directory: Path, offloaded: OffloadedModel, optimizer: OffloadedAdamW, stateful: Sequence[Stateful]
+    ) -> int:
+        save = _newest(directory.absolute())
+        if save is None:
+            return 0
+        manifest = checked_manifest(save, moments=True, fix=_FIX)
+        refuse_other_run(save, manifest.layout, self.record.layout)
+        held = read_back(save / _STATE, _SessionState, fix=_FIX)
+        if len(held.stateful) != len(stateful):
+            raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
+        _refuse_other_groups(save, held.groups, _groups(optimizer))
+        offloaded.load(save)
+        for group, saved in zip(optimizer.param_groups, held.groups, strict=True):
+            group |= {key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key != "params"}
+        for one, state in zip(stateful, held.stateful, strict=True):
+            one.load_state_dict(state)
+        return offloaded.steps_done
+
+
+_CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
+
+
+def _groups(optimizer: OffloadedAdamW) -> list[dict[str, Any]]:
+    """The optimizer's groups as plain data."""
+    return [
+        _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
+        | {"params": [parameter.weight for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value`, if JSON gives it back; tuples become lists. UserError naming where it holds something else."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise UserError(
+        f"{where}: a save holds plain data (numbers, text, lists of them), and this is {type(value).__name__}"
+    )
+
+
+def _newest(directory: Path) -> Path | None:
+    """The save that `directory` is, or the newest below it; None where there is nothing at all."""
+    if directory.parent.is_dir():
+        clear(directory, what=WORK)  # what a killed save has left; the older one goes back to its place
+    if is_there(directory / MANIFEST):
+        return directory
+    if not directory.exists():
+        return None
+    found = [path for path in directory.iterdir() if is_there(path / MANIFEST)]
+    if found:
+        return max(found, key=lambda path: read_back(path / MANIFEST, Manifest, fix=_FIX).step)
+    left = [path.name for path in directory.iterdir() if not path.name.startswith(".")]
+    if left:
+        raise UserError(f"{directory}: neither a save ({MANIFEST}) nor a directory of saves; it holds {left[0]}")
+    return None
+
+
+def _refuse_other_groups(save: Path, saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
+    if [group.get("params") for group in saved] != [group["params"] for group in now]:
+        told = ", ".join(str(len(group.get("params", ()))) for group in saved)
+        raise UserError(
+            f"{save} was made with other groups of parameters (of {told} parameters): give adamw() the same ones"
+        )
+
+
+def _write_by_name(source: Source, destination: Path, *, dtype: str) -> None:
+    """model.safetensors by the parameters' names, beside a configuration if there is one."""
+    entries = [TensorEntry(name, DTYPES[dtype], shape) for name, shape in source.shapes.items()]
+    check_destination(destination, sum(entry.bytes for entry in entries))
+    try:
+        with replacing(destination, what=EXPORT) as new:
+            copy_tree(source.model, new)
+            writer = TensorFileWriter(new / "model.safetensors", entries)
+            for name, tensor in source.weights():
+                writer.write(name, tensor.to(DTYPES[dtype]))
+            writer.close()
+            sync_directory(new)
+            put_in_place(new, destination)
+    except OSError as error:
+        raise TrainerError(f"{destination}: {reason(error, destination.parent)}; nothing is left there") from error

@@ -1,0 +1,215 @@
+"""A model in its homes, for whoever writes the loop: the forward and the backward are theirs, the bytes are ours.
+
+with session.micro_batch(last=...):   the forward, the loss and its backward; weights come, gradients go
+session.clip_grad_norm_(limit)        the norm of the sums; the factor goes into the next step
+optimizer.step()                      the update, wherever the state is
+session.save, resume, export          `saving.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import isfinite
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from offload_trainer.errors import NonFiniteGradient, UserError
+from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.offload.norms import clip_factor
+from offload_trainer.optim.rules import AdamW
+from offload_trainer.plan.plan import Plan
+from offload_trainer.session.optimizer import OffloadedAdamW
+from offload_trainer.session.saving import Saves, Stateful
+
+
+class Session:
+    """Made by `ot.load` and `ot.offload`. As a context manager it is closed at the end."""
+
+    def __init__(
+        self, model: nn.Module, offloaded: OffloadedModel, *, plan: Plan, saves: Saves, opened: ExitStack
+    ) -> None:
+        """`opened` closes what the session is made of."""
+        self.model = model
+        self.plan = plan
+        self.device = next(iter(offloaded.parameters.values()))[0].device
+        self._offloaded, self._saves, self._opened = offloaded, saves, opened
+        self._optimizer: OffloadedAdamW | None = None
+        self._pass = ExitStack()
+        self._depth = 0  # forwards of the model inside each other
+        self._counted = False  # whether the norms of the sums are taken already
+        self._norm: float | None = None  # of the sums, as they were when `_taken` gradients had come
+        self._taken, self._clip = 0, 1.0
+        offloaded.guard_reads()
+        model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        model.register_forward_hook(self._end_forward, always_call=True)
+        model.state_dict = self._refuse_state_dict  # type: ignore[method-assign]
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batch(self, *, last: bool = True) -> Iterator[None]:
+        """Around a micro-batch's forward, loss and backward. `last`: its step follows, so the norms are taken now.
+
+        Without it each backward counts as the last one, which costs a norm more, and changes nothing else.
+        """
+        self._refuse_closed()
+        self._counted = self._counted or last
+        self._offloaded.last = self._counted
+        with self._offloaded.micro_batch(last=last):
+            yield
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._refuse_closed()
+        self._depth += 1
+        if self._depth == 1:
+            self._pass.enter_context(self._offloaded.forward(then=torch.is_grad_enabled()))
+
+    def _end_forward(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._pass.close()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def adamw(
+        self,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> OffloadedAdamW:
+        """The session's optimizer, with torch.optim.AdamW's arguments and groups. None: all that is trained.
+
+        Parameters that are in none of its groups stay as they are, although they have a state: freeze them with
+        `requires_grad_(False)` before the model is offloaded, and they have none.
+        """
+        self._refuse_closed()
+        if self._optimizer is not None:
+            raise UserError("a session has one optimizer: give its groups to the first call of adamw()")
+        if params is None:
+            params = [use for name in self._offloaded.trained for use in self._offloaded.parameters[name]]
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._optimizer = OffloadedAdamW(params, defaults=defaults, update=self._step, clear=self._clear)
+        return self._optimizer
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """The norm of all gradients since the last step: fp32, 0-dim, before clipping.
+
+        The next step takes the gradients times max_norm / (norm + 1e-6), if that is less than 1, as
+        torch.nn.utils.clip_grad_norm_ does.
+        """
+        self._refuse_closed()
+        if max_norm <= 0:
+            raise UserError(f"clip_grad_norm_({max_norm}): a limit above 0 is needed; float('inf') only takes the norm")
+        norm = self._norm_of_sums()
+        self._clip = clip_factor(norm, limit=max_norm)
+        return torch.tensor(norm, dtype=torch.float32, device=self.device)
+
+    @torch.no_grad()
+    def _norm_of_sums(self) -> float:
+        taken = self._offloaded.taken
+        if self._norm is None or taken != self._taken:
+            if self._clip != 1.0:
+                raise UserError("a backward came after clip_grad_norm_, which was for the gradients before it")
+            self._norm, self._taken = self._offloaded.norm(), taken
+        return self._norm
+
+    @torch.no_grad()
+    def _step(self, rules: dict[str, AdamW]) -> None:
+        """NonFiniteGradient, with nothing changed, where a sum holds a NaN or an infinity."""
+        self._refuse_closed()
+        if not self._offloaded.gradients.arrived:
+            return  # as torch's, where no parameter has a gradient
+        norm = self._norm_of_sums()
+        if not isfinite(norm):
+            raise NonFiniteGradient(
+                f"the gradient's norm is {norm}: nothing was changed. The optimizer's zero_grad() lets go of these "
+                "gradients, and the next backward begins anew"
+            )
+        self._offloaded.step(rules, scale=self._clip)
+        self._clear()
+        self._offloaded.begin()
+
+    def _clear(self) -> None:
+        self._offloaded.drop()
+        self._counted, self._norm, self._clip = False, None, 1.0
+        self._offloaded.last = True
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, weight as the model computes with it, on the CPU), one at a time, tied ones once."""
+        self._refuse_closed()
+        for name in self._offloaded.parameters:
+            yield name, self._offloaded.weight(name)
+
+    def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 master on the CPU), one at a time; of frozen weights the weight."""
+        self._refuse_closed()
+        return self._offloaded.masters()
+
+    def _refuse_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError(
+            "state_dict() would hold all weights of an offloaded model at once: use session.export(directory) for a "
+            "model, session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
+        )
+
+    # -- saves --------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path, *stateful: Stateful) -> None:
+        """Save masters, moments, steps, the optimizer's groups and each `stateful`'s state_dict() as `directory`.
+
+        What stands there is replaced when the new one is whole, so that a kill at any moment leaves one of them.
+        UserError for a state that is no plain data; TrainerError where the disk refuses.
+        """
+        self._refuse_closed()
+        self._saves.save(Path(directory), self._offloaded, self._given_optimizer(), stateful)
+
+    def resume(self, directory: str | Path, *stateful: Stateful) -> int:
+        """Go on from a save, or from the newest one below `directory`; returns the optimizer steps that it has done.
+
+        0, and nothing is changed, where `directory` does not exist or is empty. UserError for what is damaged, or of
+        another model or other groups.
+        """
+        self._refuse_closed()
+        self._clear()
+        return self._saves.resume(Path(directory), self._offloaded, self._given_optimizer(), stateful)
+
+    def export(self, directory: str | Path, *, dtype: str = "bf16") -> None:
+        """Write the weights as transformers loads them, one at a time: "bf16", "fp16" or "fp32".
+
+        A module that is none of transformers' becomes model.safetensors, by the parameters' names.
+        """
+        self._refuse_closed()
+        self._saves.export(Path(directory), self._offloaded, dtype=dtype)
+
+    def _given_optimizer(self) -> OffloadedAdamW:
+        if self._optimizer is None:
+            raise UserError("call adamw() first: a save holds the rates of its groups")
+        return self._optimizer
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _refuse_closed(self) -> None:
+        if self._offloaded.closed:
+            raise UserError("the session is closed")
+
+    def close(self) -> None:
+        """Give back memory and files. The model has no weights any more: reading one is an error."""
+        self._pass.close()
+        self._opened.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

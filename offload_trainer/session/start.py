@@ -1,0 +1,230 @@
+"""From a name or a module to a session: planned as the command plans, said, refused where it does not fit, built.
+
+keys ── TrainConfig ── plan ── drives leased, homes made, weights in ──> Session
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_trainer.checkpoint import RunRecord
+from offload_trainer.config import TrainConfig
+from offload_trainer.engine.parts import Parts, opened
+from offload_trainer.errors import UserError
+from offload_trainer.model.initial import meta_model
+from offload_trainer.model.source import DTYPES, parameters_without_memory, resolve_model, save_model_config
+from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.plan.choose import settle_and_plan
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.run.directory import environment
+from offload_trainer.run.planning import machine_here
+from offload_trainer.session.keys import in_callers_words, session_config
+from offload_trainer.session.saving import Saves
+from offload_trainer.session.session import Session
+from offload_trainer.session.shape import shape_of
+from offload_trainer.storage.host_memory import return_now, return_what_is_freed
+from offload_trainer.storage.lease import DriveLease
+
+Say = Callable[[str], None]
+Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+_NOWHERE = "saves"  # for a plan: a session's saves go wherever they are told to
+
+
+def load(name: str | Path, *, say: Say = print, **keys: Any) -> Session:
+    """A causal language model of transformers in its homes: a directory, a hub id, or a preset.
+
+    `keys` are the command's (docs/library.md): dtype, nvme, params, optimizer, ram_fraction, ... The plan's lines go to
+    `say`. Raises UserError for keys that cannot be, a model that is none, and a plan that does not fit.
+    """
+    config = session_config(str(name), _with_nvme(keys))
+    with in_callers_words():
+        source = resolve_model(config.model, seed=config.train.seed)
+        config, plan = _planned(config, source.shape, machine_here(config), say=say)
+        with ExitStack() as stack:
+            parts = _opened(config, source.shape, plan, stack, say=say)
+            model = source.build(dtype=parts.layout.dtype, context=parameters_without_memory()).model
+            parameters = _with_memory(model, parts)
+            for key, value in source.buffers().items():
+                _set_buffer(model, key, value.to(parts.device.place))
+            folder = _folder(stack)
+            save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
+            weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
+            saves = Saves(_record(config, plan, source.shape, folder, random=source.random), causal_lm=True)
+            return _session(model, _offloaded(model, parameters, weights, parts, config, stack), plan, saves, stack)
+
+
+def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say = print, **keys: Any) -> Session:
+    """Any module in memory, moved to its homes; its parameters stay the same objects.
+
+    `blocks` names the repeated blocks, whose weights come and go one at a time: parts of the module, or ModuleLists
+    of them; None: the children of each ModuleList and Sequential of modules of one class. `dtype` is by default what
+    most of the module's elements have. Parameters with requires_grad=False have neither masters nor moments.
+    """
+    parameters = dict(module.named_parameters())
+    keys = {"dtype": _dtype_of(parameters), **_with_nvme(keys)}
+    config = session_config(None, keys)
+    shape = shape_of(module, blocks=blocks)
+    with in_callers_words():
+        machine = machine_here(config)
+        here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
+        machine = replace(machine, ram_bytes=machine.ram_bytes + here)  # they go as their homes are filled
+        config, plan = _planned(config, shape, machine, say=say)
+        with ExitStack() as stack:
+            parts = _opened(config, shape, plan, stack, say=say)
+            folder = _folder(stack)
+            causal_lm = _keep_configuration(module, folder)
+            held = {name: parameter.detach() for name, parameter in parameters.items()}
+            for parameter in parameters.values():
+                parameter.grad = None
+            for part in module.modules():
+                for key, buffer in part._buffers.items():
+                    part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
+            dtype = parts.layout.dtype
+            weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
+            saves = Saves(_record(config, plan, shape, folder, random=False), causal_lm=causal_lm)
+            uses = {name: [parameter] for name, parameter in parameters.items()}
+            return _session(module, _offloaded(module, uses, weights, parts, config, stack), plan, saves, stack)
+
+
+# -- planning --------------------------------------------------------------------------------------------------------
+
+
+def _with_nvme(keys: dict[str, Any]) -> dict[str, Any]:
+    """One drive may be given as it is."""
+    drives = keys.get("nvme", ())
+    drives = [drives] if isinstance(drives, str | Path) else drives
+    return (
+        {**keys, "nvme": [str(drive) for drive in drives]} if drives else {k: v for k, v in keys.items() if k != "nvme"}
+    )
+
+
+def _planned(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, say: Say) -> tuple[TrainConfig, Plan]:
+    """The plan, said. UserError where it does not fit, or for fp16, whose losses nobody would scale."""
+    machine = replace(machine, output=DriveFacts(_NOWHERE, 1 << 62, "none"))
+    tokens = config.train.micro_batch * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
+    whole = config.model.model_copy(update={"loss_chunk": tokens})  # the loss is the caller's: all logits at once
+    config, plan = settle_and_plan(config.model_copy(update={"model": whole}), shape, machine)
+    items = tuple(item for item in plan.items if item.tier != _NOWHERE)
+    tiers = {tier: room for tier, room in plan.tiers.items() if tier != _NOWHERE}
+    plan = replace(plan, items=items, tiers=tiers)
+    if not any(weight.trainable for weight in shape.weights):
+        raise UserError("nothing is trained: no parameter has requires_grad=True")
+    if config.model.dtype == "fp16":
+        raise UserError(
+            'a session has no loss scale, so no fp16: give dtype="bf16", or "fp32" where the card has no bf16'
+        )
+    say(plan.describe())
+    if not plan.fits and not config.placement.force:
+        raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True tries all the same)")
+    return config, plan
+
+
+def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> Parts:
+    """Drives leased, the device and the kernels."""
+    return_what_is_freed()
+    drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
+    leases = [stack.enter_context(DriveLease(drive, say=say)) for drive in drives]
+    assert isinstance(plan.sizes, TierSizes)
+    one_use = replace(shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights))  # one object each
+    places = [lease.path for lease in leases]
+    return opened(config, one_use, plan.placement, plan.sizes, places, stack=stack, say=say)
+
+
+def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *, random: bool) -> RunRecord:
+    """What saves say beside the state."""
+    told = {"config": config.model_dump(mode="json"), "plan": plan.to_json(), "environment": environment()}
+    layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in shape.weights}
+    return RunRecord(identity={"session": True}, layout=layout, run={**told, "random": random}, model=folder)
+
+
+def _folder(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offload-trainer-session-")))
+
+
+# -- building --------------------------------------------------------------------------------------------------------
+
+
+def _session(model: nn.Module, offloaded: OffloadedModel, plan: Plan, saves: Saves, stack: ExitStack) -> Session:
+    return Session(model, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
+
+
+def _offloaded(
+    model: nn.Module,
+    parameters: dict[str, list[nn.Parameter]],
+    weights: Weights,
+    parts: Parts,
+    config: TrainConfig,
+    stack: ExitStack,
+) -> OffloadedModel:
+    offloaded = OffloadedModel(
+        model,
+        parameters,
+        parts.layout,
+        device=parts.device,
+        drives=parts.drives,
+        kernels=parts.kernels,
+        seed=config.train.seed,
+    )
+    stack.callback(offloaded.close)
+    offloaded.adds_up = parts.layout.gradient_dtype is torch.float32
+    offloaded.put(weights)
+    return_now()
+    return offloaded
+
+
+def _with_memory(model: nn.Module, parts: Parts) -> dict[str, list[nn.Parameter]]:
+    """Parameters that can be given memory in place of those that have none; tied ones stay one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for key, old in module._parameters.items():
+            if old is not None:
+                if old not in made:
+                    empty = torch.empty(1, dtype=parts.layout.dtype, device=parts.device.place).expand(old.shape)
+                    made[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
+                module._parameters[key] = made[old]
+    return {name: [made[old]] for old, name in names.items()}
+
+
+def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._buffers[leaf] = value
+
+
+def _dtype_of(parameters: dict[str, nn.Parameter]) -> str:
+    """The key of the dtype that most elements have. UserError for what cannot be trained."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    counts: dict[str, int] = {}
+    for name, parameter in parameters.items():
+        if parameter.dtype not in names or parameter.is_meta:
+            what = "has no values" if parameter.is_meta else f"is {parameter.dtype}"
+            raise UserError(f"{name} {what}: weights of bf16 and fp32 can be offloaded")
+        counts[names[parameter.dtype]] = counts.get(names[parameter.dtype], 0) + parameter.numel()
+    if not counts:
+        raise UserError("the module has no parameters")
+    return max(counts, key=lambda name: counts[name])
+
+
+def _keep_configuration(module: nn.Module, folder: Path) -> bool:
+    """Write the configuration of a transformers model; whether it is a causal language model."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return False
+    copy.deepcopy(config).save_pretrained(folder)
+    try:
+        built = meta_model(config, trust_remote_code=False)
+    except Exception:  # of transformers' constructors: it is another kind of model
+        return False
+    return [name for name, _ in built.named_parameters()] == [name for name, _ in module.named_parameters()]

@@ -136,7 +136,7 @@ def tracked(config: TrainConfig, source: ModelSource) -> int:
         tracker = _Peak()
         tracker.track_external(module, tokens)
         with tracker:
-            module(tokens, tokens).backward()
+            module(tokens, tokens, None, tokens.numel()).backward()
         return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 import torch
 from bench_of_engines import VOCABULARY, batches, model_directory
 from conftest import run_script
+from late import LateDevice, LateTransfers
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
@@ -153,6 +157,79 @@ def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_copies_and_reads_that_complete_late_change_nothing(
+    kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_trainer.engine.parts._device", lambda *_, **__: LateDevice())
+    monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
+    model = MODELS[kind](tmp_path)
+    expected, weights = by_torch(copy.deepcopy(model))
+    with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw(groups(model), lr=1e-2)
+        assert (
+            list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
+            == expected
+        )
+        for name, master in session.named_masters():
+            assert torch.equal(master, weights[name]), name
+
+
+def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) -> None:
+    """A loop without micro_batch, over blocks of which the first are frozen: the same draws, recomputed, as torch's."""
+    folder = model_directory(tmp_path / "model", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, vocab_size=224)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model.save_pretrained(folder)
+    freeze = ["wte", "wpe", r"\.h\.[01]\."]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        torch.manual_seed(11)
+        found = []
+        for batch in batches(6):
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = losses(model, torch.optim.AdamW(trained, lr=1e-2, fused=True))
+    keys = {"dtype": "fp32", "freeze": freeze, "checkpointing": "on", **HOMES["on the drive"]}
+    with ot.load(folder, nvme=drive, **keys) as session:
+        assert losses(session.model, session.adamw(lr=1e-2)) == expected
+        for name, master in session.named_masters():
+            assert torch.equal(master, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_path: Path, drive: Path) -> None:
+    """Their rounding is drawn from the seed and the step."""
+    after = []
+    for stops in (False, True):
+        model = tower(tmp_path)
+        keys = {"nvme": drive, "optimizer": "nvme", "states": states, "seed": 5}
+        session = ot.offload(model, **keys)
+        optimizer = session.adamw(lr=1e-2)
+        for step, batch in enumerate(batches(6), 1):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if stops and step == 3:
+                session.save(tmp_path / states)
+                session.close()
+                model = tower(tmp_path)
+                session = ot.offload(model, **keys)
+                optimizer = session.adamw(lr=1e-2)
+                assert session.resume(tmp_path / states) == 3
+        after.append({name: master.clone() for name, master in session.named_masters()})
+        session.close()
+    assert all(torch.equal(after[0][name], master) for name, master in after[1].items())
+
+
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("home", ["resident", "on the drive"])
 def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
     """Into a model with other values, in other homes: rates, betas, moments and steps are the save's."""
@@ -267,6 +344,65 @@ def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: 
         assert session.clip_grad_norm_(1.0) == norm
 
 
+class Checkpointed(Tower):
+    """Two floors at a time are recomputed, and so is the head, which is read by hand."""
+
+    reentrant = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        def two(x: torch.Tensor, at: int) -> torch.Tensor:
+            for floor in self.floors[at : at + 2]:
+                x = x + floor(x)
+            return x
+
+        def head(x: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(x, 0.1) * self.scale @ self.head.weight.t()
+
+        x = self.table(input_ids)
+        for at in (0, 2):
+            x = checkpoint(two, x, at, use_reentrant=self.reentrant)
+        return checkpoint(head, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
+def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None:
+    """Recomputed with dropout: right where all blocks of a part have room, refused where they have not."""
+
+    def step(model: nn.Module, around: Any = nullcontext) -> float:
+        torch.manual_seed(7)
+        with around():
+            loss = loss_of(model, batches(1)[0])
+            loss.backward()
+        return loss.item()
+
+    torch.manual_seed(1)
+    model = Checkpointed()
+    reference, small = copy.deepcopy(model), copy.deepcopy(model)
+    expected = step(reference)
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
+    with ot.offload(model, nvme=drive, params="nvme", unit_buffers=2) as session:
+        around = session.micro_batch if inside else nullcontext
+        for _ in range(2):  # the second time what comes next is known, and fetched ahead
+            assert step(model, around) == expected
+            assert session.clip_grad_norm_(1.0) == norm
+            session._clear()
+        Checkpointed.reentrant = True
+        try:
+            if inside:
+                assert step(model, around) == expected
+                assert session.clip_grad_norm_(1.0) == norm
+            else:
+                with pytest.raises(ot.UserError, match="use_reentrant=False"):
+                    step(model)
+        finally:
+            Checkpointed.reentrant = False
+    with (
+        ot.offload(small, nvme=drive, params="nvme", unit_buffers=1),
+        pytest.raises(ot.UserError, match="unit_buffers must be 2 at least"),
+    ):
+        step(small)
+
+
 def test_what_would_be_lost_or_wrong_is_refused(drive: Path) -> None:
     model = Tower()
     with ot.offload(model, nvme=drive, **HOMES["in RAM"]) as session:
@@ -328,6 +464,24 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> No
     loss_of(reference, data[1]).backward()
     usual.step()
     assert all(torch.equal(after[name], parameter) for name, parameter in reference.named_parameters())
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(drive: Path) -> None:
+    torch.manual_seed(1)
+    model = Tower()
+    reference = copy.deepcopy(model)
+    batch = batches(1)[0]
+    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
+        session.adamw()
+        with pytest.raises(IndexError):
+            model(torch.full((1, 2), 10**6))
+        with pytest.raises(IndexError), session.micro_batch(last=False):
+            model(torch.full((1, 2), 10**6))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        loss_of(model, batch).backward()
+        loss_of(reference, batch).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
+        assert session.clip_grad_norm_(1.0) == norm
 
 
 def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:

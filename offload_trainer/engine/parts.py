@@ -15,7 +15,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.source import DTYPES
 from offload_trainer.offload.cuda import CudaDevice
 from offload_trainer.offload.device import CpuDevice, Device
-from offload_trainer.offload.model import Drives, Layout
+from offload_trainer.offload.drives import Drives
+from offload_trainer.offload.model import Layout
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.protocol import Kernel

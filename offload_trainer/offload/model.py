@@ -22,11 +22,12 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.offload.activations import Activations
 from offload_trainer.offload.device import Device
+from offload_trainer.offload.drives import Drives
 from offload_trainer.offload.gradients import Gradients
 from offload_trainer.offload.page_index import StoreAccount
 from offload_trainer.offload.parameter import offload_parameter
 from offload_trainer.offload.state import TieredSnapshot, TieredState
-from offload_trainer.offload.store import PageStore, size_of_home
+from offload_trainer.offload.store import PageStore
 from offload_trainer.offload.stream import Stream
 from offload_trainer.offload.update import Updater
 from offload_trainer.offload.weights import Weights
@@ -40,7 +41,6 @@ from offload_trainer.plan.layout import Homes, Unit
 from offload_trainer.plan.routes import routes_of
 from offload_trainer.plan.tiered import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.storage.host_memory import return_now
-from offload_trainer.storage.transfer import DriveFile, Transfers
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,6 @@ class Layout:
     page_buffers: int  # pages in memory on their way to or from a drive
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
     ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
-
-
-class Drives:
-    """Private directories on drives, and what moves bytes to and from the files in them."""
-
-    def __init__(self, directories: Sequence[Path], transfers: Transfers) -> None:
-        self.directories, self.transfers = tuple(directories), transfers
-        self._files = ExitStack()
-
-    def files(self, name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
-        """A file on each drive for those of several things, of `sizes` bytes, that have their home there."""
-        made = []
-        for home, directory in enumerate(self.directories):
-            made.append(DriveFile(directory / name, size_of_home(sizes, homes, home)))
-            self._files.callback(made[-1].close)
-        return made
-
-    def close(self) -> None:
-        self.transfers.close()  # it may still move bytes in the files
-        self._files.close()
 
 
 class OffloadedModel:

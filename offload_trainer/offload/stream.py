@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
+from offload_trainer.offload.autograd import as_saved, hooks_of_autograd, in_backward, set_memory, unprotected
 from offload_trainer.offload.device import Arrival, Device
 from offload_trainer.offload.weights import Weights
 from offload_trainer.plan.layout import Unit
@@ -81,6 +82,8 @@ class Stream:
         self._followed: dict[tuple[bool, int | None, int | None], int] = {}
         self._before_last: int | None = None
         self._last: int | None = None
+        self._recomputing: Any = None  # the checkpointed part that is recomputed, or was last
+        self._recomputed: set[int] = set()  # its units
         self._lent: dict[str, tuple[int, int]] = {}  # weights in memory of their own: their unit and place in it
         self.then_after_backward: bool | None = None  # of backwards that begin without `passing`
         for unit in units:
@@ -108,15 +111,31 @@ class Stream:
 
     def _before(self, units: list[int]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if _unprotected():
+            if unprotected():
                 raise UserError(
                     "a part of an offloaded model was called by itself, and its weights would not stay for the "
                     "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
                 )
             for unit in units:
+                self._note_recomputation(unit)
                 self.need(unit)
 
         return hook
+
+    def _note_recomputation(self, unit: int) -> None:
+        """What a checkpointed part's recomputation saves are bare views: its units stay until another part begins."""
+        if not (in_backward() and torch.is_grad_enabled()):
+            return
+        hooks = hooks_of_autograd()
+        if hooks is None:
+            raise UserError(
+                "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
+            )
+        if hooks[0] == self.pack:
+            return
+        if hooks[0] is not self._recomputing:
+            self._recomputing, self._recomputed = hooks[0], set()
+        self._recomputed.add(unit)
 
     @contextmanager
     def passing(self, *, backward: bool, then: bool | None) -> Iterator[None]:
@@ -150,6 +169,7 @@ class Stream:
     def _begin_pass(self, *, backward: bool, then: bool | None) -> None:
         self._backward, self._then = backward, then
         self._before_last = self._last = None
+        self._recomputing, self._recomputed = None, set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
@@ -168,12 +188,17 @@ class Stream:
 
     def need(self, unit: int) -> torch.Tensor:
         """The unit's weights are in this buffer for what is computed next, and those after it are on their way."""
-        if not self._backward and torch._C._current_graph_task_id() != -1:
+        if not self._backward and in_backward():
             self._begin_pass(backward=True, then=self.then_after_backward)  # nobody has told
         number = self._rings.slot_of(unit)
         if number is None:
             number = self._rings.room_for(unit)
             assert number is not None
+            if self._rings.slots[number].unit in self._recomputed:
+                raise UserError(
+                    f"a checkpointed part of the model runs with {len(self._recomputed)} blocks' weights or more: "
+                    f"unit_buffers must be {len(self._recomputed)} at least, or the part smaller"
+                )
             self._start(unit, number)
         self._rings.use(unit)
         slot = self._slots[number]
@@ -181,7 +206,7 @@ class Stream:
             slot.arrival.wait()
             slot.arrival = None
             for parameter, start, shape in self._parts[unit]:
-                _set_memory(parameter, slot.buffer[start : start + shape.numel()].view(shape))
+                set_memory(parameter, slot.buffer[start : start + shape.numel()].view(shape))
         if unit != self._last:
             self._followed[self._backward, self._before_last, self._last] = unit
             self._before_last, self._last = self._last, unit
@@ -190,6 +215,8 @@ class Stream:
 
     def _look_ahead(self) -> None:
         for unit, number in self._rings.ahead(self._last, self._expected()):
+            if self._rings.slots[number].unit in self._recomputed - {self._last}:
+                return
             self._start(unit, number)
 
     def _expected(self) -> Iterator[int]:
@@ -228,7 +255,7 @@ class Stream:
 
     def _send_away(self, unit: int) -> None:
         for parameter, _, shape in self._parts[unit]:
-            _set_memory(parameter, self._away.expand(shape))
+            set_memory(parameter, self._away.expand(shape))
 
     def forget(self) -> None:
         """The homes have new weights, or will: whatever the ring holds is old, and what was lent."""
@@ -245,21 +272,23 @@ class Stream:
         What is away, or in a ring whose content nothing would bring back for the backward, is copied into memory of its
         own, and stays there until others are lent or the weights change. Autograd keeps that memory, as it is.
         """
-        bare = _unprotected()
+        bare = unprotected()
+        recomputing = self._recomputing is not None and torch.is_grad_enabled()
         wanted = {
             name: (unit, start)
             for name, (unit, start) in places.items()
-            if unit in self._parts and self._is_to_be_lent(unit, start, bare=bare)
+            if unit in self._parts
+            and self._is_to_be_lent(unit, start, bare=bare or (recomputing and unit not in self._recomputed))
         }
         if wanted:
             self._take_back()
             for unit, start in wanted.values():
                 for parameter, at, shape in self._parts[unit]:
                     if at == start:
-                        _set_memory(parameter, self._copy(unit, start, shape))
+                        set_memory(parameter, self._copy(unit, start, shape))
             self._lent = wanted
         lent = any(name in self._lent for name in places)
-        keeping = saved_tensors_hooks(torch.Tensor.detach, _as_saved) if lent and bare else nullcontext()
+        keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if lent and bare else nullcontext()
         with keeping:
             yield
 
@@ -280,9 +309,9 @@ class Stream:
             there = number is not None and self._slots[number].arrival is None
             for parameter, at, shape in self._parts[unit]:
                 if at == start and number is not None and there:
-                    _set_memory(parameter, self._slots[number].buffer[start : start + shape.numel()].view(shape))
+                    set_memory(parameter, self._slots[number].buffer[start : start + shape.numel()].view(shape))
                 elif at == start:
-                    _set_memory(parameter, self._away.expand(shape))
+                    set_memory(parameter, self._away.expand(shape))
         self._lent = {}
 
     def close(self) -> None:
@@ -290,21 +319,6 @@ class Stream:
         for number in range(len(self._slots)):
             with suppress(Exception):
                 self._evict(number)
-
-
-def _unprotected() -> bool:
-    """Whether autograd would save weights as they lie in memory now: outside all passes, and not in a backward."""
-    saving = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-    return saving and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _set_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = memory
 
 
 def _modules_of_units(

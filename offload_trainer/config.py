@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -17,6 +17,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 Home = Literal["auto", "gpu", "cpu", "nvme"]
 Scalar = bool | int | float | str
+LION_BETAS = (0.9, 0.99)  # of the paper
 
 
 class _Section(BaseModel):
@@ -94,15 +95,23 @@ class DataSection(_Section):
 class OptimSection(_Section):
     """The update, and the learning rate over the steps."""
 
-    name: Literal["adamw"] = Field("adamw", description="the rule of the update")
+    name: Literal["adamw", "lion"] = Field(
+        "adamw",
+        description="the rule of the update; lion (Chen et al. 2023; tiered only): one moment, 8 bytes a parameter "
+        "with the master instead of 12; its rate is a third to a tenth of AdamW's",
+    )
     lr: PositiveFloat = Field(3e-4, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and the second moment")
-    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.95),
+        description="adamw: decay of the first and the second moment; lion: share of the moment in a step, and its "
+        "decay, 0.9 and 0.99 where nothing is said",
+    )
+    eps: PositiveFloat = Field(1e-8, description="adamw only: added to the root of the second moment")
     states: Literal["fp32", "bf16", "8bit"] = Field(
         "fp32",
         description="how moments are stored; bf16 (tiered only): rounded stochastically, 8 bytes a parameter with the "
-        "master instead of 12; 8bit: in blocks of 256 with a scale each, 6 bytes, and with --engine deepspeed "
-        "bitsandbytes' on the GPU; masters are fp32 always",
+        "master instead of 12; 8bit (adamw only): in blocks of 256 with a scale each, 6 bytes, and with --engine "
+        "deepspeed bitsandbytes' on the GPU; masters are fp32 always",
     )
     kernel: Literal["auto", "torch", "native"] = Field(
         "auto",
@@ -136,6 +145,15 @@ class OptimSection(_Section):
         description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step, while the "
         "schedule and the data go on",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_of_lion(cls, values: Any) -> Any:
+        """Where none are given; a list is a tuple's JSON, which is Python's once it has been looked at."""
+        if not isinstance(values, dict):
+            return values
+        given = {"betas": LION_BETAS, **values} if values.get("name") == "lion" else dict(values)
+        return given | {"betas": tuple(given["betas"])} if isinstance(given.get("betas"), list) else given
 
 
 class TrainSection(_Section):
@@ -284,8 +302,21 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
     scale = config.optim.initial_loss_scale
     if scale < 1 or math.frexp(scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={scale:g}: it must be a power of two, at least 1")
+    mistakes += _mistakes_of_rule(config.optim)
     if max(config.optim.betas) >= 1:
         mistakes.append(f"optim.betas={list(config.optim.betas)}: both must be below 1")
+    return mistakes
+
+
+def _mistakes_of_rule(optim: OptimSection) -> list[str]:
+    mistakes = []
+    if optim.name == "lion" and optim.states == "8bit":
+        mistakes.append(
+            "optim.states=8bit with optim.name=lion: its moment moves by a hundredth a step, and rounded to the "
+            "nearest of 256 numbers it would stand still; use bf16"
+        )
+    if optim.name == "lion" and optim.eps != OptimSection().eps:
+        mistakes.append(f"optim.eps={optim.eps:g} with optim.name=lion, which divides by nothing: leave it out")
     return mistakes
 
 
@@ -312,6 +343,8 @@ def wishes_of_tiered(config: TrainConfig, engine: str) -> list[str]:
         mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
     if config.optim.states not in (("fp32", "8bit") if engine == "deepspeed" else ("fp32",)):
         mistakes.append(f"optim.states={config.optim.states} belongs to --engine tiered, not to {engine}")
+    if config.optim.name != "adamw":
+        mistakes.append(f"optim.name={config.optim.name} belongs to --engine tiered, not to {engine}")
     if config.optim.kernel != "auto":
         mistakes.append(f"optim.kernel={config.optim.kernel} belongs to --engine tiered, not to {engine}")
     if config.tiered != TieredSection():

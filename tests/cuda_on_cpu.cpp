@@ -114,15 +114,19 @@ namespace with_fma {
 }
 #undef FUSES
 #define FUSES 0
-#define adam_fp32 adam_fp32_without
-#define adam_bf16 adam_bf16_without
-#define adam_8bit adam_8bit_without
+#define adamw_fp32 adamw_fp32_without
+#define adamw_bf16 adamw_bf16_without
+#define adamw_8bit adamw_8bit_without
+#define lion_fp32 lion_fp32_without
+#define lion_bf16 lion_bf16_without
 namespace without_fma {
 #include "adam.cu"
 }
-#undef adam_fp32
-#undef adam_bf16
-#undef adam_8bit
+#undef adamw_fp32
+#undef adamw_bf16
+#undef adamw_8bit
+#undef lion_fp32
+#undef lion_bf16
 
 namespace {
 
@@ -140,9 +144,11 @@ struct Named {
 };
 
 const Named KERNELS[] = {
-    {"adam_fp32", call<with_fma::Page, with_fma::adam_fp32>, call<without_fma::Page, without_fma::adam_fp32_without>},
-    {"adam_bf16", call<with_fma::Page, with_fma::adam_bf16>, call<without_fma::Page, without_fma::adam_bf16_without>},
-    {"adam_8bit", call<with_fma::Page, with_fma::adam_8bit>, call<without_fma::Page, without_fma::adam_8bit_without>},
+    {"adamw_fp32", call<with_fma::Page, with_fma::adamw_fp32>, call<without_fma::Page, without_fma::adamw_fp32_without>},
+    {"adamw_bf16", call<with_fma::Page, with_fma::adamw_bf16>, call<without_fma::Page, without_fma::adamw_bf16_without>},
+    {"adamw_8bit", call<with_fma::Page, with_fma::adamw_8bit>, call<without_fma::Page, without_fma::adamw_8bit_without>},
+    {"lion_fp32", call<with_fma::Page, with_fma::lion_fp32>, call<without_fma::Page, without_fma::lion_fp32_without>},
+    {"lion_bf16", call<with_fma::Page, with_fma::lion_bf16>, call<without_fma::Page, without_fma::lion_bf16_without>},
 };
 
 struct Program {
@@ -201,7 +207,7 @@ int nvrtcCreateProgram(Program** program, const char* source, const char*, int, 
 int nvrtcCompileProgram(Program* program, int count, const char** options) {
     for (int i = 0; i < count; i++) program->options += std::string(options[i]) + " ";
     last_options = program->options;
-    return program->source.find("adam_8bit") == std::string::npos ? 6 : 0;
+    return program->source.find("adamw_8bit") == std::string::npos ? 6 : 0;
 }
 int nvrtcGetProgramLogSize(Program*, size_t* size) { return *size = 10, 0; }
 int nvrtcGetProgramLog(Program*, char* log) { return std::memcpy(log, "not today", 10), 0; }

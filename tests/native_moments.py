@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
+from offload_trainer.optim.constants import TYPES
 from offload_trainer.optim.moments import Bits, dynamic_map
-from offload_trainer.optim.native_adam import TYPES, NativeLibrary, tables
+from offload_trainer.optim.native_adam import NativeLibrary, tables
 
 
 class Moments(Protocol):

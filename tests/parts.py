@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from offload_trainer.optim.protocol import Stretch
-from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.formats import StateFormat, state_format
+from offload_trainer.optim.rules import AdamW, Hyper, Lion
+from offload_trainer.plan.formats import StateFormat, state_formats
 
 ADAMW = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+LION = Lion(lr=1e-3, betas=(0.9, 0.99), decay=0.1)
+FORMATS = {str(found).removeprefix("adamw_"): found for found in state_formats()}
 
 
 def form(states: str) -> StateFormat:
-    """AdamW's, with moments as optim.states has them."""
-    return state_format("adamw", states)
+    """AdamW's, with moments as optim.states has them; or Lion's, by "lion_bf16"."""
+    return FORMATS[states]
 
 
-def part(start: int, end: int, decay: float, step: int, *, hyper: AdamW = ADAMW) -> Stretch:
+def by_rule(states: str, parts: Sequence[Stretch]) -> list[Stretch]:
+    """Parts of AdamW, by the rule of `states`: Lion's have the same rates, betas and decays."""
+    if form(states).rule is ADAMW.rule:
+        return list(parts)
+    return [replace(one, hyper=Lion(one.hyper.lr, one.hyper.betas, one.hyper.decay)) for one in parts]
+
+
+def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> Stretch:
     """Elements [start, end) by `hyper` with another decay."""
     return Stretch(start, end, replace(hyper, decay=decay), step)

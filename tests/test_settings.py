@@ -235,7 +235,7 @@ def test_every_value_of_a_key_reads_back(key: str, tmp_path: Path) -> None:
             assert load_config([str(file)]) == wish, (value, file.read_text())
             held += 1
             break
-    assert held > (key != "optim.name")  # which has one value so far
+    assert held > 1
 
 
 @pytest.mark.parametrize(

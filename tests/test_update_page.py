@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parts import ADAMW, form, part
+from parts import ADAMW, FORMATS, by_rule, form, part
 
-from offload_trainer.optim import moments
+from offload_trainer.optim import moments as moments_
 from offload_trainer.optim.kernels import matches_torch, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.torch_adam import TorchKernel
 
 N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
@@ -19,7 +19,7 @@ PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(66_048, N, 0.1,
 NOISE = PageNoise(Noise(1, 2), unit=3, first=4096)
 KERNELS = [TorchKernel, NativeKernel]
 MARK = 61440.0  # no weight is that large; exact in 16 bits
-STATES = ["fp32", "bf16", "8bit"]
+STATES = list(FORMATS)
 
 Page = tuple[dict[str, torch.Tensor], torch.Tensor]  # fields, new weights
 
@@ -47,7 +47,7 @@ def updated(
         here,
         grad.clamp(-6e4, 6e4).to(given)[start:end],
         None if wanted is None else out,
-        parts,
+        by_rule(states, parts),
         format=form(states),
         scale=0.37,
         noise=None if states == "fp32" else PageNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
@@ -85,7 +85,7 @@ def test_a_page_without_parts_stays(kind: type[Kernel], states: str) -> None:
     assert same((fields, out), (before, torch.full_like(out, MARK)))
 
 
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
     """The definition, from moments.py's functions and torch's AdamW."""
     whole = part(0, N, 0.1, 7)
@@ -95,7 +95,7 @@ def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
     wide = {kind: torch.empty(N) for kind in ("exp_avg", "exp_avg_sq")}
     for kind, values in wide.items():
         if states == "8bit":
-            moments.decode_8bit(before[kind], before[f"{kind}_scales"], values, signed=kind == "exp_avg")
+            moments_.decode_8bit(before[kind], before[f"{kind}_scales"], values, signed=kind == "exp_avg")
         else:
             values.copy_(before[kind])
     optimizer.state[weight] = {"step": torch.tensor(float(whole.step - 1)), **wide}
@@ -107,12 +107,44 @@ def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
         if states == "fp32":
             expected[kind] = values
         elif states == "bf16":
-            moments.encode_bf16(values, expected[kind], noise=noise)
+            moments_.encode_bf16(values, expected[kind], noise=noise)
         else:
             scales = expected[f"{kind}_scales"] = torch.empty(N // 256)
             signed = kind == "exp_avg"
-            moments.encode_8bit(values, expected[kind], scales, signed=signed, noise=None if signed else noise)
+            moments_.encode_8bit(values, expected[kind], scales, signed=signed, noise=None if signed else noise)
     assert same((fields, out), ({name: expected[name] for name in fields}, weight.data.bfloat16()))
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_lion_is_what_its_paper_says(moments: str, kind: type[Kernel]) -> None:
+    """Algorithm 2 of Chen et al. 2023 in plain torch, over steps, by numbers that change, of parts that differ."""
+    fields, grad = random_page(N, form(f"lion_{moments}"))
+    fields["exp_avg"][100:200] = 0
+    weight, average = fields["master"].clone(), fields["exp_avg"].float().clone()
+    kernel, out = kind(), torch.zeros(N, dtype=torch.bfloat16)
+    cuts = [(0, 4096, 0.1), (4096, 66_048, 0.0), (66_048, N, 0.3)]
+    for step in range(1, 6):
+        gradient = grad.roll(step).clamp(-6e4, 6e4).bfloat16()
+        gradient[100:200] = 0
+        lr, (beta1, beta2) = 10.0**-step, (0.95 - 0.15 * step, 0.99)
+        noise = PageNoise(Noise(1, step), unit=3, first=4096)
+        parts = [Stretch(start, end, Lion(lr, (beta1, beta2), decay), step) for start, end, decay in cuts]
+        kernel.update_page(fields, gradient, out, parts, format=form(f"lion_{moments}"), scale=0.37, noise=noise)
+
+        g = gradient.float() * 0.37
+        for start, end, decay in cuts:
+            weight[start:end] *= 1 - lr * decay
+        update = torch.sign(average * beta1 + g * (1 - beta1))
+        weight = weight - update * lr
+        average = average * beta2 + g * (1 - beta2)
+        if moments == "bf16":
+            small = torch.empty(N, dtype=torch.bfloat16)
+            moments_.encode_bf16(average, small, noise=noise.bits("exp_avg"))
+            average = small.float()
+        assert {-1.0, 0.0, 1.0} == set(update.unique().tolist())
+        assert same(({"": fields["exp_avg"].float()}, fields["master"]), ({"": average}, weight))
+        assert torch.equal(out, weight.bfloat16())
 
 
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32, None])

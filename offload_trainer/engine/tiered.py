@@ -23,7 +23,7 @@ from offload_trainer.offload.device import Device
 from offload_trainer.offload.model import OffloadedModel
 from offload_trainer.offload.norms import clip_factor
 from offload_trainer.offload.state import TieredSnapshot
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import hyper_of
 from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.kept import kept_inputs
 from offload_trainer.plan.shape import ModelShape
@@ -107,12 +107,15 @@ class TieredEngine:
         return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
 
     def _update(self, *, lr: float) -> float | None:
-        """AdamW on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
+        """The rule on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
         norm = self.offloaded.norm() / self._scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         if finite:
-            optim = self._config.optim
-            decayed, plain = (AdamW(lr, optim.betas, optim.eps, decay) for decay in (optim.weight_decay, 0.0))
+            optim, rule = self._config.optim, self.offloaded.store.format.rule
+            decayed, plain = (
+                hyper_of(rule, lr=lr, betas=optim.betas, eps=optim.eps, decay=decay)
+                for decay in (optim.weight_decay, 0.0)
+            )
             rules = {name: decayed if decays else plain for name, decays in self._decays.items()}
             self.offloaded.step(rules, scale=clip_factor(norm, limit=optim.clip) / self._scale.value)
         self.offloaded.clear()

@@ -109,6 +109,7 @@ def model_card(
     told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if config:
         model, optim = config["model"], config["optim"]
+        title = "Lion" if optim.get("name") == "lion" else "AdamW"
         start = "random weights" if run["random"] else "its weights"
         told += [
             ("Model", f"{model['name']}, from {start}" + _changes(model["overrides"])),
@@ -116,7 +117,7 @@ def model_card(
             ("Text", ", ".join(Path(path).name for path in config["data"]["path"])),
             (
                 "Optimizer",
-                f"AdamW, peak rate {optim['lr']:g}, betas {tuple(optim['betas'])}, weight decay "
+                f"{title}, peak rate {optim['lr']:g}, betas {tuple(optim['betas'])}, weight decay "
                 f"{optim['weight_decay']:g}, clipping {optim['clip']:g}, schedule {optim['schedule']}",
             ),
             ("Seed", config["train"]["seed"]),

@@ -33,7 +33,7 @@ from offload_trainer.offload.update import Updater
 from offload_trainer.offload.weights import Weights
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import Kernel, Stretch
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.kept import KeptInputs
@@ -284,7 +284,7 @@ class OffloadedModel:
         self.gradients.finish()
         return self.gradients.norm()
 
-    def step(self, rules: Mapping[str, AdamW], *, scale: float) -> None:
+    def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """The update of the weights in `rules` that got a gradient, with `scale` times their sums; after `norm`.
 
         `clear` follows. Raises TrainerError where a drive fails; the state is then partly of the step before.
@@ -322,7 +322,7 @@ class OffloadedModel:
         if self.account:
             self.account.note(self.steps_done, updating=updating)
 
-    def _stretches(self, unit: Unit, arrived: frozenset[str], rules: Mapping[str, AdamW]) -> list[Stretch]:
+    def _stretches(self, unit: Unit, arrived: frozenset[str], rules: Mapping[str, Hyper]) -> list[Stretch]:
         """The unit's elements that are updated, as long as they are updated alike."""
         places = [place for place in unit.places if place.weight.trainable]
         ends = [place.start for place in places[1:]] + [unit.trained]

@@ -1,4 +1,4 @@
-// AdamW over pages of optimizer state in a GPU's memory, with the bits of native/adam.cpp.
+// AdamW or Lion over pages of optimizer state in a GPU's memory, with the bits of native/adam.cpp.
 //
 //     grad (16 bit) -> x scale -> moments as stored -> fp32 -> Adam -> moments as stored
 //                                                  master (fp32, in place) -> out (16 bit)
@@ -29,7 +29,7 @@ constexpr u32 PARTS = 64;                // cuda_adam.py has the same
 
 // -- what cuda_adam.py gives, field by field as there ----------------------------------------------------------------
 
-struct Step {  // constants of one step: native/adam.cpp has the same
+struct AdamStep {  // constants of one step: native/adam.cpp has the same
     float scale;            // of the gradient
     float keep;             // 1 - lr x decay
     float lerp;             // 1 - beta1 where that is below 1/2, else -beta1
@@ -41,9 +41,19 @@ struct Step {  // constants of one step: native/adam.cpp has the same
     float minus_step_size;  // -lr / (1 - beta1 ^ step)
 };
 
+struct LionStep {
+    float scale, keep;   // as AdamW's
+    float beta1, rest1;  // rest1: 1 - beta1
+    float beta2, rest2;
+    float lr;
+};
+
 struct Part {  // elements [start, end) of the page that are updated alike
     u32 start, end;
-    Step step;
+    union {
+        AdamStep adam;
+        LionStep lion;
+    };
 };
 
 struct Cell {  // between two codes
@@ -264,7 +274,7 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
 // -- the update -------------------------------------------------------------------------------------------------------
 
 // Operation by operation adam.cpp's `adam`.
-__device__ inline void adam(const Step& step, float g, float& master, float& exp_avg, float& exp_avg_sq) {
+__device__ inline void adam(const AdamStep& step, float g, float& master, float& exp_avg, float& exp_avg_sq) {
     const float m = fused(step.lerp, __fsub_rn(g, exp_avg), step.from_gradient ? g : exp_avg);
     const float v = fused(__fmul_rn(step.rest2, g), g, __fmul_rn(exp_avg_sq, step.beta2));
     const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), step.root_correction), step.eps);
@@ -273,25 +283,48 @@ __device__ inline void adam(const Step& step, float g, float& master, float& exp
     master = __fadd_rn(__fmul_rn(master, step.keep), __fdiv_rn(__fmul_rn(step.minus_step_size, m), denominator));
 }
 
+// Operation by operation adam.cpp's `lion`.
+__device__ inline void lion(const LionStep& step, float g, float& master, float& exp_avg) {
+    const float way = __fadd_rn(__fmul_rn(exp_avg, step.beta1), __fmul_rn(g, step.rest1));
+    const float sign = way > 0 ? 1.0f : way < 0 ? -1.0f : 0.0f;
+    master = __fsub_rn(__fmul_rn(master, step.keep), __fmul_rn(step.lr, sign));
+    exp_avg = __fadd_rn(__fmul_rn(exp_avg, step.beta2), __fmul_rn(g, step.rest2));
+}
+
+// A rule on one element: how many moments it has, and what it does with them.
+struct Adam {
+    static constexpr u32 MOMENTS = 2;
+    static __device__ void update(const Part& part, float g, float& master, float moments[MOMENTS]) {
+        adam(part.adam, __fmul_rn(g, part.adam.scale), master, moments[0], moments[1]);
+    }
+};
+
+struct Lion {
+    static constexpr u32 MOMENTS = 1;
+    static __device__ void update(const Part& part, float g, float& master, float moments[MOMENTS]) {
+        lion(part.lion, __fmul_rn(g, part.lion.scale), master, moments[0]);
+    }
+};
+
 // A warp's 256 elements from `block` on; `WHOLE` where all of them are in the part.
-template <typename T, bool WHOLE>
+template <class Rule, typename T, bool WHOLE>
 __device__ inline void update_block(const Page& page, const Part& part, u32 block) {
     const u32 at = block + threadIdx.x % LANES * RUN;
     u32 counts[RUNS];
     Read grad[RUNS];
-    Run<T> first[RUNS], second[RUNS];
-    Run<float> master[RUNS], exp_avg[RUNS], exp_avg_sq[RUNS];
-    float scales[2] = {};
+    Run<T> stored[Rule::MOMENTS][RUNS];
+    Run<float> master[RUNS], wide[Rule::MOMENTS][RUNS];
+    float scales[Rule::MOMENTS] = {};
 #pragma unroll
-    for (u32 m = 0; m < 2; m++)
+    for (u32 m = 0; m < Rule::MOMENTS; m++)
         if (sizeof(T) == 1) scales[m] = page.moments[m].scales[block / BLOCK];
 #pragma unroll
     for (u32 r = 0; r < RUNS; r++) {  // all is asked for before anything is waited for
         const u32 here = at + r * LANES * RUN;
         counts[r] = WHOLE ? RUN : here < part.end ? min(RUN, part.end - here) : 0;
         grad[r] = load_gradient(page, here, counts[r]);
-        first[r] = load<T>(page.moments[0].values, here, counts[r]);
-        second[r] = load<T>(page.moments[1].values, here, counts[r]);
+#pragma unroll
+        for (u32 m = 0; m < Rule::MOMENTS; m++) stored[m][r] = load<T>(page.moments[m].values, here, counts[r]);
         master[r] = load<float>(page.master, here, counts[r]);
     }
 #pragma unroll
@@ -299,19 +332,22 @@ __device__ inline void update_block(const Page& page, const Part& part, u32 bloc
         const u32 here = at + r * LANES * RUN;
 #pragma unroll
         for (u32 i = 0; i < RUN; i++) {
-            exp_avg[r].of[i] = widened(page.moments[0], first[r].of[i], scales[0]);
-            exp_avg_sq[r].of[i] = widened(page.moments[1], second[r].of[i], scales[1]);
-            const float g = __fmul_rn(gradient(page, grad[r], i), part.step.scale);
-            adam(part.step, g, master[r].of[i], exp_avg[r].of[i], exp_avg_sq[r].of[i]);
+            float moments[Rule::MOMENTS];
+#pragma unroll
+            for (u32 m = 0; m < Rule::MOMENTS; m++)
+                moments[m] = widened(page.moments[m], stored[m][r].of[i], scales[m]);
+            Rule::update(part, gradient(page, grad[r], i), master[r].of[i], moments);
+#pragma unroll
+            for (u32 m = 0; m < Rule::MOMENTS; m++) wide[m][r].of[i] = moments[m];
         }
         store(master[r], page.master, here, counts[r]);
         store_rounded(page, master[r], here, counts[r]);
     }
-    narrow<false>(page, exp_avg, at, counts, T());
-    narrow<true>(page, exp_avg_sq, at, counts, T());
+    narrow<false>(page, wide[0], at, counts, T());
+    if (Rule::MOMENTS == 2) narrow<true>(page, wide[Rule::MOMENTS - 1], at, counts, T());
 }
 
-template <typename T>
+template <class Rule, typename T>
 __device__ inline void update(const Page& page) {
     const u32 block = page.begin + (blockIdx.x * WARPS + threadIdx.x / LANES) * BLOCK;
     u32 p = 0;
@@ -319,17 +355,20 @@ __device__ inline void update(const Page& page) {
     if (p == page.parts || block < page.part[p].start) return;  // the whole warp, or `__shfl_xor_sync` would wait
     const Part part = page.part[p];
     if (part.end - block >= BLOCK)
-        update_block<T, true>(page, part, block);
+        update_block<Rule, T, true>(page, part, block);
     else
-        update_block<T, false>(page, part, block);
+        update_block<Rule, T, false>(page, part, block);
 }
+
+#define KERNEL(name, ...) \
+    __global__ void __launch_bounds__(LANES* WARPS) name(const __grid_constant__ Page page) { update<__VA_ARGS__>(page); }
 
 extern "C" {
 
-__global__ void __launch_bounds__(LANES* WARPS) adam_fp32(const __grid_constant__ Page page) { update<float>(page); }
-
-__global__ void __launch_bounds__(LANES* WARPS) adam_bf16(const __grid_constant__ Page page) { update<u16>(page); }
-
-__global__ void __launch_bounds__(LANES* WARPS) adam_8bit(const __grid_constant__ Page page) { update<u8>(page); }
+KERNEL(adamw_fp32, Adam, float)
+KERNEL(adamw_bf16, Adam, u16)
+KERNEL(adamw_8bit, Adam, u8)
+KERNEL(lion_fp32, Lion, float)
+KERNEL(lion_bf16, Lion, u16)
 
 }

@@ -1,4 +1,4 @@
-"""AdamW over pages in a GPU's memory: adam.cu, compiled for the GPU at hand, with the bits of the CPU's kernel.
+"""The update over pages in a GPU's memory: adam.cu, compiled for the GPU at hand, with the bits of the CPU's kernel.
 
 Whoever chooses it compares the bits on the GPU itself before a run relies on them. Where that cannot be, state lives in
 RAM and on drives: there is no slower way on the GPU.
@@ -13,17 +13,16 @@ from pathlib import Path
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.optim.constants import TYPES, Step, step_constants
 from offload_trainer.optim.kernels import gives_the_bits_of
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
-from offload_trainer.optim.native_adam import Step, step_constants
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
-from offload_trainer.plan.formats import MOMENT_FORMATS, StateFormat
+from offload_trainer.plan.formats import StateFormat, scales_of, state_formats
 from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.storage.dtypes import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
-_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # adam.cu's Type
 _WARPS, _LANES, _PARTS = 8, 32, 64  # as adam.cu has them
 
 
@@ -40,12 +39,12 @@ def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel 
             if gives_the_bits_of(beside, kernel, device=gpu.place):
                 return (
                     kernel,
-                    f"AdamW on {gpu.place}: compiled for sm_{gpu.capability}, checked to give the CPU's bits.",
+                    f"The update on {gpu.place}: compiled for sm_{gpu.capability}, checked to give the CPU's bits.",
                 )
         raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
     except TrainerError as error:
         reason = " ".join(str(error).split())
-        return None, f"AdamW on {place}: not used, so that no state can live there: {reason}"
+        return None, f"The update on {place}: not used, so that no state can live there: {reason}"
 
 
 class _Part(ctypes.Structure):
@@ -101,8 +100,7 @@ class CudaKernel:
     def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
         """`fuses` as the CPU's kernel does, whose bits these are."""
         self._gpu = gpu
-        names = [f"adam_{moments}" for moments in MOMENT_FORMATS]
-        self._kernels = gpu.load(SOURCE, names, defines=defines(fuses=fuses))
+        self._kernels = gpu.load(SOURCE, [str(format) for format in state_formats()], defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
 
@@ -119,12 +117,12 @@ class CudaKernel:
     ) -> None:
         self._check(fields, grad, out, parts, format=format)
         assert noise is not None or not format.moments.stochastic
-        page = self._page(fields, grad, out, noise)
+        page = self._page(fields, grad, out, noise, format=format)
         for start in range(0, len(parts), _PARTS):
             some = parts[start : start + _PARTS]
             _set_parts(page, some, scale=scale)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
-            self._gpu.launch(self._kernels[f"adam_{format.moments.name}"], page, blocks=blocks, threads=_WARPS * _LANES)
+            self._gpu.launch(self._kernels[str(format)], page, blocks=blocks, threads=_WARPS * _LANES)
 
     def _check(
         self,
@@ -153,20 +151,25 @@ class CudaKernel:
             end = part.end
 
     def _page(
-        self, fields: Mapping[str, torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None, noise: PageNoise | None
+        self,
+        fields: Mapping[str, torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor | None,
+        noise: PageNoise | None,
+        *,
+        format: StateFormat,
     ) -> _Page:
         """All but the parts."""
-        page = _Page(master=fields["master"].data_ptr(), grad=grad.data_ptr(), grad_type=_TYPES[grad.dtype])
+        page = _Page(master=fields["master"].data_ptr(), grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
         if out is not None:
-            page.out, page.out_type = out.data_ptr(), _TYPES[out.dtype]
+            page.out, page.out_type = out.data_ptr(), TYPES[out.dtype]
         page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)
-        for place, name in enumerate(("exp_avg", "exp_avg_sq")):
-            moment = page.moments[place]
-            moment.values, moment.map = fields[name].data_ptr(), self._maps[place].data_ptr()
-            if f"{name}_scales" in fields:
-                moment.scales = fields[f"{name}_scales"].data_ptr()
-            bits = Bits() if noise is None else noise.bits(name)
-            page.first, moment.keys = bits.first, bits.keys
+        for place, table, moment in zip(page.moments, self._maps, format.rule.moments, strict=False):
+            place.values, place.map = fields[moment.name].data_ptr(), table.data_ptr()
+            if format.moments.block:
+                place.scales = fields[scales_of(moment.name)].data_ptr()
+            bits = Bits() if noise is None else noise.bits(moment.name)
+            page.first, place.keys = bits.first, bits.keys
         return page
 
 

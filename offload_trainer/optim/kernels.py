@@ -8,10 +8,10 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import AdamW, Hyper, Lion
 from offload_trainer.optim.stored import empty_fields, stored_moment
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.formats import MOMENT_FORMATS, StateFormat, state_format
+from offload_trainer.plan.formats import ADAMW, LION, StateFormat, UpdateRule, state_formats
 
 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
@@ -22,7 +22,7 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
     """
     assert name in ("auto", "torch", "native"), name
     if name == "torch":
-        return TorchKernel(), "AdamW on the CPU: torch's kernel, as asked."
+        return TorchKernel(), "The update on the CPU: torch's kernel, as asked."
     try:
         native = NativeKernel()
         if not matches_torch(native):
@@ -30,10 +30,10 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
     except TrainerError as error:
         if name == "auto":
             reason = " ".join(str(error).split())
-            words = f"AdamW on the CPU: torch's kernel; the faster native one is not used: {reason}"
+            words = f"The update on the CPU: torch's kernel; the faster native one is not used: {reason}"
             return TorchKernel(), words
-        raise UserError(f"AdamW's {name} kernel cannot be had: {error}") from error
-    return native, "AdamW on the CPU: the native kernel, built for this machine and checked to give torch's bits."
+        raise UserError(f"The update's {name} kernel cannot be had: {error}") from error
+    return native, "The update on the CPU: the native kernel, built for this machine and checked to give torch's bits."
 
 
 def matches_torch(kernel: Kernel) -> bool:
@@ -41,22 +41,25 @@ def matches_torch(kernel: Kernel) -> bool:
     return gives_the_bits_of(TorchKernel(), kernel)
 
 
-# Of which the second starts its first moment's step from the gradient.
-_TRIED = (AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(2e-3, (0.3, 0.999), 1e-6, 0.0))
+# Of AdamW's the second starts its first moment's step from the gradient.
+_TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
+    ADAMW: (AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(2e-3, (0.3, 0.999), 1e-6, 0.0)),
+    LION: (Lion(1e-4, (0.9, 0.99), 0.1), Lion(2e-3, (0.3, 0.5), 0.0)),
+}
 
 
 def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
     """Whether `kernel` on `device` gives the bits of `reference`, tried on thousands of numbers of all magnitudes.
 
-    Of each form of moments, in parts with gaps between them and numbers of their own.
+    By each rule with its moments in each format, in parts with gaps between them and numbers of their own.
     """
-    for moments in MOMENT_FORMATS:
-        format = state_format("adamw", moments)
+    for format in state_formats():
+        hyper, other = _TRIED[format.rule]
         for n, dtype in ((1, torch.float32), (1003, torch.float16), (70_001, torch.bfloat16)):
             middle = n // 2 // 256 * 256
-            parts = [Stretch(0, n, _TRIED[0], 7)]
+            parts = [Stretch(0, n, hyper, 7)]
             if n > 2000:
-                parts = [Stretch(0, middle, _TRIED[0], 7), Stretch(middle + 512, n, _TRIED[1], 300)]
+                parts = [Stretch(0, middle, hyper, 7), Stretch(middle + 512, n, other, 300)]
             page, grad = random_page(n, format)
             results = []
             for candidate, place in ((kernel, device), (reference, "cpu")):

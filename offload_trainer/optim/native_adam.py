@@ -1,6 +1,7 @@
-"""AdamW on host memory by a compiled library (native/): one call takes a page from its gradient to its 16-bit weights.
+"""The update on host memory by a compiled library (native/): one call takes a page from gradient to 16-bit weights.
 
-28 bytes of memory traffic an element with moments in fp32, 20 in bf16, 16 in 8 bits; bits as `TorchKernel`.
+Of AdamW 28 bytes of memory traffic an element with moments in fp32, 20 in bf16, 16 in 8 bits; of Lion 20 and 16. Bits
+as `TorchKernel`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from pathlib import Path
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.optim.constants import TYPES, Step, step_constants
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.protocol import PageNoise, Stretch
-from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.formats import StateFormat
+from offload_trainer.plan.formats import ADAMW, LION, StateFormat
 
 _SOURCE = Path(__file__).with_name("native") / "adam.cpp"
 # Without errno and traps a square root or a choice between two values can be vectorised; neither changes a result.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_RULES = {ADAMW: 0, LION: 1}  # adam.cpp's Rule
 _LINKED = ("-shared", "-fPIC", "-pthread")
-TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}  # adam.cpp's Type
 
 
 class NativeLibrary:
@@ -121,41 +122,6 @@ class NativeKernel:
 # -- what adam.cpp is given ------------------------------------------------------------------------------------------
 
 
-class Step(ctypes.Structure):
-    """adam.cpp's Step, and adam.cu's."""
-
-    _fields_ = (
-        ("scale", ctypes.c_float),
-        ("keep", ctypes.c_float),
-        ("lerp", ctypes.c_float),
-        ("from_gradient", ctypes.c_int32),
-        ("beta2", ctypes.c_float),
-        ("rest2", ctypes.c_float),
-        ("root_correction", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("minus_step_size", ctypes.c_float),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def step_constants(hyper: AdamW, *, scale: float, step: int) -> Step:
-    """torch's constants: computed in double, then rounded; ctypes rounds to nearest even."""
-    beta1, beta2 = hyper.betas
-    rest1 = ctypes.c_float(1 - beta1).value
-    from_gradient = abs(rest1) >= 0.5  # lerp starts from the end that is nearer
-    return Step(
-        scale,
-        1 - hyper.lr * hyper.decay,
-        rest1 - 1 if from_gradient else rest1,
-        from_gradient,
-        beta2,
-        1 - beta2,
-        (1 - beta2**step) ** 0.5,
-        hyper.eps,
-        -(hyper.lr / (1 - beta1**step)),
-    )
-
-
 class _Part(ctypes.Structure):
     """adam.cpp's Part."""
 
@@ -190,6 +156,7 @@ class _Page(ctypes.Structure):
         ("moments", ctypes.c_int32),
         ("grad_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
+        ("rule", ctypes.c_int32),
     )
 
 
@@ -214,10 +181,12 @@ def _page(
         moments=TYPES[fields["exp_avg"].dtype],
         grad_type=TYPES[grad.dtype],
         out_type=TYPES[None if out is None else out.dtype],
+        rule=_RULES[format.rule],
     )
     if noise is not None:
-        page.exp_avg_noise, page.exp_avg_sq_noise = noise.bits("exp_avg"), noise.bits("exp_avg_sq")
-    if "exp_avg_scales" in fields:
+        for moment in format.rule.moments:
+            setattr(page, f"{moment.name}_noise", noise.bits(moment.name))
+    if format.moments.block:
         page.tables = ctypes.pointer(tables()[0])
     return page
 

@@ -1,4 +1,4 @@
-"""AdamW over pages of optimizer state: what every kernel promises, on whatever device a page lies.
+"""The update over pages of optimizer state: what every kernel promises, on whatever device a page lies.
 
     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from offload_trainer.optim.moments import Bits, Noise
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import AdamW, Hyper
 from offload_trainer.plan.formats import StateFormat, state_format
 
 
@@ -25,7 +25,7 @@ class Stretch:
 
     start: int
     end: int
-    hyper: AdamW
+    hyper: Hyper
     step: int
 
 
@@ -43,7 +43,7 @@ class PageNoise:
 
 
 class Kernel(Protocol):
-    """One AdamW step with decoupled decay, as torch.optim.AdamW defines it, on one page a call."""
+    """One step of a rule (`rules.py`), on one page a call."""
 
     name: str
 
@@ -62,21 +62,21 @@ class Kernel(Protocol):
 
         All tensors are 1-D, contiguous, on one device, and `n` elements long, but for the scales. `fields` by `format`
         (plan/formats.py): master fp32; exp_avg and exp_avg_sq fp32, bf16 or uint8, the last with exp_avg_scales
-        and exp_avg_sq_scales, fp32[ceil(n / 256)]. `grad` (bf16, fp16, fp32) is only read. `out` (bf16, fp16, fp32, or
-        None) receives the masters rounded to nearest even.
+        and exp_avg_sq_scales, fp32[ceil(n / 256)]; of Lion no exp_avg_sq. Each part's rule is the format's. `grad`
+        (bf16, fp16, fp32) is only read. `out` (bf16, fp16, fp32, or None) receives the masters rounded to nearest even.
 
         `parts` ascend, do not overlap and start at multiples of 256; each ends at one too, or at the page's end.
         Outside them not a bit changes, of codes, scales and `out` either. `step` of a part counts from 1. A page may
         have no parts.
 
         For each element, each operation rounded to fp32 by itself but for those that are `fused` in adam.cpp (its
-        `adam` is the list, `step_constants` in native_adam.py the constants): the moments as fp32 (`moments.py`,
-        decode_*); Adam; the new moments as stored: bf16 with noise.bits("exp_avg") and noise.bits("exp_avg_sq"); in 8
-        bits exp_avg to the nearest code, exp_avg_sq with noise.bits("exp_avg_sq") (`moments.py`, encode_*). `noise` is
-        None for fp32 moments. An element depends on itself alone and in 8 bits on the 256 of its scale, so the bits do
-        not depend on how a unit is cut into pages, nor on the device; `TorchKernel` is the reference and
-        `kernels.matches_torch` compares. Subnormal numbers count as they are; what is not finite is carried on, a NaN
-        as any NaN.
+        `adam` and `lion` are the lists, `step_constants` in constants.py the constants): the moments as fp32
+        (`moments.py`, decode_*); the rule; the new moments as stored: bf16 with noise.bits("exp_avg") and
+        noise.bits("exp_avg_sq"); in 8 bits exp_avg to the nearest code, exp_avg_sq with noise.bits("exp_avg_sq")
+        (`moments.py`, encode_*). `noise` is None for fp32 moments. An element depends on itself alone and in 8 bits on
+        the 256 of its scale, so the bits do not depend on how a unit is cut into pages, nor on the device;
+        `TorchKernel` is the reference and `kernels.matches_torch` compares. Subnormal numbers count as they are; what
+        is not finite is carried on, a NaN as any NaN.
 
         On the CPU the page is done on return. A kernel of a device may return once the work is in the device's current
         stream, and must keep nothing that it was given. One call at a time.

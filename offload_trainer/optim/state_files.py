@@ -62,6 +62,9 @@ class EngineState:
     weight_steps: dict[str, Steps] = field(default_factory=dict)  # of weights that had no gradient in every step
     rule: RuleName = "adamw"  # whose moments they are; earlier versions had no other
 
+    def __post_init__(self) -> None:
+        state_format(self.rule, self.states)  # ValueError where there is none
+
     @property
     def format(self) -> StateFormat:
         return state_format(self.rule, self.states)

@@ -1,6 +1,6 @@
-"""AdamW on host memory by torch's fused kernel: the reference.
+"""The update on host memory by torch: AdamW by its fused kernel, Lion by its operations. The reference.
 
-It knows fp32 only. 16-bit and 8-bit moments are widened before and narrowed after, some at a time.
+Both know fp32 only. 16-bit and 8-bit moments are widened before and narrowed after, some at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from offload_trainer.optim.protocol import PageNoise, Stretch, within
+from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.stored import stored_moment
 from offload_trainer.plan.formats import FP32, StateFormat
 
@@ -22,7 +23,7 @@ _LINE = 16
 
 
 class TorchKernel:
-    """torch's fused kernel, chunk by chunk: the bits of torch.optim.AdamW(fused=True).
+    """torch's operations, chunk by chunk: of AdamW the bits of torch.optim.AdamW(fused=True).
 
     But for this: of a tensor whose length does not divide by 8 (16 with AVX-512), torch computes the last few elements
     by a loop that rounds exp_avg_sq differently. They are padded here, so that an element's result does not depend on
@@ -51,55 +52,60 @@ class TorchKernel:
         for part in parts if whole else _pieces(parts, grad.numel()):
             here = slice(part.start, part.end)
             stored = [stored_moment(moment, fields, here) for moment in format.rule.moments]
-            first, second = wide = [moment.read() for moment in stored]
-            new = None if out is None else out[here]
-            self._update(fields["master"][here], first, second, grad[here], new, part, scale=scale)
+            wide = [moment.read() for moment in stored]
+            master = fields["master"][here]
+            for piece, scaled in _scaled_chunks(grad[here], scale, self._scratch):
+                _update(master[piece], [values[piece] for values in wide], scaled, part)
+                if out is not None:
+                    out[here][piece].copy_(master[piece])
             for moment, values in zip(stored, wide, strict=True):
                 moment.write(values, noise=noise.bits(moment.moment.name, here.start) if noise else None)
 
-    def _update(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        out: torch.Tensor | None,
-        part: Stretch,
-        *,
-        scale: float,
-    ) -> None:
-        """AdamW on fp32 tensors of one length."""
-        hyper, steps = part.hyper, torch.tensor(float(part.step))
 
-        def adamw(weights: torch.Tensor, gradient: torch.Tensor, average: torch.Tensor, square: torch.Tensor) -> None:
-            torch._fused_adamw_(
-                [weights],
-                [gradient],
-                [average],
-                [square],
-                [],
-                [steps],
-                lr=hyper.lr,
-                beta1=hyper.betas[0],
-                beta2=hyper.betas[1],
-                weight_decay=hyper.decay,
-                eps=hyper.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+def _update(master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, part: Stretch) -> None:
+    """One step on fp32 tensors of one length."""
+    if isinstance(part.hyper, AdamW):
+        _adamw([master, *moments, grad], part.hyper, step=part.step)
+    else:
+        _lion(master, moments[0], grad, part.hyper)
 
-        for piece, scaled in _scaled_chunks(grad, scale, self._scratch):
-            tensors = [master[piece], scaled, exp_avg[piece], exp_avg_sq[piece]]
-            left = scaled.numel() % _LINE
-            whole = scaled.numel() - left
-            adamw(*(tensor[:whole] for tensor in tensors))
-            if left:
-                padded = [torch.nn.functional.pad(tensor[whole:], (0, _LINE - left)) for tensor in tensors]
-                adamw(*padded)
-                for tensor, result in zip(tensors, padded, strict=True):
-                    tensor[whole:] = result[:left]
-            if out is not None:
-                out[piece].copy_(master[piece])
+
+def _adamw(tensors: Sequence[torch.Tensor], hyper: AdamW, *, step: int) -> None:
+    """`tensors` are master, exp_avg, exp_avg_sq and the gradient."""
+
+    def fused(weights: torch.Tensor, average: torch.Tensor, square: torch.Tensor, gradient: torch.Tensor) -> None:
+        torch._fused_adamw_(
+            [weights],
+            [gradient],
+            [average],
+            [square],
+            [],
+            [torch.tensor(float(step))],
+            lr=hyper.lr,
+            beta1=hyper.betas[0],
+            beta2=hyper.betas[1],
+            weight_decay=hyper.decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    left = tensors[0].numel() % _LINE
+    whole = tensors[0].numel() - left
+    fused(*(tensor[:whole] for tensor in tensors))
+    if left:
+        padded = [torch.nn.functional.pad(tensor[whole:], (0, _LINE - left)) for tensor in tensors]
+        fused(*padded)
+        for tensor, result in zip(tensors, padded, strict=True):
+            tensor[whole:] = result[:left]
+
+
+def _lion(master: torch.Tensor, exp_avg: torch.Tensor, grad: torch.Tensor, hyper: Lion) -> None:
+    """No `add(alpha=)` nor `lerp`, which fuse a product with a sum on some CPUs."""
+    beta1, beta2 = hyper.betas
+    way = exp_avg.mul(beta1).add_(grad.mul(1 - beta1)).sign_()  # of a NaN 0
+    master.mul_(1 - hyper.lr * hyper.decay).sub_(way.mul_(hyper.lr))
+    exp_avg.mul_(beta2).add_(grad.mul(1 - beta2))
 
 
 def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -365,4 +365,7 @@ def _notes(
         notes.append(
             "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"
         )
+    if config.optim.name == "lion":
+        betas = " and ".join(f"{beta:g}" for beta in config.optim.betas)
+        notes.append(f"the update is Lion's, with betas {betas} (optim.betas) and one moment a parameter")
     return tuple(notes)

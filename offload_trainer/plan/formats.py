@@ -30,24 +30,6 @@ MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
 
 
 @dataclass(frozen=True)
-class UpdateRule:
-    """How weights are updated, by what is kept for it."""
-
-    name: str  # of optim.name
-    title: str
-    moments: tuple[Moment, ...]
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What is kept of each weight, however it is stored."""
-        return ("master", *(moment.name for moment in self.moments))
-
-
-ADAMW = UpdateRule("adamw", "AdamW", (EXP_AVG, EXP_AVG_SQ))
-RULES = {rule.name: rule for rule in (ADAMW,)}
-
-
-@dataclass(frozen=True)
 class MomentFormat:
     """How a moment is stored."""
 
@@ -61,6 +43,27 @@ FP32 = MomentFormat("fp32", "fp32")
 BF16 = MomentFormat("bf16", "bf16", stochastic=True)
 EIGHT_BIT = MomentFormat("8bit", "uint8", block=BLOCK_8BIT, stochastic=True)
 MOMENT_FORMATS = {form.name: form for form in (FP32, BF16, EIGHT_BIT)}
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How weights are updated, by what is kept for it."""
+
+    name: str  # of optim.name
+    title: str
+    moments: tuple[Moment, ...]
+    formats: tuple[MomentFormat, ...]  # in which they may be
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is kept of each weight, however it is stored."""
+        return ("master", *(moment.name for moment in self.moments))
+
+
+ADAMW = UpdateRule("adamw", "AdamW", (EXP_AVG, EXP_AVG_SQ), (FP32, BF16, EIGHT_BIT))
+# In 8 bits a first moment is rounded to nearest, and Lion's, which moves by a hundredth a step, would stand still.
+LION = UpdateRule("lion", "Lion", (EXP_AVG,), (FP32, BF16))
+RULES = {rule.name: rule for rule in (ADAMW, LION)}
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,9 @@ class StateFormat:
 
     rule: UpdateRule
     moments: MomentFormat
+
+    def __str__(self) -> str:
+        return f"{self.rule.name}_{self.moments.name}"
 
     @cached_property
     def fields(self) -> dict[str, Field]:
@@ -120,6 +126,15 @@ def is_signed(field: str) -> bool:
 
 
 @cache
+def state_formats() -> tuple[StateFormat, ...]:
+    """All that there are."""
+    return tuple(StateFormat(rule, moments) for rule in RULES.values() for moments in rule.formats)
+
+
+@cache
 def state_format(rule: str, moments: str) -> StateFormat:
-    """That of optim.name and optim.states."""
-    return StateFormat(RULES[rule], MOMENT_FORMATS[moments])
+    """That of optim.name and optim.states. ValueError where the rule's moments cannot be so."""
+    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments])
+    if found not in state_formats():
+        raise ValueError(f"{found.rule.title} has no moments in {moments}")
+    return found

@@ -171,7 +171,8 @@ def _page_items(
     def state(page: Page) -> int:
         return sizes.format.page_bytes(page.elements)
 
-    why = f"fp32 master, {sizes.states} moments: {sizes.format.bytes_each:.3g} B a parameter"
+    moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
+    why = f"fp32 master, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
     items = []
     for home, tier in tiers.items():
         held = sum(state(page) for page in homes.pages if page.home == home)

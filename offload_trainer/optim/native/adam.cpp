@@ -1,4 +1,4 @@
-// AdamW over host memory in one pass, with moments in fp32, bf16 or 8 bits.
+// AdamW or Lion over host memory in one pass, with moments in fp32, bf16 or (AdamW's) 8 bits.
 //
 //     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 //
@@ -18,7 +18,8 @@ namespace {
 
 constexpr int64_t PIECE = 64 * BLOCK;  // elements that a thread claims at a time
 
-enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // native_adam.py has the same numbers
+enum Type : int32_t { NONE, F32, F16, BF16, CODES };  // constants.py has the same numbers
+enum Rule : int32_t { ADAMW, LION };                  // native_adam.py has the same numbers
 
 // Stores that go past the caches: nothing reads `to` soon, and its old bytes need not be read to be overwritten.
 void stream(void* to, const void* from, int64_t size) {
@@ -66,8 +67,8 @@ void write_rounded(const float* __restrict from, Type type, int64_t at, int64_t 
 
 // -- one block -------------------------------------------------------------------------------------------------------
 
-// The constants of one step, rounded to fp32 as torch rounds them. native_adam.py has the same fields.
-struct Step {
+// The constants of one step, rounded to fp32 as torch rounds them. constants.py has the same fields.
+struct AdamStep {
     float scale;            // of the gradient
     float keep;             // 1 - lr x decay
     float lerp;             // 1 - beta1 where that is below 1/2, else -beta1
@@ -77,6 +78,13 @@ struct Step {
     float root_correction;  // sqrt(1 - beta2 ^ step)
     float eps;
     float minus_step_size;  // -lr / (1 - beta1 ^ step)
+};
+
+struct LionStep {
+    float scale, keep;   // as AdamW's
+    float beta1, rest1;  // rest1: 1 - beta1
+    float beta2, rest2;
+    float lr;
 };
 
 // Both are computed before one is chosen: with a branch around either the loop would not be vectorised.
@@ -92,7 +100,7 @@ struct Scales {
 
 // Operation by operation what the vectorised loop of torch's FusedAdamKernel.cpp does.
 template <bool SCALED>
-void adam(const Step& s, const Divisor& correction, Scales scales, float* __restrict master, float* __restrict exp_avg,
+void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __restrict master, float* __restrict exp_avg,
           float* __restrict exp_avg_sq, const float* __restrict grad, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const float g = grad[i];
@@ -107,11 +115,22 @@ void adam(const Step& s, const Divisor& correction, Scales scales, float* __rest
     }
 }
 
+// Operation by operation `_lion` in torch_adam.py: nothing is fused.
+void lion(const LionStep& s, float* __restrict master, float* __restrict exp_avg, const float* __restrict grad,
+          int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const float g = grad[i], m = exp_avg[i];
+        const float way = m * s.beta1 + g * s.rest1;
+        master[i] = master[i] * s.keep - s.lr * (float(way > 0) - float(way < 0));
+        exp_avg[i] = m * s.beta2 + g * s.rest2;
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-// native_adam.py has the same fields. Moments are F32, BF16 or CODES.
+// native_adam.py has the same fields. Moments are F32, BF16 or CODES; of Lion there is no exp_avg_sq.
 struct Page {
     float* master;
     void *exp_avg, *exp_avg_sq;
@@ -121,20 +140,39 @@ struct Page {
     const Tables* tables;
     Bits exp_avg_noise, exp_avg_sq_noise;
     Type moments, grad_type, out_type;
+    Rule rule;
 };
 
 struct Part {
     int64_t start, end;  // elements of the page; a multiple of BLOCK, but for the last end
-    Step step;
+    union {
+        AdamStep adam;
+        LionStep lion;
+    };
 };
 
 }
 
 namespace {
 
-// `count` elements from `at` on, at most BLOCK.
+// A part by a rule: `update` takes `count` elements from `at` on, at most BLOCK.
 template <Type MOMENTS>
-void update_block(const Page& page, const Step& step, const Divisor& correction, int64_t at, int64_t count) {
+struct Adam {
+    const AdamStep& step;
+    const Divisor correction;
+    explicit Adam(const Part& part) : step(part.adam), correction(part.adam.root_correction) {}
+    void update(const Page& page, int64_t at, int64_t count) const;
+};
+
+template <Type MOMENTS>
+struct Lion {
+    const LionStep& step;
+    explicit Lion(const Part& part) : step(part.lion) {}
+    void update(const Page& page, int64_t at, int64_t count) const;
+};
+
+template <Type MOMENTS>
+void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
     alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
     const int64_t block = at / BLOCK;
@@ -167,6 +205,23 @@ void update_block(const Page& page, const Step& step, const Divisor& correction,
     write_rounded(page.master + at, page.out_type, at, count, page.out);
 }
 
+template <Type MOMENTS>
+void Lion<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
+    alignas(64) float grad[BLOCK], wide[BLOCK];
+    alignas(64) uint32_t chance[BLOCK];
+    read_gradient(page.grad, page.grad_type, at, count, step.scale, grad);
+    if (MOMENTS == F32) {
+        lion(step, page.master + at, static_cast<float*>(page.exp_avg) + at, grad, count);
+    } else {
+        uint16_t* exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
+        decode_bf16(exp_avg, wide, count);
+        lion(step, page.master + at, wide, grad, count);
+        draw(page.exp_avg_noise, at, count, chance);
+        encode_bf16(wide, chance, exp_avg, count);
+    }
+    write_rounded(page.master + at, page.out_type, at, count, page.out);
+}
+
 // -- a page ----------------------------------------------------------------------------------------------------------
 
 inline int64_t pieces_of(const Part& part) { return (part.end - part.start + PIECE - 1) / PIECE; }
@@ -178,7 +233,7 @@ struct Call {
     std::atomic<int64_t> next{0};
 };
 
-template <Type MOMENTS>
+template <class OfRule>
 void work(void* shared) {
     Call& call = *static_cast<Call*>(shared);
     const Part* part = call.parts;
@@ -187,10 +242,10 @@ void work(void* shared) {
         const int64_t piece = call.next.fetch_add(1, std::memory_order_relaxed);
         while (part != call.end && piece - before >= pieces_of(*part)) before += pieces_of(*part++);
         if (part == call.end) break;
-        const Divisor correction(part->step.root_correction);
+        const OfRule rule(*part);
         const int64_t start = part->start + (piece - before) * PIECE, end = std::min(start + PIECE, part->end);
         for (int64_t at = start; at < end; at += BLOCK)
-            update_block<MOMENTS>(call.page, part->step, correction, at, std::min(BLOCK, end - at));
+            rule.update(call.page, at, std::min(BLOCK, end - at));
     }
     finish_stream();
 }
@@ -206,8 +261,9 @@ void update_page(const Page* page, const Part* parts, int64_t count, int32_t thr
     Call call{*page, parts, parts + count};
     int64_t pieces = 0;
     for (int64_t i = 0; i < count; i++) pieces += pieces_of(parts[i]);
-    const auto function = page->moments == F32 ? work<F32> : page->moments == BF16 ? work<BF16> : work<CODES>;
-    the_crew().run(function, &call, int(std::min(int64_t(threads), pieces)) - 1);
+    const auto adam = page->moments == F32 ? work<Adam<F32>> : page->moments == BF16 ? work<Adam<BF16>> : work<Adam<CODES>>;
+    const auto lion = page->moments == F32 ? work<Lion<F32>> : work<Lion<BF16>>;
+    the_crew().run(page->rule == LION ? lion : adam, &call, int(std::min(int64_t(threads), pieces)) - 1);
 }
 
 // The formats by themselves, for the tests: on numbers that no step makes. `moments` is BF16 or CODES; `noise` is null

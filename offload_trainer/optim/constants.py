@@ -1,0 +1,82 @@
+"""What the compiled kernels are given of a step and of an element's type: the same for the CPU's and the GPU's.
+
+native/adam.cpp and adam.cu have the same structures, field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from offload_trainer.optim.rules import AdamW, Hyper, Lion
+
+# Their Type.
+TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}
+
+
+class AdamStep(ctypes.Structure):
+    """Constants of one step by AdamW."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("keep", ctypes.c_float),
+        ("lerp", ctypes.c_float),
+        ("from_gradient", ctypes.c_int32),
+        ("beta2", ctypes.c_float),
+        ("rest2", ctypes.c_float),
+        ("root_correction", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("minus_step_size", ctypes.c_float),
+    )
+
+
+class LionStep(ctypes.Structure):
+    """The same by Lion."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("keep", ctypes.c_float),
+        ("beta1", ctypes.c_float),
+        ("rest1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("rest2", ctypes.c_float),
+        ("lr", ctypes.c_float),
+    )
+
+
+class Step(ctypes.Union):
+    """Of whichever rule the page is updated by."""
+
+    _fields_ = (("adam", AdamStep), ("lion", LionStep))
+
+
+@functools.lru_cache(maxsize=64)
+def step_constants(hyper: Hyper, *, scale: float, step: int) -> Step:
+    """torch's constants: computed in double, then rounded; ctypes rounds to nearest even."""
+    if isinstance(hyper, AdamW):
+        return Step(adam=_adam(hyper, scale=scale, step=step))
+    return Step(lion=_lion(hyper, scale=scale))
+
+
+def _adam(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
+    beta1, beta2 = hyper.betas
+    rest1 = ctypes.c_float(1 - beta1).value
+    from_gradient = abs(rest1) >= 0.5  # lerp starts from the end that is nearer
+    return AdamStep(
+        scale,
+        1 - hyper.lr * hyper.decay,
+        rest1 - 1 if from_gradient else rest1,
+        from_gradient,
+        beta2,
+        1 - beta2,
+        (1 - beta2**step) ** 0.5,
+        hyper.eps,
+        -(hyper.lr / (1 - beta1**step)),
+    )
+
+
+def _lion(hyper: Lion, *, scale: float) -> LionStep:
+    beta1, beta2 = hyper.betas
+    return LionStep(scale, 1 - hyper.lr * hyper.decay, beta1, 1 - beta1, beta2, 1 - beta2, hyper.lr)

@@ -16,10 +16,19 @@ REQUIRED = {
     "pydantic": "2.8",
     "safetensors": "0.4.3",
     "psutil": "5.9.4",
-    "tqdm": "4.60",
+    "tqdm": "4.66.3",
     "PyYAML": "6.0.2",
 }
-OPTIONAL = {"deepspeed": "0.19.8", "bitsandbytes": "0.50.2", "gguf": "0.17.1", "tensorboard": "2.19"}
+OPTIONAL = {
+    "deepspeed": "0.19.8",
+    "bitsandbytes": "0.50.2",
+    "gguf": "0.17.1",
+    "tensorboard": "2.19",
+    "accelerate": "1.10.1",
+    "trl": "1.10",
+    "peft": "0.19",
+    "datasets": "4.7",
+}
 _MODULES = {"yaml": "PyYAML"}  # where a module is not called as its package
 
 

@@ -30,6 +30,9 @@ TESTS = (
     "tests/test_gguf.py::test_f32_has_all_bits_and_the_same_logits",
     "tests/test_moments.py::test_8_bit_is_bitsandbytes",
     "tests/test_telemetry.py::test_tensorboard_has_the_numbers",
+    "tests/test_hf.py",
+    "tests/test_trl.py",
+    "tests/test_peft.py",
 )
 
 

@@ -23,6 +23,7 @@ HOUSE = (
     ("trainer", "export"),
     ("run",),
     ("session",),
+    ("hf",),
     ("usage",),
     ("cli",),
     ("__main__", ""),
@@ -30,7 +31,8 @@ HOUSE = (
 FLOORS = {name: number for number, floor in enumerate(HOUSE) for name in floor}
 ROOMS = {
     "deepspeed": {"engine", "optim"},  # in optim/ its count of Adam optimizers
-    "transformers": {"model", "data"},
+    "transformers": {"model", "data", "hf"},
+    "peft": {"hf"},
     "bitsandbytes": {"engine"},
     "gguf": {"export"},
 }

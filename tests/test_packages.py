@@ -27,7 +27,7 @@ from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LIBRARIES = {"deepspeed", "bitsandbytes", "gguf", "tensorboard"}
+LIBRARIES = {"deepspeed", "bitsandbytes", "gguf", "tensorboard", "accelerate", "trl", "peft", "datasets"}
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:
@@ -51,6 +51,7 @@ def test_no_module_imports_a_library_of_some_wishes_when_it_is_imported() -> Non
 
 
 REFUSING = """
+import importlib.util
 import sys
 
 class Refuse:
@@ -58,6 +59,8 @@ class Refuse:
         if name.partition(".")[0] in {names}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in {names} else found(name, package)
 sys.meta_path.insert(0, Refuse())
 """
 

@@ -259,9 +259,8 @@ def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
                 products=products[name],
             )
         )
-    if not any(weight.trainable for weight in weights):
-        raise UserError("model.freeze leaves nothing to train")
-    trained = {weight.name for weight in weights if weight.trainable}
+    # With none, adapters will be trained beside them, and what those need of a pass is counted as a whole model's.
+    trained = {weight.name for weight in weights if weight.trainable} or set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     on_gpu, on_cpu = _activations(model, blocks, section)

@@ -316,7 +316,7 @@ class OffloadedModel:
 
     @property
     def steps_done(self) -> int:
-        return max(self.steps.values())
+        return max(self.steps.values(), default=0)
 
     def _note(self, *, updating: bool) -> None:
         if self.account:

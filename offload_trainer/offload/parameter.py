@@ -21,7 +21,7 @@ from torch import nn
 from offload_trainer.errors import UserError
 
 # What is asked of a parameter without looking at its values.
-_FACTS = frozenset(
+FACTS = frozenset(
     [
         "shape",
         "dtype",
@@ -110,7 +110,7 @@ class OffloadedParameter(nn.Parameter):
             return args[0]
         elif name == "requires_grad_":
             _refuse_setting("requires_grad", args[0], *(args[1:] or (kwargs.get("requires_grad", True),)))
-        elif name not in _FACTS:
+        elif name not in FACTS:
             _refuse_writing(name, args, kwargs)
             with torch._C.DisableTorchFunctionSubclass(), found[0].lender.lend([one.weight for one in found]):
                 return func(*args, **kwargs)

@@ -29,6 +29,8 @@ def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, An
 
     machine = machine_here(config)
     source = resolve_model(config.model, seed=config.train.seed)
+    if not source.shape.trainable:
+        raise UserError("model.freeze leaves nothing to train")
     _, world = ranks_of_environment()
     settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
     return settled, plan, machine, source

@@ -8,11 +8,13 @@ DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from pydantic import with_config
 
 from offload_trainer.checkpoint import RunRecord, TrainState, finish_checkpoint
@@ -29,6 +31,7 @@ from offload_trainer.storage.durable import copy_tree, make_directories, put_in_
 from offload_trainer.storage.removal import clear, replacing
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
+Change = Callable[[str, torch.Tensor], torch.Tensor]
 _STATE = "session.json"
 _FIX = "Go on from another save"
 
@@ -82,13 +85,13 @@ class Saves:
         finally:
             snapshot.close()
 
-    def export(self, destination: Path, offloaded: OffloadedModel, *, dtype: str) -> None:
+    def export(self, destination: Path, offloaded: OffloadedModel, *, dtype: str, change: Change | None = None) -> None:
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
         places = offloaded.places
         source = Source(
             shapes={name: places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
-            weights=offloaded.masters,
+            weights=partial(_changed, offloaded, change) if change else offloaded.masters,
             read=offloaded.state.master,
             model=self.record.model,
             told=f"a session after step {offloaded.steps_done}",
@@ -122,6 +125,11 @@ class Saves:
 
 
 _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
+
+
+def _changed(offloaded: OffloadedModel, change: Change) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in offloaded.masters():
+        yield name, change(name, weight)
 
 
 def _groups(optimizer: OffloadedAdamW) -> list[dict[str, Any]]:

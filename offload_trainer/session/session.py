@@ -8,7 +8,7 @@ session.save, resume, export          `saving.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import isfinite
 from pathlib import Path
@@ -24,7 +24,7 @@ from offload_trainer.offload.norms import clip_factor
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.plan import Plan
 from offload_trainer.session.optimizer import OffloadedAdamW
-from offload_trainer.session.saving import Saves, Stateful
+from offload_trainer.session.saving import Change, Saves, Stateful
 
 
 class Session:
@@ -93,6 +93,8 @@ class Session:
         self._refuse_closed()
         if self._optimizer is not None:
             raise UserError("a session has one optimizer: give its groups to the first call of adamw()")
+        if not self._offloaded.trained:
+            raise UserError("every weight of the session is frozen: give what is trained to an optimizer of torch")
         if params is None:
             params = [use for name in self._offloaded.trained for use in self._offloaded.parameters[name]]
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -144,11 +146,26 @@ class Session:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
+    @property
+    def configuration(self) -> Path:
+        """The directory with the model's configuration, as it was when the session began."""
+        return self._saves.record.model
+
+    @property
+    def trained(self) -> Sequence[str]:
+        """Names of the weights that have a state."""
+        return tuple(self._offloaded.trained)
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight as the model computes with it, on the CPU), one at a time, tied ones once."""
         self._refuse_closed()
         for name in self._offloaded.parameters:
             yield name, self._offloaded.weight(name)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A copy of one weight as the model computes with it, on the CPU."""
+        self._refuse_closed()
+        return self._offloaded.weight(name)
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 master on the CPU), one at a time; of frozen weights the weight."""
@@ -182,13 +199,14 @@ class Session:
         self._clear()
         return self._saves.resume(Path(directory), self._offloaded, self._given_optimizer(), stateful)
 
-    def export(self, directory: str | Path, *, dtype: str = "bf16") -> None:
+    def export(self, directory: str | Path, *, dtype: str = "bf16", change: Change | None = None) -> None:
         """Write the weights as transformers loads them, one at a time: "bf16", "fp16" or "fp32".
 
-        A module that is none of transformers' becomes model.safetensors, by the parameters' names.
+        A module that is none of transformers' becomes model.safetensors, by the parameters' names. `change` gives what
+        is written for a name and its fp32 values.
         """
         self._refuse_closed()
-        self._saves.export(Path(directory), self._offloaded, dtype=dtype)
+        self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change)
 
     def _given_optimizer(self) -> OffloadedAdamW:
         if self._optimizer is None:

@@ -119,8 +119,6 @@ def _planned(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *,
     items = tuple(item for item in plan.items if item.tier != _NOWHERE)
     tiers = {tier: room for tier, room in plan.tiers.items() if tier != _NOWHERE}
     plan = replace(plan, items=items, tiers=tiers)
-    if not any(weight.trainable for weight in shape.weights):
-        raise UserError("nothing is trained: no parameter has requires_grad=True")
     if config.model.dtype == "fp16":
         raise UserError(
             'a session has no loss scale, so no fp16: give dtype="bf16", or "fp32" where the card has no bf16'

@@ -1,0 +1,342 @@
+"""transformers' Trainer and TRL's over offloaded weights and state: a mixin, and a model for it.
+
+    from offload_trainer.hf import Offloaded, load
+    class MyTrainer(Offloaded, SFTTrainer): pass
+    MyTrainer(load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"]), args, ...).train()
+
+The Trainer keeps its loop, its data, its schedule, its callbacks and its logs. What it does with gradients, with the
+optimizer's state and with the weights' files goes to the session: where a micro-batch begins and ends, the norm and
+its limit, the update, saving and resuming. A checkpoint is the Trainer's, with the session's state in `offload/`.
+Of a session whose weights are all fixed, beside which adapters are trained, only the micro-batches are the session's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from offload_trainer.errors import UserError
+from offload_trainer.offload.parameter import OffloadedParameter
+from offload_trainer.offload.stored import StoredWeight
+from offload_trainer.session.session import Session
+from offload_trainer.session.start import load as load_session
+from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.removal import scratch
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the class that Offloaded stands in front of
+
+STATE = "offload"  # in a checkpoint: what the session saved
+_TRAINER_STATE = "trainer_state.json"  # what the Trainer writes last
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+# Of PEFT's LoraConfig: what changes or copies the base's weights
+_CHANGING = ("modules_to_save", "use_dora", "trainable_token_indices", "target_parameters", "layer_replication")
+_RIGHT = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+
+
+def load(name: str | Path, **keys: Any) -> PreTrainedModel:
+    """`offload_trainer.load`'s model, ready for a Trainer with `Offloaded`."""
+    return attach(load_session(name, **keys))
+
+
+def attach(session: Session) -> Any:
+    """The session's model, which now knows its session: it saves itself by streaming, and lists its weights."""
+    model: Any = session.model
+    model._offload_session = session
+    model.state_dict = partial(_state_dict, session)
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained = partial(_save_pretrained, session)
+        with suppress(OSError):  # a model that is none for generation has no such file
+            model.generation_config = GenerationConfig.from_pretrained(session.configuration)
+    return model
+
+
+def session_of(model: nn.Module) -> Session:
+    """The session that holds the model's weights, or those of a model inside it. UserError where none does."""
+    for module in model.modules():
+        if (session := module.__dict__.get("_offload_session")) is not None:
+            return session
+    raise UserError(
+        "this model's weights are not offloaded: make it with offload_trainer.hf.load(...), or with "
+        "offload_trainer.hf.attach(session)"
+    )
+
+
+class Offloaded(_Trainer):
+    """In front of a Trainer class: `class MyTrainer(Offloaded, Trainer): pass`."""
+
+    optimizer: Any
+
+    def __init__(self, model: Any = None, *positional: Any, **words: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise UserError("Offloaded needs the model itself, of offload_trainer.hf.load(...); it takes no model_init")
+        self._session = session_of(model)
+        args = next((given for given in (*positional, *words.values()) if isinstance(given, TrainingArguments)), None)
+        mistakes = argument_mistakes(args, self._session) if args is not None else []
+        if words.get("optimizer_cls_and_kwargs") or any(words.get("optimizers", ())):
+            mistakes.append("optimizers=: leave it out; the arguments' rate, betas and decay go to the session's AdamW")
+        _refuse(mistakes)
+        super().__init__(model, *positional, **words)
+        _refuse(argument_mistakes(self.args, self._session) + model_mistakes(self.model, self._session))
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The session's AdamW, with the Trainer's two groups: what decays, and what does not."""
+        if not self._session.trained:
+            return super().create_optimizer(*(() if model is None else (model,)))
+        if self.optimizer is None:
+            model = model or self.model
+            decays = set(self.get_decay_parameter_names(model))
+            trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+            args = self.args
+            self.optimizer = self._session.adamw(
+                [
+                    {"params": [p for name, p in trained if name in decays], "weight_decay": args.weight_decay},
+                    {"params": [p for name, p in trained if name not in decays], "weight_decay": 0.0},
+                ],
+                lr=args.learning_rate,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+            )
+        return self.optimizer
+
+    def training_step(self, *positional: Any, **words: Any) -> torch.Tensor:
+        with self._session.micro_batch(last=self.accelerator.sync_gradients):
+            return super().training_step(*positional, **words)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """The norm before clipping; the factor is applied in the update."""
+        if not self._session.trained:
+            return super()._clip_grad_norm(model)
+        return self._session.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        if grad_norm is not None or not self._session.trained:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        return self._session.clip_grad_norm_(float("inf"))
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the session has placed it."""
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **words: Any) -> Any:
+        """As the Trainer's; True takes the newest checkpoint that is whole, and one that is not is refused."""
+        state = bool(self._session.trained)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_whole(Path(self.args.output_dir), state=state))
+        elif resume_from_checkpoint and (lack := what_lacks(Path(resume_from_checkpoint), state=state)):
+            raise UserError(f"{resume_from_checkpoint} cannot be resumed: {lack}")
+        return super().train(resume_from_checkpoint, *positional, **words)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        (folder / _TRAINER_STATE).unlink(
+            missing_ok=True
+        )  # of an earlier run: while this one is written it is not whole
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._session.trained:
+            self._session.save(Path(output_dir) / STATE)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Adapters alone: other weights are made from the masters, which come with the optimizer."""
+        if not self._session.trained:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self._session.trained:
+            self._session.resume(Path(checkpoint) / STATE)
+
+    def _load_best_model(self) -> None:
+        """The best checkpoint's weights, and the moments that belong to them."""
+        if self._session.trained:
+            self._session.resume(Path(self.state.best_model_checkpoint) / STATE)
+        else:
+            super()._load_best_model()
+
+
+def newest_whole(output: Path, *, state: bool) -> Path:
+    """The last of the Trainer's checkpoints in `output` that was written to its end. UserError where there is none."""
+    found = [folder for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if folder.name.rpartition("-")[2].isdigit()]
+    for folder in sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True):
+        if not what_lacks(folder, state=state):
+            return folder
+    raise UserError(f"{output} has no checkpoint to resume, of {len(found)} that were begun there")
+
+
+def what_lacks(folder: Path, *, state: bool) -> str | None:
+    """Why a checkpoint cannot be resumed; None for one that can. The Trainer writes its own state last.
+
+    `state`: whether there must be a session's too.
+    """
+    try:
+        json.loads((folder / _TRAINER_STATE).read_text())
+    except (OSError, ValueError):
+        return f"its {_TRAINER_STATE} is missing or cut short, so it was not written to its end"
+    if state and not (folder / STATE).is_dir():
+        return f"it has no {STATE}/: another Trainer wrote it, or save_only_model was set"
+    return None
+
+
+# -- what cannot be right ---------------------------------------------------------------------------------------------
+
+
+def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
+    """What of the arguments cannot be right over offloaded weights, each with what to do."""
+    precision = "the weights have the dtype that load() gave them, and autocast would copy and round them again"
+    wrong = {
+        "bf16": (args.bf16, f"{precision}: bf16=False, and load(..., dtype='bf16')"),
+        "fp16": (args.fp16, f"{precision}: fp16=False"),
+        "bf16_full_eval": (args.bf16_full_eval, "it converts the model in place: leave it out"),
+        "fp16_full_eval": (args.fp16_full_eval, "it converts the model in place: leave it out"),
+        "torch_compile": (args.torch_compile, "compiled code keeps weights that have moved: leave it out"),
+        "deepspeed": (args.deepspeed, "it would place the weights a second time: leave it out"),
+        "fsdp": (args.fsdp, "it would place the weights a second time: leave it out"),
+        "auto_find_batch_size": (args.auto_find_batch_size, "it starts anew amid a step: leave it out; load() plans"),
+        "use_liger_kernel": (args.use_liger_kernel, "it was not tried here: leave it out"),
+        "activation_offloading": (getattr(args, "activation_offloading", False), "it would keep weights: leave it out"),
+    }
+    mistakes = [f"{name}={value}: {why}" for name, (value, why) in wrong.items() if value]
+    if session.trained and args.optim not in _ADAMW:
+        mistakes.append(f"optim={str(getattr(args.optim, 'value', args.optim))!r}: AdamW alone, {' or '.join(_ADAMW)}")
+    if args.n_gpu > 1:
+        mistakes.append(f"{args.n_gpu} GPUs in one process would be DataParallel: set CUDA_VISIBLE_DEVICES to one")
+    if args.world_size > 1:
+        mistakes.append(f"{args.world_size} processes: one, without torchrun or accelerate launch")
+    if args.device.type != session.device.type:
+        mistakes.append(f"the Trainer's device is {args.device}, the model's {session.device}: leave use_cpu out")
+    if args.save_only_model and args.load_best_model_at_end:
+        mistakes.append("save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state")
+    if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
+        mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
+    return mistakes + _checkpointing_mistakes(args)
+
+
+def _checkpointing_mistakes(args: TrainingArguments) -> list[str]:
+    """Gradient checkpointing has two names over the versions of transformers."""
+    words: dict[str, Any] = {}
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        words |= getattr(args, name, None) or {}
+    right = {"use_reentrant": False, "every_n_layers": 1, "offload": False, "selective": False}
+    return [
+        f"gradient_checkpointing_kwargs: {name}={value!r} is not what load() planned with: leave it out"
+        for name, value in words.items()
+        if name not in right or value != right[name]
+    ]
+
+
+def model_mistakes(model: nn.Module, session: Session) -> list[str]:
+    """What of the model cannot be trained: nothing, the base of adapters, or adapters that change or copy the base."""
+    configs = getattr(model, "peft_config", {}).values()
+    if configs and session.trained:
+        return ["the base of these adapters was loaded to be trained, with state: load(..., freeze=['.'])"]
+    if not configs and not session.trained:
+        return ["every weight is fixed, and there are no adapters: leave freeze out, or take peft.get_peft_model"]
+    mistakes = []
+    for config in configs:
+        words = {key: getattr(value, "value", value) for key, value in vars(config).items()}
+        for key in _CHANGING:
+            if words.get(key):
+                mistakes.append(f"{key}={words[key]!r}: it changes or copies weights that are away: leave it out")
+        for key, right in _RIGHT.items():
+            if key in words and words[key] not in right:
+                mistakes.append(f"{key}={words[key]!r}: not over weights that are away; {' or '.join(map(str, right))}")
+    return mistakes
+
+
+def _refuse(mistakes: list[str]) -> None:
+    if mistakes:
+        raise UserError("; ".join(mistakes))
+
+
+# -- weights out ------------------------------------------------------------------------------------------------------
+
+
+def _state_dict(
+    session: Session, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+) -> dict[str, Any]:
+    """As `nn.Module.state_dict`; offloaded weights are read when something is done with them."""
+    found = {} if destination is None else destination
+    model = session.model
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, OffloadedParameter):
+            found[prefix + name] = StoredWeight.of(parameter, partial(session.weight, parameter.weight))
+        else:
+            found[prefix + name] = parameter if keep_vars else parameter.detach()
+    for owner, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                found[f"{prefix}{owner}.{leaf}" if owner else prefix + leaf] = buffer
+    return found
+
+
+def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
+    """transformers' `save_pretrained` without the model in memory: streamed, in the weights' dtype."""
+    harmless = ("is_main_process", "max_shard_size", "safe_serialization")
+    others = [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]
+    if others:
+        raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")
+    _export_into(session, Path(save_directory))
+
+
+def save_merged(model: nn.Module, directory: str | Path) -> None:
+    """Export the model with its LoRA adapters added to the weights, streamed: the bits of PEFT's `merge_and_unload`."""
+    from peft.tuners.lora import LoraLayer
+
+    session = session_of(model)
+    dtype = _dtype(session)
+    layers = {f"{name}.weight": layer for name, layer in session.model.named_modules() if isinstance(layer, LoraLayer)}
+
+    @torch.no_grad()
+    def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if (layer := layers.get(name)) is None:
+            return weight
+        weight = weight.to(dtype)
+        for adapter in layer.active_adapters:
+            if adapter in layer.lora_A:
+                weight = weight + layer.get_delta_weight(adapter).to(dtype)
+        return weight
+
+    _export_into(session, Path(directory), change=merged)
+
+
+def _export_into(session: Session, folder: Path, **words: Any) -> None:
+    """The session's export among what else is in `folder`, with the configurations that the model has now."""
+    model: Any = session.model
+    dtype = next(name for name, dtype in DTYPES.items() if dtype is _dtype(session))
+    folder.mkdir(parents=True, exist_ok=True)
+    with scratch(".export-", directory=folder) as place:
+        session.export(place / "model", dtype=dtype, **words)
+        for path in folder.glob("model*.safetensors*"):
+            path.unlink()  # of an earlier save, in other shards perhaps
+        for path in (place / "model").iterdir():
+            if path.name != "README.md":
+                path.replace(folder / path.name)
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], _dtype(session)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _dtype(session: Session) -> torch.dtype:
+    """Of the weights that the model computes with."""
+    return next(
+        parameter.dtype for parameter in session.model.parameters() if isinstance(parameter, OffloadedParameter)
+    )

@@ -1,0 +1,142 @@
+"""transformers' Trainer on a small model and given rows, stock or ours: for tests, and as a script for a run that dies.
+
+trainers.py FOLDER OUTPUT DRIVE HOME WHEN: the run of test_hf.py with the model in FOLDER, killed (SIGKILL) at WHEN:
+`step:N` after step N, `saving:N` within the checkpoint of step N.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import offload_trainer.plan.layout as layout
+from offload_trainer.hf import Offloaded, load, session_of
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # two tests run at a time
+
+VOCABULARY = 256
+STEPS = 20
+# Each home of the weights; state is on the drive, or beside the weights.
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"params": "gpu", "ram_fraction": 1.0},
+    "drive": {"params": "nvme", "ram_fraction": 0.0},
+}
+
+
+def model_folder(folder: Path, **changes: Any) -> Path:
+    """A directory with a small model in fp32. All sizes are multiples of 16: see test_against_torch.py."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCABULARY}
+    torch.manual_seed(1)
+    config = LlamaConfig(**(shape | {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False} | changes))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def rows(count: int, *, length: int = 24) -> list[dict[str, torch.Tensor]]:
+    """Rows that can be learnt; each row's loss counts another number of tokens."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for number in range(count):
+        tokens = [int(torch.randint(VOCABULARY, (), generator=generator))]
+        for _ in range(length - 1):
+            tokens.append((5 * tokens[-1] + 3) % VOCABULARY)
+        inputs = torch.tensor(tokens)
+        labels = inputs.clone()
+        labels[: 1 + 5 * number % 19] = -100
+        made.append({"input_ids": inputs, "labels": labels, "attention_mask": torch.ones_like(inputs)})
+    return made
+
+
+def arguments(output: Path, **changes: Any) -> TrainingArguments:
+    words: dict[str, Any] = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_steps": 5,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(output), **(words | changes))
+
+
+class Ours(Offloaded, Trainer):
+    pass
+
+
+def stock(folder: Path, output: Path, **changes: Any) -> Trainer:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Trainer(model, arguments(output, **changes), train_dataset=rows(48), eval_dataset=rows(6))
+
+
+@contextmanager
+def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> Iterator[PreTrainedModel]:
+    """The model with its session open; no weight is small enough to stay where it is needed."""
+    sizes = {"seq_len": 24, "micro_batch": 2, "accumulate": 2, "page_size": 8192, "kernel": "torch"}
+    with mock.patch.object(layout, "SMALL", 0):
+        model = load(str(folder), nvme=[str(drive)], dtype="fp32", **(sizes | HOMES[home] | keys))
+    try:
+        yield model
+    finally:
+        session_of(model).close()
+
+
+def ours(model: PreTrainedModel, output: Path, **changes: Any) -> Trainer:
+    return Ours(model, arguments(output, **changes), train_dataset=rows(48), eval_dataset=rows(6))
+
+
+class _Dies(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: str, output: str, drive: str, home: str, when: str) -> None:
+    moment, _, step = when.partition(":")
+    with loaded(Path(folder), Path(drive), home=home) as model:
+        trainer = ours(model, Path(output))
+        if moment == "step":
+            trainer.add_callback(_Dies(int(step)))
+        else:
+            save = trainer._save_rng_state
+
+            def dies(directory: str) -> None:
+                if directory.endswith(f"checkpoint-{step}"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                save(directory)
+
+            trainer._save_rng_state = dies
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

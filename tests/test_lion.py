@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +15,7 @@ from bench_of_engines import Step, assert_same, batches, engine, masters, model_
 from conftest import TINY, ask, call
 from safetensors.torch import load_file
 
+import offload_trainer as ot
 import offload_trainer.plan.layout as layout
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import resolve_model
@@ -36,8 +38,8 @@ HOMES = {
 class PlainLion(torch.optim.Optimizer):
     """Algorithm 2 of Chen et al. 2023, as it stands there, in place of plain torch's AdamW."""
 
-    def __init__(self, groups: Any, *, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas})
+    def __init__(self, groups: Any, *, betas: tuple[float, float], lr: float = 0.0) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "betas": betas})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -154,6 +156,44 @@ def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
     masters = load_file(whole.output / "checkpoints" / "step-00000004" / "master.safetensors")
     assert all(torch.equal(tensor, masters[name]) for name, tensor in held.items() if name in masters)
     assert "Lion, peak rate" in (tmp_path / "hf" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("home", [{"params": "gpu"}, {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}])
+def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
+    def trained(network: torch.nn.Module, make: Any) -> list[float]:
+        """Two groups, one of which decays, and a scheduler."""
+        groups = [
+            {"params": [p for p in network.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in network.parameters() if p.dim() < 2], "lr": 1e-3},
+        ]
+        optimizer = make(groups)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        losses = []
+        for step in range(8):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+            loss = (network(x) - x.roll(1, dims=1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)) for _ in range(3)]
+    network = torch.nn.Sequential(*blocks)
+    expected = copy.deepcopy(network)
+    losses = trained(expected, lambda groups: PlainLion(groups, betas=(0.9, 0.99), lr=3e-3))
+    (tmp_path / "drive").mkdir()
+    keys = {"nvme": [str(tmp_path / "drive")], "dtype": "fp32", "page_size": 4096, "say": lambda line: None, **home}
+    with ot.offload(network, rule="lion", **keys) as session:
+        with pytest.raises(UserError, match="this session keeps Lion's state: call lion"):
+            session.adamw()
+        assert trained(session.model, lambda groups: session.lion(groups, lr=3e-3)) == losses
+        masters = dict(session.named_masters())
+    assert all(torch.equal(masters[name], weight) for name, weight in expected.named_parameters())
+    with pytest.raises(UserError, match=r"states=8bit with rule=lion.* use bf16"):
+        ot.offload(copy.deepcopy(expected), rule="lion", **keys | {"states": "8bit"})
 
 
 def state_bytes(*words: str) -> Iterator[int]:

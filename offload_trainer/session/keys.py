@@ -16,6 +16,7 @@ from offload_trainer.settings import FLAGS, all_keys, load_config
 
 _SECTIONS = ("model", "placement", "tiered")  # all of these, and single ones of the others
 _SINGLE = ("optim.states", "optim.kernel", "train.micro_batch", "train.accumulate", "train.seed", "data.seq_len")
+_RULE = "optim.name"  # name is the model's
 _NOT = {  # what a session has in another way, or not yet
     "model.name": "give it to ot.load",
     "model.loss_chunk": "the loss is yours",
@@ -34,7 +35,7 @@ _NOT = {  # what a session has in another way, or not yet
 def known_keys() -> dict[str, str]:
     """The configuration's key of each of the caller's."""
     keys = [key for key in all_keys() if key.partition(".")[0] in _SECTIONS or key in _SINGLE]
-    return {key.rpartition(".")[2]: key for key in keys if key not in _NOT}
+    return {key.rpartition(".")[2]: key for key in keys if key not in _NOT} | {"rule": _RULE}
 
 
 def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
@@ -79,6 +80,7 @@ def in_callers_words() -> Iterator[None]:
 
 
 def callers_words(message: str) -> str:
+    message = message.replace(_RULE, "rule")
     for flag in sorted(FLAGS, key=len, reverse=True):
         leaf = FLAGS[flag].key.rpartition(".")[2]
         if FLAGS[flag].metavar:

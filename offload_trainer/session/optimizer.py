@@ -1,4 +1,4 @@
-"""AdamW over an offloaded model, as an optimizer of torch: real groups of parameters, any scheduler of rates and betas.
+"""The update of an offloaded model as an optimizer of torch: real groups of parameters, any scheduler of rates, betas.
 
 It holds no tensors. `step` is the session's update; its state is saved and loaded by the session.
 """
@@ -12,23 +12,28 @@ import torch
 
 from offload_trainer.errors import UserError
 from offload_trainer.offload.parameter import OffloadedParameter
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import Hyper, hyper_of
+from offload_trainer.plan.formats import UpdateRule
 
-Update = Callable[[dict[str, AdamW]], None]
+Update = Callable[[dict[str, Hyper]], None]
 
 
-class OffloadedAdamW(torch.optim.Optimizer):
-    """Made by `Session.adamw`. `param_groups` have `lr`, `betas`, `eps` and `weight_decay`, read at each step."""
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Made by `Session.adamw` and `lion`. `param_groups` have `lr`, `betas`, `weight_decay` and AdamW's `eps`.
+
+    They are read at each step.
+    """
 
     def __init__(
         self,
         params: Iterable[Any],
         *,
+        rule: UpdateRule,
         defaults: dict[str, Any],
         update: Update,
         clear: Callable[[], None],
     ) -> None:
-        self._update, self._clear = update, clear
+        self._rule, self._update, self._clear = rule, update, clear
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -42,14 +47,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "optimizer of its own"
                 )
 
-    def rules(self) -> dict[str, AdamW]:
+    def rules(self) -> dict[str, Hyper]:
         """What each weight is updated by, as the groups say now."""
         return {
-            parameter.weight: AdamW(
-                float(group["lr"]),
-                (float(group["betas"][0]), float(group["betas"][1])),
-                float(group["eps"]),
-                float(group["weight_decay"]),
+            parameter.weight: hyper_of(
+                self._rule,
+                lr=float(group["lr"]),
+                betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=float(group.get("eps", 0.0)),
+                decay=float(group["weight_decay"]),
             )
             for group in self.param_groups
             for parameter in group["params"]

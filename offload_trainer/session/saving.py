@@ -26,7 +26,7 @@ from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest
 from offload_trainer.offload.model import OffloadedModel
 from offload_trainer.readback import LENIENT, is_there, read_back
 from offload_trainer.retention import WORK
-from offload_trainer.session.optimizer import OffloadedAdamW
+from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.storage.durable import copy_tree, make_directories, put_in_place, sync_directory, write_text
 from offload_trainer.storage.removal import clear, replacing
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
@@ -63,7 +63,7 @@ class Saves:
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def save(
-        self, final: Path, offloaded: OffloadedModel, optimizer: OffloadedAdamW, stateful: Sequence[Stateful]
+        self, final: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
     ) -> None:
         final = final.absolute()
         if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
@@ -105,7 +105,7 @@ class Saves:
     # -- back ---------------------------------------------------------------------------------------------------------
 
     def resume(
-        self, directory: Path, offloaded: OffloadedModel, optimizer: OffloadedAdamW, stateful: Sequence[Stateful]
+        self, directory: Path, offloaded: OffloadedModel, optimizer: OffloadedOptimizer, stateful: Sequence[Stateful]
     ) -> int:
         save = _newest(directory.absolute())
         if save is None:
@@ -132,7 +132,7 @@ def _changed(offloaded: OffloadedModel, change: Change) -> Iterator[tuple[str, t
         yield name, change(name, weight)
 
 
-def _groups(optimizer: OffloadedAdamW) -> list[dict[str, Any]]:
+def _groups(optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
     """The optimizer's groups as plain data."""
     return [
         _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
@@ -175,7 +175,7 @@ def _refuse_other_groups(save: Path, saved: Sequence[Mapping[str, Any]], now: Se
     if [group.get("params") for group in saved] != [group["params"] for group in now]:
         told = ", ".join(str(len(group.get("params", ()))) for group in saved)
         raise UserError(
-            f"{save} was made with other groups of parameters (of {told} parameters): give adamw() the same ones"
+            f"{save} was made with other groups of parameters (of {told} parameters): give the optimizer the same ones"
         )
 
 

@@ -21,9 +21,10 @@ from torch import nn
 from offload_trainer.errors import NonFiniteGradient, UserError
 from offload_trainer.offload.model import OffloadedModel
 from offload_trainer.offload.norms import clip_factor
-from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.rules import Hyper
+from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
 from offload_trainer.plan.plan import Plan
-from offload_trainer.session.optimizer import OffloadedAdamW
+from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.saving import Change, Saves, Stateful
 
 
@@ -38,7 +39,7 @@ class Session:
         self.plan = plan
         self.device = next(iter(offloaded.parameters.values()))[0].device
         self._offloaded, self._saves, self._opened = offloaded, saves, opened
-        self._optimizer: OffloadedAdamW | None = None
+        self._optimizer: OffloadedOptimizer | None = None
         self._pass = ExitStack()
         self._depth = 0  # forwards of the model inside each other
         self._counted = False  # whether the norms of the sums are taken already
@@ -84,21 +85,39 @@ class Session:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-    ) -> OffloadedAdamW:
+    ) -> OffloadedOptimizer:
         """The session's optimizer, with torch.optim.AdamW's arguments and groups. None: all that is trained.
 
         Parameters that are in none of its groups stay as they are, although they have a state: freeze them with
         `requires_grad_(False)` before the model is offloaded, and they have none.
         """
+        return self._made(ADAMW, params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def lion(
+        self,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> OffloadedOptimizer:
+        """The same by Lion, of a session that was made with rule="lion": one moment a parameter instead of two."""
+        return self._made(LION, params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _made(self, rule: UpdateRule, params: Iterable[Any] | None, defaults: dict[str, Any]) -> OffloadedOptimizer:
         self._refuse_closed()
         if self._optimizer is not None:
-            raise UserError("a session has one optimizer: give its groups to the first call of adamw()")
+            raise UserError(f"a session has one optimizer: give its groups to the first call of {rule.name}()")
+        kept = self._offloaded.store.format.rule
+        if rule is not kept:
+            raise UserError(
+                f"this session keeps {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
+            )
         if not self._offloaded.trained:
             raise UserError("every weight of the session is frozen: give what is trained to an optimizer of torch")
         if params is None:
             params = [use for name in self._offloaded.trained for use in self._offloaded.parameters[name]]
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self._optimizer = OffloadedAdamW(params, defaults=defaults, update=self._step, clear=self._clear)
+        self._optimizer = OffloadedOptimizer(params, rule=rule, defaults=defaults, update=self._step, clear=self._clear)
         return self._optimizer
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -124,7 +143,7 @@ class Session:
         return self._norm
 
     @torch.no_grad()
-    def _step(self, rules: dict[str, AdamW]) -> None:
+    def _step(self, rules: dict[str, Hyper]) -> None:
         """NonFiniteGradient, with nothing changed, where a sum holds a NaN or an infinity."""
         self._refuse_closed()
         if not self._offloaded.gradients.arrived:
@@ -208,9 +227,9 @@ class Session:
         self._refuse_closed()
         self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change)
 
-    def _given_optimizer(self) -> OffloadedAdamW:
+    def _given_optimizer(self) -> OffloadedOptimizer:
         if self._optimizer is None:
-            raise UserError("call adamw() first: a save holds the rates of its groups")
+            raise UserError("call adamw() or lion() first: a save holds the rates of its groups")
         return self._optimizer
 
     # -- the end ------------------------------------------------------------------------------------------------------

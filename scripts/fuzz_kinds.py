@@ -31,7 +31,7 @@ from offload_trainer.model.initial import meta_model
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.model.pretrained import pretrained_weights
 from offload_trainer.model.source import resolve_model, save_model_config
-from offload_trainer.offload.page_index import StoreAccount
+from offload_trainer.offload.page_index import PageIndex
 from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.formats import state_format
 from offload_trainer.plan.layout import pages_of, units_of
@@ -151,7 +151,7 @@ def _store(folder: Path) -> Kind:
     form = state_format("adamw", "fp32")
     size = sum(form.page_bytes(page.elements) for page in pages)
     (lease / "state").write_bytes(torch.full((size // 4,), 0.5).numpy().tobytes())
-    account = StoreAccount([lease], units=units, pages=pages, format=form, model=model)
+    account = PageIndex([lease], units=units, pages=pages, format=form, model=model)
     account.note(3, updating=False)
     account.close()
     files = ["run-0000dead/store.json", "run-0000dead/progress"]

@@ -51,7 +51,7 @@ class NativeMoments:
         signed: bool,
         noise: Bits | None = None,
     ) -> None:
-        assert signed == (noise is None), "first moments to nearest, second ones by chance"
+        assert signed == (noise is None), "first moments to nearest, second ones stochastically"
         self._encode(values, codes, absmax, noise)
 
     def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:

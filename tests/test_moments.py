@@ -91,7 +91,7 @@ def test_native_8_bit_is_the_same_at_every_bound(scale: float) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 5, 2**32 - 1000])
-def test_native_8_bit_by_chance_is_the_same(first: int) -> None:
+def test_native_8_bit_stochastically_is_the_same(first: int) -> None:
     x = values(70_001, signed=False)
     noise = Noise(1, 2).bits("exp_avg_sq", 3, first)
     one, other = (encoded(kind(), x, signed=False, noise=noise) for kind in BOTH)
@@ -102,7 +102,7 @@ def test_native_8_bit_by_chance_is_the_same(first: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 3e-5, 2.0**-60, 1e-25, 1.5e4])
-def test_native_8_bit_by_chance_is_the_same_around_every_code(scale: float) -> None:
+def test_native_8_bit_stochastically_is_the_same_around_every_code(scale: float) -> None:
     table = (moments.dynamic_map(False) * scale).view(torch.int32)
     near = (table[1:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32)
     x = torch.full((near.numel(), 256), scale)
@@ -226,7 +226,7 @@ def rounded(codec: Moments, x: torch.Tensor, form: str, *, step: int) -> torch.T
 
 @pytest.mark.parametrize("form", ["bf16", "8bit"])
 @pytest.mark.parametrize("kind", BOTH)
-def test_rounding_by_chance_is_right_on_average(kind: Callable[[], Moments], form: str) -> None:
+def test_stochastic_rounding_is_right_on_average(kind: Callable[[], Moments], form: str) -> None:
     n, steps = 4099, 200
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     if form == "8bit":

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.store import Desk
+from offload_trainer.offload.store import WriteBackCache
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, ThreadedTransfers, Ticket
 
@@ -113,12 +113,12 @@ def test_checks_follow_stretches_of_other_sizes(transfers: ThreadedTransfers, dr
     file.close()
 
 
-def test_desk_writes_back_what_changed(transfers: ThreadedTransfers, drive: Path) -> None:
-    file = DriveFile(drive / "desk", 5 * 4096)
-    desk = Desk(transfers, places=2)
+def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive: Path) -> None:
+    file = DriveFile(drive / "cache", 5 * 4096)
+    cache = WriteBackCache(transfers, places=2)
     for number in (0, 1, 2, 3, 1, 4):
-        desk.open(file, number * 4096, 4096, modify=True)[number : number + 3] += 1
-    desk.put_away()
+        cache.open(file, number * 4096, 4096, modify=True)[number : number + 3] += 1
+    cache.put_away()
     back = host_buffer(5 * 4096)
     transfers.read(file, 0, back).wait()
     for number, times in enumerate((1, 2, 1, 1, 1)):

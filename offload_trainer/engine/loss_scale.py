@@ -30,7 +30,7 @@ class LossScale:
         """For a checkpoint: the factor, or None where nothing is scaled."""
         return self.value if self.dynamic else None
 
-    def go_on(self, saved: float | None, good_steps: int) -> None:
+    def load_state(self, saved: float | None, good_steps: int) -> None:
         """As a checkpoint left it. A run in another dtype begins with its own factor."""
         if self.dynamic and saved is not None:
             self.value, self.good_steps = saved, good_steps

@@ -181,7 +181,7 @@ class PlainEngine:
     @torch.no_grad()
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
-        self._scale.go_on(state.loss_scale, state.good_steps)
+        self._scale.load_state(state.loss_scale, state.good_steps)
         shapes = {name: tuple(master.shape) for name, master in self._masters.items()}
         for kind in ADAMW.kinds:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):

@@ -147,7 +147,7 @@ class TieredEngine:
 
     def load(self, directory: Path) -> None:
         state = self.offloaded.load(directory)
-        self._scale.go_on(state.loss_scale, state.good_steps)
+        self._scale.load_state(state.loss_scale, state.good_steps)
 
     def close(self) -> None:
         self._open.close()

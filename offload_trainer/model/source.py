@@ -44,9 +44,9 @@ from offload_trainer.plan.activations import Activations
 from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.readback import one_line
+from offload_trainer.storage.dtypes import DTYPES
 
 BUFFERS = "buffers.safetensors"  # beside a run's config.json
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

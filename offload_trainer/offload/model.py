@@ -24,7 +24,7 @@ from offload_trainer.offload.activations import Activations
 from offload_trainer.offload.device import Device
 from offload_trainer.offload.drives import Drives
 from offload_trainer.offload.gradients import Gradients
-from offload_trainer.offload.page_index import StoreAccount
+from offload_trainer.offload.page_index import PageIndex
 from offload_trainer.offload.parameter import offload_parameter
 from offload_trainer.offload.state import TieredSnapshot, TieredState
 from offload_trainer.offload.store import PageStore
@@ -86,7 +86,7 @@ class OffloadedModel:
         self.taken = 0  # gradients, ever
         self.adds_up = True  # whether several micro-batches may be added up
         self.closed = False
-        self.account: StoreAccount | None = None
+        self.account: PageIndex | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
             self._make_homes(layout, stack)
@@ -204,7 +204,7 @@ class OffloadedModel:
     def keep_account(self, *, model: Path) -> None:
         """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
         drives, pages, format = self._drives.directories, self.store.pages, self.store.format
-        self.account = StoreAccount(drives, units=self.units, pages=pages, format=format, model=model)
+        self.account = PageIndex(drives, units=self.units, pages=pages, format=format, model=model)
         self._open.callback(self.account.close)
 
     @torch.no_grad()

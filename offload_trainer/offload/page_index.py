@@ -37,8 +37,8 @@ _PageElements = Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
 _Home = Annotated[int, Strict(), Field(ge=DEVICE, lt=1000)]
 
 
-class StoreAccount:
-    """Keeps the account of one run's page files in each of `drives`, its private directories."""
+class PageIndex:
+    """Keeps the index of one run's page files in each of `drives`, its private directories."""
 
     def __init__(
         self, drives: Sequence[Path], *, units: Sequence[Unit], pages: Sequence[Page], format: StateFormat, model: Path

@@ -4,7 +4,7 @@
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a stretch
 
 Training moves whole aligned stretches. Whoever builds, saves or loads reads and writes single weights at any place
-(`get`, `put`), through a desk that holds one stretch of one file at a time.
+(`get`, `put`), through a write-back cache that holds one stretch of one file at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
 
 
-class Desk:
+class WriteBackCache:
     """Stretches of files in memory, for reading and writing at any place in them."""
 
     def __init__(self, transfers: Transfers, *, places: int = 1) -> None:
@@ -83,7 +83,7 @@ class PageStore:
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # its memory is zero before anybody else writes there
-        self._desk = Desk(transfers, places=_PAGES_OPEN)
+        self._cache = WriteBackCache(transfers, places=_PAGES_OPEN)
         self._of_unit: dict[int, list[int]] = {}
         for number, page in enumerate(pages):
             self._of_unit.setdefault(page.unit, []).append(number)
@@ -181,7 +181,7 @@ class PageStore:
 
     def put_away(self) -> None:
         """What `put` wrote has reached its home when this returns."""
-        self._desk.put_away()
+        self._cache.put_away()
 
     def _touched(
         self, field: str, unit: int, start: int, count: int, *, modify: bool
@@ -208,7 +208,7 @@ class PageStore:
             if name == field:
                 break
             offset += kind.padded(page.elements)
-        data = self._desk.open(self._files[page.home], offset, kind.padded(page.elements), modify=modify)
+        data = self._cache.open(self._files[page.home], offset, kind.padded(page.elements), modify=modify)
         return data[: kind.bytes(page.elements)].view(DTYPES[kind.dtype])
 
 
@@ -232,7 +232,7 @@ class UnitStore:
         sizes = [count * dtype.itemsize for count in elements]
         self._offsets = offsets(sizes, homes)
         self._memory = host_buffer(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
-        self._desk = Desk(transfers)
+        self._cache = WriteBackCache(transfers)
 
     def host(self, unit: int) -> torch.Tensor | None:
         """The unit's elements where they live in memory."""
@@ -266,14 +266,14 @@ class UnitStore:
         self._whole(unit)[start : start + values.numel()].copy_(values)
 
     def put_away(self) -> None:
-        self._desk.put_away()
+        self._cache.put_away()
 
     def _whole(self, unit: int) -> torch.Tensor:
         inside = self.host(unit)
         if inside is not None:
             return inside
         size = self._elements[unit] * self.dtype.itemsize
-        return self._desk.open(*self._place(unit, 0), size, modify=True).view(self.dtype)
+        return self._cache.open(*self._place(unit, 0), size, modify=True).view(self.dtype)
 
 
 def offsets(sizes: Sequence[int], homes: Sequence[int]) -> list[int]:

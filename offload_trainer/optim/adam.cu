@@ -207,7 +207,7 @@ __device__ inline u8 nearest_code(const Page& page, float scaled) {
     return u8((entry + (word & 0xffff)) >> 16 ^ (0 - negative));
 }
 
-__device__ inline u8 code_by_chance(const Page& page, float scaled, u32 random) {
+__device__ inline u8 code_stochastically(const Page& page, float scaled, u32 random) {
     const u32 entry = page.lower[min(bits(scaled) >> 16, 0x3f80u)];  // it is in [0, 1], but for what was made to break
     const u32 code = (entry + (bits(scaled) & 0xffff)) >> 16;
     const Cell cell = page.cells[code];
@@ -264,7 +264,7 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
 #pragma unroll
         for (u32 i = 0; i < RUN; i++) {
             const float scaled = usable ? __fdiv_rn(runs[r].of[i], scale) : 0.0f;  // which has the code of zero
-            codes.of[i] = SECOND ? code_by_chance(page, scaled, chance(moment.keys, page.first + here + i))
+            codes.of[i] = SECOND ? code_stochastically(page, scaled, chance(moment.keys, page.first + here + i))
                                  : nearest_code(page, scaled);
         }
         store(codes, moment.values, here, counts[r]);

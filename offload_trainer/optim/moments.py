@@ -1,4 +1,4 @@
-"""Adam's moments in two bytes or one: bf16, and bitsandbytes' blockwise 8-bit format, both rounded by chance.
+"""Adam's moments in two bytes or one: bf16, and bitsandbytes' blockwise 8-bit format, both rounded stochastically.
 
     fp32 values ──encode──> small ──decode──> fp32 values
 

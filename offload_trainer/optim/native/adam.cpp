@@ -200,7 +200,7 @@ void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
         adam<true>(step, correction, scales, page.master + at, first, second, grad, count);
         encode_8bit(first, tables.nearest, exp_avg, page.exp_avg_scales + block, count);
         draw(page.exp_avg_sq_noise, at, count, chance);
-        encode_8bit_by_chance(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
+        encode_8bit_stochastically(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
     }
     write_rounded(page.master + at, page.out_type, at, count, page.out);
 }
@@ -279,7 +279,7 @@ void encode(Type moments, const float* values, int64_t n, const Tables* tables, 
         if (moments == BF16)
             encode_bf16(values + at, chance, static_cast<uint16_t*>(out) + at, count);
         else if (noise)
-            encode_8bit_by_chance(values + at, *tables, chance, codes, scales + at / BLOCK, count);
+            encode_8bit_stochastically(values + at, *tables, chance, codes, scales + at / BLOCK, count);
         else
             encode_8bit(values + at, tables->nearest, codes, scales + at / BLOCK, count);
     }

@@ -160,9 +160,9 @@ inline void encode_8bit(const float* __restrict values, const uint32_t* __restri
     }
 }
 
-inline void encode_8bit_by_chance(const float* __restrict values, const Tables& tables,
-                                  const uint32_t* __restrict chance, uint8_t* __restrict codes,
-                                  float* __restrict absmax, int64_t count) {
+inline void encode_8bit_stochastically(const float* __restrict values, const Tables& tables,
+                                       const uint32_t* __restrict chance, uint8_t* __restrict codes,
+                                       float* __restrict absmax, int64_t count) {
     alignas(64) float scaled[BLOCK];
     alignas(64) uint16_t top[BLOCK];
     alignas(64) uint32_t code[BLOCK];

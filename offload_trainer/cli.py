@@ -169,12 +169,12 @@ def _tune(words: list[str]) -> None:
     _quiet()
     from offload_trainer.machine.cache import keep_ratios
     from offload_trainer.run.planning import plan_run, refuse_shortfall
-    from offload_trainer.run.tune import groups_for, ratios, steered_phase, tune
+    from offload_trainer.run.tune import ratios, steered_phase, tune
 
     config, plan, machine, _ = plan_run(config)
     _say(plan.describe())
     refuse_shortfall(config, plan)
-    trials = tune(words, groups_for(plan, machine), phase=steered_phase(plan), steps=steps, say=_say)
+    trials = tune(words, plan.tunable, phase=steered_phase(plan), steps=steps, say=_say)
     path.write_text(dump_config(load_config([*words, *trials[0].words.split()])), encoding="utf-8")
     planned = next(trial for trial in trials if not trial.words)
     try:

@@ -18,8 +18,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from offload_trainer.config import TrainConfig, combination_mistakes
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
+from offload_trainer.plan.choose import combination_mistakes
 from offload_trainer.units import is_utf8, shown
 
 

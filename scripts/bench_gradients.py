@@ -25,7 +25,7 @@ from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.offload.device import CpuDevice
 from offload_trainer.offload.gradients import Gradients
 from offload_trainer.plan.layout import DEVICE, RAM, Unit, units_of
-from offload_trainer.plan.tiered import GRADIENTS_IN_FLIGHT, gradient_ring
+from offload_trainer.plan.sizes import GRADIENTS_IN_FLIGHT, gradient_ring
 from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import ThreadedTransfers, Ticket
 
@@ -81,7 +81,7 @@ def backward_passes(
         files=[],
         transfers=transfers,
         stagings=0,
-        ring_bytes=gradient_ring(config, units, homes, gpu=True),
+        ring_bytes=gradient_ring(units, homes, item_bytes=2, several=config.train.accumulate > 1, gpu=True),
         in_flight_bytes=GRADIENTS_IN_FLIGHT,
         order=[],
     )

@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.run.tune import STOCK_GROUPS
+from offload_trainer.plan.deepspeed import TUNING_OF_DRIVES
 from offload_trainer.storage.removal import scratch
 
 ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
@@ -176,7 +176,7 @@ def sweep(base: Case, *, steps: int) -> list[Case]:
     """
     measure([base], steps=steps)
     ran = [base]
-    for group in STOCK_GROUPS:
+    for group in TUNING_OF_DRIVES:
         best = min(ran, key=lambda case: case.median("update")).words[len(base.words) :]
         for words in group:
             added = [*best, *words.split()]

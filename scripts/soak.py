@@ -326,9 +326,9 @@ def small_bench() -> None:
 
 def small_tune() -> None:
     """In the fork: one setting beside the plan's."""
-    from offload_trainer.run import tune
+    from offload_trainer.plan.tiered import TieredCandidate
 
-    tune.groups_for = lambda plan, machine: [("tiered.page_buffers=4",)]
+    TieredCandidate.tunable = lambda self: [("tiered.page_buffers=4",)]
 
 
 if __name__ == "__main__":

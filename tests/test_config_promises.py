@@ -300,7 +300,7 @@ def test_the_backend_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for io in ("threads", "async_io"):
         config = load_config(["--nvme", "/ssd", "--optimizer", "nvme", f"tiered.io={io}"])
-        made = parts._transfers(config, make_plan(config, SHAPES["gpt2"], machine()).sizes)
+        made = parts._transfers(make_plan(config, SHAPES["gpt2"], machine()).sizes)
         names.append(type(made).__name__)
         made.close()
     assert names == ["ThreadedTransfers", "CheckedTransfers"]

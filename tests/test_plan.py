@@ -22,7 +22,7 @@ from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, pages_of, units_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.zero import Placement, zero_sizes
 from offload_trainer.settings import load_config
 

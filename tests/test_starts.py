@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,11 +41,11 @@ def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: py
 
 def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passed the first look, waited while another run trained there, and would have mixed with its checkpoints."""
-    monkeypatch.setattr(train, "saves_state", lambda config, plan: None)
     monkeypatch.setattr(train, "refuse_shortfall", lambda config, plan: None)
     config = load_config(["--resume", "never", "--output", str(tmp_path)])
-    unused: Any = None  # the plan has passed
-    setup = Setup(config, unused, unused, unused, unused, tmp_path, unused, Log(loud=False))
+    unused: Any = None
+    plan: Any = SimpleNamespace(cannot_save=None)  # it has passed
+    setup = Setup(config, plan, unused, unused, unused, tmp_path, unused, Log(loud=False))
 
     def hold() -> Path | None:
         with ExitStack() as stack:

@@ -11,8 +11,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import make_plan, settle_and_plan
 from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates
 from offload_trainer.plan.ratios import correction, steady_ratios
-from offload_trainer.plan.tiered import TierSizes
-from offload_trainer.plan.time import _UPDATE_START, Forecast, tokens_that_hide_the_update
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.time import UPDATE_START, Forecast, tokens_that_hide_the_update
 
 
 def rate(value: float) -> Rate:
@@ -47,7 +47,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
     assert slow.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e6, rel=0.01)
     assert "AdamW" in slow.forecast.limits("update")
     inside = make_plan(wish("--ram-fraction", "1"), shape, timed())
-    assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9 + _UPDATE_START)
+    assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9 + UPDATE_START)
 
 
 def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
@@ -216,7 +216,7 @@ def test_the_update_takes_the_rate_of_its_form_of_moments() -> None:
 
     def seconds(states: str, *words: str) -> float:
         found = make_plan(wish("--ram-fraction", "1", f"optim.states={states}", *words), shape, machine).forecast
-        return found.seconds["update"] - _UPDATE_START  # type: ignore[operator]
+        return found.seconds["update"] - UPDATE_START  # type: ignore[operator]
 
     assert seconds("fp32") == pytest.approx(shape.trainable / 1e9)
     assert seconds("bf16") == pytest.approx(shape.trainable / 5e8)

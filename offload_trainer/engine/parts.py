@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from offload_trainer.config import TrainConfig
 from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import DTYPES
@@ -21,8 +20,8 @@ from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.protocol import Kernel
 from offload_trainer.plan.layout import DEVICE, Unit, units_of
-from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import TierSizes, gradient_bytes, gradient_ring, homes_in
+from offload_trainer.plan.sizes import TierSizes, gradient_ring, homes_in
+from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
 from offload_trainer.storage.transfer import (
     AioTransfers,
@@ -46,8 +45,7 @@ class Parts:
 
 
 def opened(
-    config: TrainConfig,
-    shape: ModelShape,
+    work: Workload,
     placement: Placement,
     sizes: TierSizes,
     directories: Sequence[Path],
@@ -60,23 +58,29 @@ def opened(
 
     Without `device` it is CUDA's where there is a GPU, else the CPU. UserError where a GPU has no kernel for its pages.
     """
-    units, dtype = units_of(shape), DTYPES[config.model.dtype]
+    units, dtype = units_of(work.shape), DTYPES[work.dtype]
     device = device or _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
-    drives = Drives(directories, _transfers(config, sizes))
+    drives = Drives(directories, _transfers(sizes))
     stack.callback(drives.close)
     homes = homes_in(units, placement, sizes)
     layout = Layout(
         units=units,
         homes=homes,
         dtype=dtype,
-        gradient_dtype=torch.float32 if gradient_bytes(config) == 4 else dtype,
+        gradient_dtype=torch.float32 if work.gradient_bytes == 4 else dtype,
         format=sizes.format,
         page_buffers=sizes.page_buffers,
         unit_buffers=sizes.unit_buffers,
-        ring_bytes=gradient_ring(config, units, homes.gradients, gpu=device.is_cuda),
+        ring_bytes=gradient_ring(
+            units,
+            homes.gradients,
+            item_bytes=work.item_bytes,
+            several=work.accumulate > 1,
+            gpu=device.is_cuda,
+        ),
     )
-    kernel, why = choose_kernel(config.optim.kernel)
+    kernel, why = choose_kernel(work.kernel)
     say(why)
     return Parts(layout, device, drives, (kernel, _kernel_there(layout, device, kernel, say=say)))
 
@@ -103,11 +107,10 @@ def _kernel_there(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -
     return found
 
 
-def _transfers(config: TrainConfig, sizes: TierSizes) -> Transfers:
+def _transfers(sizes: TierSizes) -> Transfers:
     """What moves bytes to and from drives."""
-    tiered = config.tiered
-    if tiered.io == "async_io":
+    if sizes.io == "async_io":
         handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
         return CheckedTransfers(AioTransfers(handle))  # the kernel tells no errors, so each of its bytes is checked
     threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
-    return CheckedTransfers(threads) if tiered.checksums else threads
+    return CheckedTransfers(threads) if sizes.checksums else threads

@@ -24,10 +24,10 @@ from offload_trainer.offload.model import OffloadedModel
 from offload_trainer.offload.norms import clip_factor
 from offload_trainer.offload.state import TieredSnapshot
 from offload_trainer.optim.rules import hyper_of
-from offload_trainer.plan.auto import row_length, wants_checkpointing
-from offload_trainer.plan.kept import kept_inputs
-from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.choose import workload
+from offload_trainer.plan.kept import inputs_of
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
 from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.telemetry.meters import PhaseClock
@@ -56,7 +56,8 @@ class TieredEngine:
         self._scale = LossScale.of(config)
         return_what_is_freed()
         with ExitStack() as stack:
-            parts = opened(config, source.shape, placement, sizes, drives, stack=stack, say=say, device=device)
+            work = workload(config, source.shape)
+            parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place = parts.device.place
             self._module = source.build(dtype=self._dtype, context=parameters_without_memory())
             parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
@@ -73,19 +74,17 @@ class TieredEngine:
                 seed=config.train.seed,
             )
             stack.callback(self.offloaded.close)
-            self._keep_inputs(source.shape)
+            self._keep_inputs(work)
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
         self._decays = {weight.name: weight.decays for weight in source.shape.weights if weight.trainable}
         return_now()
 
-    def _keep_inputs(self, shape: ModelShape) -> None:
+    def _keep_inputs(self, work: Workload) -> None:
         """Where what gradient checkpointing keeps goes, if it does not stay on the device."""
-        home = self._config.model.offload_activations
-        if home and wants_checkpointing(self._config.model, shape):
-            inputs = kept_inputs(self._config, shape, seq_len=row_length(self._config, shape))
-            self.offloaded.keep_inputs(inputs, on_drives=home == "nvme")
+        if home := work.inputs_away:
+            self.offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.kept import KeptInputs
 from offload_trainer.plan.layout import Homes, Unit
 from offload_trainer.plan.routes import routes_of
-from offload_trainer.plan.tiered import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
+from offload_trainer.plan.sizes import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.storage.host_memory import return_now
 
 

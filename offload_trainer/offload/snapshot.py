@@ -16,7 +16,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.store import PageStore
-from offload_trainer.plan.tiered import SAVE_BUFFERS
+from offload_trainer.plan.sizes import SAVE_BUFFERS
 from offload_trainer.storage.transfer import Ticket
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from offload_trainer.config import ModelSection, TrainConfig
+from typing import Literal
+
+from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.shape import ModelShape
 
@@ -14,9 +16,8 @@ def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
     return section.checkpointing == "on" or (section.checkpointing == "auto" and shape.parameters >= CHECKPOINTING_FROM)
 
 
-def row_length(config: TrainConfig, shape: ModelShape) -> int:
+def row_length(wish: int | Literal["auto"], shape: ModelShape) -> int:
     """Tokens in a row. UserError if the wish is longer than the model's context."""
-    wish = config.data.seq_len
     if wish == "auto":
         return min(shape.context, LONGEST_ROW)
     if wish > shape.context:

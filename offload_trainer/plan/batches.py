@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import TrainSection
 from offload_trainer.errors import UserError
 
 _MOST_ROWS = 64  # in a micro-batch; above, a GPU's products grow no faster
 
 
-def micro_batches(config: TrainConfig, *, seq_len: int, world: int) -> Iterator[TrainConfig]:
-    """The ways to make `train.tokens_per_step`, the largest micro-batch first; `config` itself where it is open.
+def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterator[TrainSection]:
+    """The ways to make `train.tokens_per_step`, the largest micro-batch first; `section` itself where it is open.
 
     Raises UserError where no whole number of rows makes that many tokens.
     """
-    tokens = config.train.tokens_per_step
+    tokens = section.tokens_per_step
     if tokens == "auto":
-        yield config
+        yield section
         return
     rows, rest = divmod(tokens, seq_len * world)
     if rest or not rows:
@@ -27,7 +27,6 @@ def micro_batches(config: TrainConfig, *, seq_len: int, world: int) -> Iterator[
         )
     for micro in range(min(rows, _MOST_ROWS), 0, -1):
         if rows % micro == 0:
-            train = config.train.model_copy(
+            yield section.model_copy(
                 update={"micro_batch": micro, "accumulate": rows // micro, "tokens_per_step": "auto"}
             )
-            yield config.model_copy(update={"train": train})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile
 
@@ -19,11 +19,11 @@ _CU126 = "pip install --force-reinstall 'torch<2.15' --index-url https://downloa
 _NEWER = "install a newer torch: https://pytorch.org/get-started/locally"
 
 
-def with_dtype_of_card(config: TrainConfig, machine: MachineProfile) -> TrainConfig:
+def with_dtype_of_card(section: ModelSection, machine: MachineProfile) -> ModelSection:
     """fp16 in place of the default, where no dtype was asked for and the card has no bf16 units."""
-    if "dtype" in config.model.model_fields_set or has_bf16(machine):
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "fp16"})})
+    if "dtype" in section.model_fields_set or has_bf16(machine):
+        return section
+    return section.model_copy(update={"dtype": "fp16"})
 
 
 def refuse_card(machine: MachineProfile, *, dtype: str) -> None:

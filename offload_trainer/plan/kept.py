@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload_trainer.config import TrainConfig
 from offload_trainer.plan.layout import aligned
-from offload_trainer.plan.memory import Item, item_bytes
+from offload_trainer.plan.memory import Item
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.workload import Workload
 
 INPUT_BUFFERS = 4  # host buffers that inputs pass through on their way to drives and back
 INPUTS_UNDER_WAY = 2  # that wait on the device to be copied away; the next one that comes back counts as one too
@@ -39,16 +39,21 @@ class KeptInputs:
         return range(self.count - self.buffers)
 
 
-def kept_inputs(config: TrainConfig, shape: ModelShape, *, seq_len: int) -> KeptInputs:
-    size = item_bytes(config.model.dtype) * config.train.micro_batch * seq_len * shape.hidden
-    return KeptInputs(shape.layers, aligned(size))
+def kept_inputs(shape: ModelShape, *, rows: int, seq_len: int, item_bytes: int) -> KeptInputs:
+    """Of `rows` of `seq_len` tokens, in elements of `item_bytes`."""
+    return KeptInputs(shape.layers, aligned(item_bytes * rows * seq_len * shape.hidden))
 
 
-def input_items(config: TrainConfig, inputs: KeptInputs, *, device: str, drives: Sequence[str]) -> list[Item]:
+def inputs_of(work: Workload) -> KeptInputs:
+    return kept_inputs(work.shape, rows=work.micro_batch, seq_len=work.seq_len, item_bytes=work.item_bytes)
+
+
+def input_items(work: Workload, *, device: str, drives: Sequence[str]) -> list[Item]:
     """Their bytes where `model.offload_activations` sends them; nothing where it does not."""
-    home = config.model.offload_activations
+    home = work.inputs_away
     if not home:
         return []
+    inputs = inputs_of(work)
     name, count = "block inputs", inputs.count
     items = [Item(device, name, INPUTS_UNDER_WAY * inputs.size, f"{INPUTS_UNDER_WAY} on their way out or back")]
     if home == "cpu":

@@ -137,6 +137,15 @@ class MachineProfile:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def device(self) -> str:
+        """The tier that computes: "gpu", or "ram" on a CPU."""
+        return "ram" if self.gpu is None else "gpu"
+
+    def in_words(self, homes: str) -> str:
+        """`homes` as a person reads them. Without a GPU the device is the CPU, its memory RAM."""
+        return homes.replace(" gpu", " RAM") if self.gpu is None else homes
+
     def drive(self, directory: str) -> DriveFacts | None:
         return next((drive for drive in self.drives if drive.directory == directory), None)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
 from offload_trainer.plan.memory import Item
-from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.time import PHASES, Forecast, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.zero import Placement, ZeroSizes
@@ -19,8 +19,13 @@ class Plan:
     """What will be where. `tiers` maps "gpu", "ram" and each directory to needed and available bytes."""
 
     engine: str
+    title: str  # the engine as a person calls it
     placement: Placement
     sizes: ZeroSizes | TierSizes | None
+    homes: str  # of weights and optimizer state, in words
+    uses_drives: bool
+    cannot_save: str | None  # why no checkpoint can be made and resumed from exactly
+    tunable: tuple[tuple[str, ...], ...]  # groups of words that may make it faster
     checkpointing: bool
     seq_len: int
     micro_batch: int
@@ -34,44 +39,16 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def homes(self) -> str:
-        """Where weights and optimizer state live, in words. Without a GPU the device is the CPU, its memory RAM."""
-        words = self._homes()
-        return words.replace(" gpu", " RAM") if self._without_gpu else words
-
-    @property
-    def _without_gpu(self) -> bool:
-        return not any(self.tiers.get("gpu", {"need": 0, "have": 0}).values())
-
-    def _homes(self) -> str:
-        if not isinstance(self.sizes, TierSizes):
-            return str(self.placement)
-        on_gpu, in_ram = self.sizes.gpu_fraction, self.sizes.ram_fraction
-        shown = self.sizes.gradients != "cpu" and on_gpu < 1
-        gradients = f", gradients {self.sizes.gradients}" if shown else ""
-        if self._without_gpu:
-            on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
-        state = _divided({"gpu": on_gpu, "RAM": in_ram, "nvme": round(1 - on_gpu - in_ram, 9)})
-        inputs = f", block inputs {self.sizes.activations}" if self.checkpointing and self.sizes.activations else ""
-        return f"params {self.placement.params}, optimizer {state}{gradients}{inputs}"
-
-    @property
-    def uses_drives(self) -> bool:
-        """Whether anything lives on a drive."""
-        on_drive = "nvme" in (self.placement.params, self.placement.optimizer)
-        if isinstance(self.sizes, TierSizes):
-            inputs = self.checkpointing and self.sizes.activations == "nvme"
-            weights, gradients = self.placement.params == "nvme", self.sizes.gradients == "nvme"
-            stored = round(1 - self.sizes.gpu_fraction - self.sizes.ram_fraction, 9) > 0
-            return weights or gradients or inputs or stored
-        return on_drive
-
-    @property
     def fits(self) -> bool:
         return not self.shortfalls()
 
     def shortfalls(self) -> list[str]:
         return _shortfalls(self.tiers)
+
+    def refuse(self, *, force: bool) -> None:
+        """UserError where it does not fit, unless it is wanted all the same."""
+        if not self.fits and not force:
+            raise UserError("this does not fit: " + "; ".join(self.shortfalls()) + " (--force tries all the same)")
 
     def to_json(self) -> dict[str, Any]:
         """The contract of `plan --json`, the reader's own. Seconds are null where the machine has not been timed."""
@@ -81,7 +58,7 @@ class Plan:
                 "engine": self.engine,
                 "params": self.placement.params,
                 "optimizer": self.placement.optimizer,
-                "zero_stage": self.placement.stage if self.engine == "deepspeed" else None,
+                "zero_stage": self.placement.stage if isinstance(self.sizes, ZeroSizes) else None,
                 "checkpointing": self.checkpointing,
                 "seq_len": self.seq_len,
                 "micro_batch": self.micro_batch,
@@ -100,17 +77,13 @@ class Plan:
 
     def describe(self) -> str:
         """The plan as a person reads it."""
-        engine = {
-            "tiered": "tiered engine",
-            "deepspeed": f"DeepSpeed ZeRO-{self.placement.stage}",
-            "plain": "plain torch",
-        }[self.engine]
         lines = [
-            f"plan: {engine}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, {self.micro_batch} x "
-            f"{self.seq_len} at a time; gradient checkpointing {'on' if self.checkpointing else 'off'}"
+            f"plan: {self.title}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, "
+            f"{self.micro_batch} x {self.seq_len} at a time; gradient checkpointing "
+            f"{'on' if self.checkpointing else 'off'}"
         ]
         for tier, room in self.tiers.items():
-            if tier == "gpu" and self._without_gpu:
+            if tier == "gpu" and not any(room.values()):
                 continue
             verdict = "" if room["need"] <= room["have"] else "   DOES NOT FIT"
             lines.append(f"  {tier}: {format_bytes(room['need'])} of {format_bytes(room['have'])}{verdict}")
@@ -142,26 +115,9 @@ class Plan:
         return lines
 
 
-def _divided(shares: dict[str, float]) -> str:
-    """Shares that make 1, in words."""
-    *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
-    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"else {last}" if parts else last])
-
-
 def _shortfalls(tiers: dict[str, dict[str, int]]) -> list[str]:
     return [
         f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
         for tier, room in tiers.items()
         if room["need"] > room["have"]
     ]
-
-
-def saves_state(config: TrainConfig, plan: Plan) -> str | None:
-    """None if checkpoints can be made and resumed from exactly, else the reason why not."""
-    if plan.engine != "deepspeed":
-        return None
-    if plan.placement.optimizer == "nvme":
-        return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
-    if config.optim.states == "8bit":
-        return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"
-    return None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from offload_trainer.config import PlacementSection
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.sizes import TierSizes
 
 MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
 _GRADIENT = 4  # bytes of an element at most; they stay on the GPU where the state does

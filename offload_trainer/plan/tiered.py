@@ -1,254 +1,272 @@
-"""Sizes and bytes of the tiered engine: what lies in memory, on the device and on each drive. Pure arithmetic.
+"""Our engine in a plan: what it can be asked for, where it may put things, what that takes and how long.
 
-The engine lays out exactly what `plan/layout.py` says, so the bytes of pages, weights and gradients are not estimates.
+Candidates go from the fastest to the roomiest: everything on the GPU, where that is left open; then weights on the
+device, in RAM, on drives, and gradients too. Each has as much of the optimizer state on the GPU as fits, then in RAM,
+unless that is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from offload_trainer.config import TrainConfig
-from offload_trainer.plan.formats import StateFormat, state_format
-from offload_trainer.plan.kept import input_items, kept_inputs
-from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit, homes_of, units_of
-from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import PROCESS, Item, activation_items, cuda_process, item_bytes
-from offload_trainer.plan.rings import slot_sizes
-from offload_trainer.plan.routes import device_slot, host_slot, routes_of
-from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.zero import Placement
-from offload_trainer.units import format_bytes
-
-MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
-GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
-# Bytes of gradients that wait on a GPU for their copies, beside the largest: 20 ms of copies on a slow bus.
-GRADIENTS_IN_FLIGHT = 256_000_000
-_RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU is not ahead of its copies
-SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
-
-
-GradientHome = Literal["gpu", "cpu", "nvme"]
+from offload_trainer.config import ModelSection, OptimSection, PlacementSection, TieredSection
+from offload_trainer.errors import UserError
+from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
+from offload_trainer.plan.layout import Homes, Unit, units_of
+from offload_trainer.plan.machine import MachineProfile, update_key
+from offload_trainer.plan.memory import Item
+from offload_trainer.plan.shares import shares_that_fit
+from offload_trainer.plan.sizes import GradientHome, TierSizes, homes_in, tier_sizes
+from offload_trainer.plan.tiered_items import tiered_items
+from offload_trainer.plan.tiered_traffic import bytes_of_additions, tiered_traffic
+from offload_trainer.plan.time import UPDATE_START, Bound, update_rate
+from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.zero import Placement, Tier
+from offload_trainer.units import format_count
 
 
 @dataclass(frozen=True)
-class TierSizes:
-    """What the engine is built with."""
+class Tiered:
+    """What is wished for."""
 
-    gpu_fraction: float  # share of the optimizer state on the device
-    ram_fraction: float  # share in RAM; what is left is on drives
-    gradients: GradientHome  # of those that are not updated on the device
-    activations: bool | Literal["cpu", "nvme"]  # home of what gradient checkpointing keeps; False: the device
-    rule: str  # of the update
-    states: str  # how its moments are stored
-    page: int  # elements
-    page_buffers: int
-    unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
-    speeds: tuple[float, ...]  # of the drives, relative
-    io_threads: int  # that read, and as many that write
-    io_block_bytes: int  # of one request
+    place: PlacementSection
+    section: TieredSection
+    inputs: object  # model.offload_activations
+
+    name = "tiered"
+
+    def mistakes(self) -> list[str]:
+        """Of the configuration, one sentence each."""
+        place = self.place
+        mistakes = []
+        if place.gpus > 1:
+            mistakes.append(
+                f"--gpus {place.gpus} with --engine tiered: it trains with one rank; use --engine deepspeed"
+            )
+        if place.gradients == "nvme" and not place.nvme:
+            mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
+        if self.inputs == "nvme" and not place.nvme:
+            mistakes.append("model.offload_activations=nvme needs a drive: add --nvme DIR")
+        mistakes += _mistakes_of_shares(place)
+        speeds = self.section.drive_speeds
+        if speeds and len(speeds) != len(place.nvme):
+            mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
+        return mistakes
+
+    def packages(self, *, world: int) -> list[tuple[str, str]]:
+        """(wish, package) of what is not part of every installation."""
+        return [("tiered.io=async_io", "deepspeed")] if self.section.io == "async_io" else []
+
+    def refuse(self, work: Workload, machine: MachineProfile) -> None:
+        """UserError for what only the machine, or the launcher's number of ranks, makes impossible."""
+        if work.world > 1:
+            raise UserError(
+                f"--engine tiered trains with one rank, and {work.world} were started; use --engine deepspeed"
+            )
+        on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
+        if on_gpu and machine.no_state_on_gpu:
+            raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
+
+    def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
+        found: list[TieredCandidate] = []
+        for placement, gradients in self._homes(work, machine):
+            sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
+            one = TieredCandidate(work, machine, placement, sizes)
+            if placement.optimizer != "gpu":
+                one = self._with_shares(one)
+            if one.sizes.gpu_fraction == 1:
+                everything = replace(one.sizes, gradients="gpu")
+                one = replace(one, placement=replace(placement, optimizer="gpu"), sizes=everything)
+            if one not in found:  # all on the GPU comes twice where it fits
+                found.append(one)
+        return found
+
+    def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
+        def needs(sizes: TierSizes) -> dict[str, int]:
+            items = replace(one, sizes=sizes).items()
+            return {tier: sum(item.bytes for item in items if item.tier == tier) for tier in ("gpu", "ram")}
+
+        trained = sum(unit.trained for unit in one.units)
+        return replace(one, sizes=shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
+
+    def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
+        """Homes of weights and gradients, from the fastest to the roomiest.
+
+        Sums of several micro-batches are best kept where they are added, on the GPU.
+        """
+        place = self.place
+        params: list[Tier] = ["gpu", "nvme"]  # without a GPU the device's memory is RAM already
+        if place.params != "auto":
+            params = [place.params]
+        elif machine.gpu is not None:
+            params = ["gpu", "cpu", "nvme"]
+        open_shares = (place.optimizer, place.gpu_fraction, place.ram_fraction) == ("auto",) * 3
+        found: list[tuple[Placement, GradientHome]] = []
+        if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == "gpu" and open_shares:
+            found.append((Placement("gpu", "gpu"), "gpu"))
+        for home in params:
+            placement = Placement(home, "cpu" if place.optimizer == "auto" else place.optimizer)
+            homes: list[GradientHome] = ["cpu", "nvme"] if home == "nvme" else ["cpu"]
+            if machine.gpu is not None and work.accumulate > 1:
+                homes.insert(0, "gpu")
+            found += [(placement, one) for one in ([place.gradients] if place.gradients != "auto" else homes)]
+        return [one for one in found if place.nvme or "nvme" not in (one[0].params, one[1])]
+
+
+def _mistakes_of_shares(place: PlacementSection) -> list[str]:
+    """Shares of the state on the GPU and in RAM that do not add up, or against --optimizer: one sentence at most."""
+    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+    given = {flag: share for flag, share in shares.items() if share != "auto"}
+    words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
+    left = round(1 - sum(given.values()), 9)
+    if left < 0:
+        return [f"{words} make {1 - left:g} of the state: lower one of them"]
+    only = {"gpu": "--gpu-fraction", "cpu": "--ram-fraction"}.get(place.optimizer)
+    if only and any(share != (flag == only) for flag, share in given.items()):
+        where = "on the GPU" if place.optimizer == "gpu" else "in RAM"
+        return [f"{words} with --optimizer {place.optimizer}, which is all of it {where}: leave one out"]
+    if place.ram_fraction != "auto" and left and not place.nvme:
+        other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
+        return [f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}"]
+    return []
+
+
+def only_here(
+    place: PlacementSection, model: ModelSection, optim: OptimSection, *, engine: str, moments: tuple[str, ...]
+) -> list[str]:
+    """Wishes that only this engine carries out, which `engine` would have to ignore; it has these forms of moments."""
+    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+    mistakes = [
+        f"{flag} {share:g} with the {engine} engine: it keeps the optimizer state wholly in one place; only --engine "
+        "tiered divides it"
+        for flag, share in shares.items()
+        if share != "auto"
+    ]
+    if place.gradients != "auto":
+        mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
+    if model.offload_activations == "nvme":
+        mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
+    if optim.states not in moments:
+        mistakes.append(f"optim.states={optim.states} belongs to --engine tiered, not to {engine}")
+    if optim.name != "adamw":
+        mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
+    if optim.kernel != "auto":
+        mistakes.append(f"optim.kernel={optim.kernel} belongs to --engine tiered, not to {engine}")
+    return mistakes
+
+
+@dataclass(frozen=True)
+class TieredCandidate:
+    """Homes and sizes, and everything that follows from them."""
+
+    work: Workload
+    machine: MachineProfile
+    placement: Placement
+    sizes: TierSizes
+
+    title, cannot_save = "tiered engine", None
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return units_of(self.work.shape)
+
+    @cached_property
+    def _laid_out(self) -> Homes:
+        return homes_in(self.units, self.placement, self.sizes)
 
     @property
-    def format(self) -> StateFormat:
-        return state_format(self.rule, self.states)
+    def homes(self) -> str:
+        sizes, on_gpu, in_ram = self.sizes, self.sizes.gpu_fraction, self.sizes.ram_fraction
+        shown = sizes.gradients != "cpu" and on_gpu < 1
+        gradients = f", gradients {sizes.gradients}" if shown else ""
+        if self.machine.gpu is None:
+            on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
+        state = _divided({"gpu": on_gpu, "RAM": in_ram, "nvme": round(1 - on_gpu - in_ram, 9)})
+        inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
+        return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}")
+
+    @property
+    def uses_drives(self) -> bool:
+        stored = round(1 - self.sizes.gpu_fraction - self.sizes.ram_fraction, 9) > 0
+        return stored or "nvme" in (self.placement.params, self.sizes.gradients, self.work.inputs_away)
+
+    @property
+    def _drives(self) -> list[str]:
+        return [drive.directory for drive in self.machine.drives]
+
+    def items(self) -> list[Item]:
+        return tiered_items(
+            self.work,
+            self.units,
+            self._laid_out,
+            self.sizes,
+            device=self.machine.device,
+            drives=self._drives,
+        )
+
+    def traffic(self) -> list[Traffic]:
+        return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, drives=self._drives)
+
+    def bounds(self) -> list[Bound]:
+        """AdamW alone, on the GPU's share and on what is left to the CPU, and the adding of gradients in RAM."""
+        memory, added = self.machine.rates.memory, bytes_of_additions(self.work, self.units, self._laid_out)
+        bounds = self._updates()
+        if self.machine.gpu is not None and memory is not None and added:
+            # Where the CPU computes it takes turns with that, as it was seen to.
+            bounds.append(Bound("backward", added / memory.value, "adding gradients in RAM", "memory"))
+        return bounds
+
+    def _updates(self) -> list[Bound]:
+        """Kernels were timed with 16-bit gradients, by AdamW: Lion, which moves fewer bytes, is taken to be as fast."""
+        work, rates, bounds = self.work, self.machine.rates.update, []
+        on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
+        inside, outside = round(on_gpu * work.shape.trainable), round((1 - on_gpu) * work.shape.trainable)
+        moved, title = 2 * work.state.bytes_each + 2, work.state.rule.title  # of memory, beside the gradient
+        longer = (moved + work.gradient_bytes) / (moved + 2)
+        if inside:
+            whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
+            timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
+            rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
+            seconds = inside / rate * longer if rate else None
+            what = f"{title} on {format_count(inside)} parameters on the GPU"
+            bounds.append(Bound("update", seconds, what, "adamw_gpu"))
+        if outside:
+            speed = update_rate(work, self.machine)
+            seconds = outside / speed * longer + UPDATE_START if speed else None
+            bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
+        return bounds
+
+    def stretch(self) -> float:
+        return 1.0
+
+    def on_top(self) -> Mapping[str, float]:
+        return {}
+
+    def notes(self) -> list[str]:
+        reason = self.machine.no_state_on_gpu
+        return [f"no optimizer state can live on this GPU: {reason}"] if reason else []
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        groups: list[tuple[str, ...]] = []
+        if self.uses_drives:
+            groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *self._backends()))
+            groups.append(("tiered.page_size=2097152", "tiered.page_size=8388608"))
+            groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
+        if self.placement.params != "gpu":
+            groups.append(("tiered.unit_buffers=2", "tiered.unit_buffers=4"))
+        return groups
+
+    def _backends(self) -> list[str]:
+        """DeepSpeed's kernel, where `bench` found it faster on a drive than threads."""
+        other = "tiered.io=async_io"
+        rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
+        return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []
 
 
-def tier_sizes(
-    config: TrainConfig, placement: Placement, machine: MachineProfile, *, gradients: GradientHome
-) -> TierSizes:
-    """The sizes that `config` asks for; `auto` shares are all or nothing here, as `placement.optimizer` says.
-
-    Requests to drives, and their shares, are as they were timed fastest on this machine, where nothing else is asked.
-    """
-    wish, place = config.placement, placement.optimizer
-    on_gpu = wish.gpu_fraction if wish.gpu_fraction != "auto" else 1.0 if place == "gpu" else 0.0
-    in_ram = wish.ram_fraction if wish.ram_fraction != "auto" else 0.0 if place == "nvme" else 1.0 - on_gpu
-    tiered, timed = config.tiered, [drive.rates for drive in machine.drives if drive.rates is not None]
-    io = {"tiered.io_threads": tiered.io_threads, "tiered.io_block_bytes": tiered.io_block_bytes}
-    if timed:
-        best = dict(word.split("=") for word in timed[0].words.split())
-        io |= {key: int(n) for key, n in best.items() if key.partition(".")[2] not in tiered.model_fields_set}
-    speeds = tiered.drive_speeds or (1.0,) * len(config.placement.nvme)
-    if not tiered.drive_speeds and len(timed) == len(speeds):
-        speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
-    return TierSizes(
-        gpu_fraction=on_gpu,
-        ram_fraction=in_ram,
-        gradients=gradients,
-        activations=config.model.offload_activations,
-        rule=config.optim.name,
-        states=config.optim.states,
-        page=tiered.page_size,
-        page_buffers=tiered.page_buffers,
-        unit_buffers=tiered.unit_buffers,
-        speeds=speeds,
-        io_threads=io["tiered.io_threads"],
-        io_block_bytes=io["tiered.io_block_bytes"],
-    )
-
-
-def gradient_bytes(config: TrainConfig) -> int:
-    """Bytes of an element of the sums: 16 bit for one micro-batch, else as `optim.accumulate_dtype` says."""
-    if config.train.accumulate > 1 and config.optim.accumulate_dtype == "fp32":
-        return 4
-    return item_bytes(config.model.dtype)
-
-
-def gradient_ring(config: TrainConfig, units: Sequence[Unit], homes: Sequence[int], *, gpu: bool) -> int:
-    """Bytes that gradients pass through on their way to sums in host memory or on drives.
-
-    The first one of a weight is copied to its sum in RAM, if that has its dtype, and needs none.
-    """
-    several = config.train.accumulate > 1
-    through = [unit for unit, home in zip(units, homes, strict=True) if home >= 0 or (several and home == RAM)]
-    size = item_bytes(config.model.dtype) * sum(unit.trained for unit in through)
-    return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))
-
-
-def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> Homes:
-    """Where the engine puts everything, and the plan counts it."""
-    return homes_of(
-        units,
-        params=placement.params,
-        gradients=sizes.gradients,
-        page=sizes.page,
-        gpu_fraction=sizes.gpu_fraction,
-        ram_fraction=sizes.ram_fraction,
-        speeds=sizes.speeds,
-    )
-
-
-def tiered_items(
-    config: TrainConfig,
-    shape: ModelShape,
-    placement: Placement,
-    sizes: TierSizes,
-    *,
-    device: str,
-    drives: Sequence[str],
-    checkpointing: bool,
-    seq_len: int,
-) -> list[Item]:
-    """What the tiered engine holds at its peak. `device` is the tier that computes: "gpu", or "ram" on a CPU."""
-    units = units_of(shape)
-    homes = homes_in(units, placement, sizes)
-    tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
-    e, g = item_bytes(config.model.dtype), gradient_bytes(config)
-    items = [Item("ram", "process", PROCESS + cuda_process(device), "interpreter, torch and transformers")]
-    items += _page_items(units, homes, sizes, tiers=tiers, e=e, g=g)
-    items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
-    items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)
-    ring = gradient_ring(config, units, homes.gradients, gpu=device == "gpu")
-    items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
-    items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=device == "gpu")))
-    stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home != RAM]
-    if stored and config.save.every != 0:
-        why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
-        items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
-    inputs = kept_inputs(config, shape, seq_len=seq_len)
-    kept = input_items(config, inputs, device=device, drives=drives) if checkpointing else []
-    if config.tiered.checksums or config.tiered.io == "async_io":
-        on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
-        items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
-    items += activation_items(
-        config,
-        shape,
-        device=device,
-        world=1,
-        checkpointing=checkpointing,
-        seq_len=seq_len,
-        kept=kept,
-        gradients=True,
-        waiting=e * sum(weight.numel for weight in shape.weights if weight.trainable and weight.uses > 1),
-    )
-    return items
-
-
-def _page_items(
-    units: Sequence[Unit], homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int
-) -> list[Item]:
-    def state(page: Page) -> int:
-        return sizes.format.page_bytes(page.elements)
-
-    moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
-    why = f"fp32 master, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
-    items = []
-    for home, tier in tiers.items():
-        held = sum(state(page) for page in homes.pages if page.home == home)
-        if home == RAM:
-            items.append(Item(tier, "state in RAM", held, f"{why}, {sizes.ram_fraction:.0%} of it"))
-        elif home == DEVICE:
-            items.append(Item(tier, "state on the GPU", held, f"{why}, {sizes.gpu_fraction:.0%} of it"))
-        else:
-            items.append(Item(tier, "state", held, why))
-    routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
-    moved = [route for route in routes if route.through_host]
-    if moved:
-        each = host_slot(routes, format=sizes.format, gradient=g, weight=e).total
-        count = min(sizes.page_buffers, len(moved))
-        items.append(Item("ram", "page buffers", count * each, f"{count}, each with a page on its way"))
-    each = device_slot(routes, gradient=g, weight=e).total
-    if each:
-        items.append(Item(tiers[DEVICE], "update buffers", each, "a page's gradient or new weights on their way"))
-    return items
-
-
-def _weight_items(
-    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], e: int
-) -> list[Item]:
-    held = _held([e * unit.elements for unit in units], homes)
-    away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
-    if not away:
-        return [Item(tiers[DEVICE], "weights", held[DEVICE], f"{e} B a parameter")]
-    items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE, 0), "never moved")]
-    items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
-    blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
-    words = f"{len(blocks)} blocks and {len(others)} other module{'s' * (len(others) != 1)}"
-    items.append(Item(tiers[DEVICE], "weights in use", e * (sum(blocks) + sum(others)), words))
-    if tiers[DEVICE] == "gpu" and max(homes) >= 0:
-        staging = 2 * e * max(unit.elements for unit in units)
-        items.append(Item("ram", "weight staging", staging, "2 of the largest unit, between drive and GPU"))
-    return items
-
-
-def _gradient_items(units: Sequence[Unit], homes: Sequence[int], *, tiers: dict[int, str], g: int) -> list[Item]:
-    why = f"{g} B a trained parameter"
-    held = _held([g * unit.trained for unit in units], homes)
-    items = [Item(tiers[home], "gradients", size, why) for home, size in held.items()]
-    away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home >= 0}
-    if away:
-        staging, words = _buffers(away, GRADIENT_BUFFERS)
-        items.append(Item("ram", "gradient buffers", g * staging, f"{words} on their way"))
-    return items
-
-
-def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool) -> tuple[int, str]:
-    """Bytes of gradients that were handed over and still are on the device, beside the sums there, and what they are.
-
-    A CPU's copies are made at once; on a GPU the largest and `GRADIENTS_IN_FLIGHT` may be on their way. That which is
-    being made, and those of a tied weight that wait for each other, are among the activations' moments.
-    """
-    trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
-    copied = [e * weight.numel for weight, unit in trained if homes[unit.index] != DEVICE]
-    if not gpu or not copied:
-        return 0, "handed over at once"
-    most = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT)
-    return most, f"handed over: the largest weight's, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
-
-
-def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
-    """Bytes in each home that has any."""
-    held: dict[int, int] = {}
-    for size, home in zip(sizes, homes, strict=True):
-        held[home] = held.get(home, 0) + size
-    return held
-
-
-def _buffers(away: dict[Unit, int], count: int) -> tuple[int, str]:
-    """Elements of the buffers for units that are away, and what they are: `count` for blocks, one for all else."""
-    blocks = [elements for unit, elements in away.items() if unit.block]
-    others = [elements for unit, elements in away.items() if not unit.block]
-    many, one = min(count, len(blocks)), min(1, len(others))
-    words = f"{many} blocks and {one} other module"
-    return many * max(blocks, default=0) + one * max(others, default=0), words
+def _divided(shares: dict[str, float]) -> str:
+    """Shares that make 1, in words."""
+    *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
+    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"else {last}" if parts else last])

@@ -9,26 +9,18 @@ no rate is None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offload_trainer.config import TrainConfig
-from offload_trainer.plan.formats import state_format
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, update_key
-from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import gradient_bytes
 from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count
 
 PHASES = ("forward", "backward", "update")
 
 _OF_MATMUL = 0.8  # of the products' speed, what a whole model reaches: attention, norms and the loss are slower
-# Stock DeepSpeed, by docs/benchmarks/step.md and predictions.md: seconds a parameter that its hooks add to a backward
-# on the CPU, and the speed of its step, of the fused kernel's.
-_STOCK_BACKWARD = 8e-9
-_STOCK_UPDATE = 0.47
-_PLAIN_UPDATE = 0.36  # torch's optimizer, and over the state once more for the norm, the clipping and the rounding
-_UPDATE_START = 0.005  # seconds: pages and stretches are walked in Python
+UPDATE_START = 0.005  # seconds: pages and stretches are walked in Python
 _OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # speed of the update, where fp32 alone was timed
 
 
@@ -76,58 +68,46 @@ def correction_key(engine: str, phase: str, kind: str) -> str:
 
 
 def forecast(
-    config: TrainConfig,
-    shape: ModelShape,
+    work: Workload,
     machine: MachineProfile,
     traffic: Sequence[Traffic],
+    bounds: Sequence[Bound],
     *,
     engine: str,
-    optimizer: str,
-    checkpointing: bool,
-    tokens: int,
-    seq_len: int,
-    world: int,
-    gpu_fraction: float = 0.0,
     stretch: float = 1.0,
-    added: int = 0,
+    on_top: Mapping[str, float] | None = None,
 ) -> Forecast:
-    """`tokens` are those of a step on all `world` ranks; `optimizer` is the home of the state.
+    """Seconds of a step. `bounds`: what its phases wait for beside products and traffic, as the engine says.
 
-    `gpu_fraction` of the tiered engine's state is updated on the GPU, while the CPU updates the rest.
-    `stretch`: how many times as long the update's drives take as their bytes both ways at once. `added`: bytes of host
-    memory that gradients are added in.
+    `stretch`: how many times as long the update's drives take as their bytes both ways at once. `on_top`: seconds that
+    a phase takes beyond the slowest of what it waits for.
     """
-    computed = _flops_per_token(config, shape, checkpointing=checkpointing, seq_len=seq_len)
-    speed = _matmul_speed(config, machine)
-    bounds = [
+    every = [*_computing(work, machine), *bounds]
+    for phase in PHASES:
+        longer = stretch if phase == "update" else 1.0
+        every += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
+    found = Forecast({"data": 0.0}, tuple(every))
+    for phase in PHASES:
+        known = _longest([bound for bound in every if bound.phase == phase])
+        if known is not None:
+            ratio = machine.rates.corrections.get(correction_key(engine, phase, found.kind(phase)), 1.0)
+            known = ratio * (known + (on_top or {}).get(phase, 0.0))
+        found.seconds[phase] = known
+    return found
+
+
+def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
+    """The products of forward and backward."""
+    tokens, speed = work.tokens, _matmul_speed(work.dtype, machine)
+    return [
         Bound(
             phase,
-            None if speed is None else tokens // world * flops / speed,
+            None if speed is None else tokens // work.world * flops / speed,
             f"computing {format_count(tokens)} tokens",
             "compute",
         )
-        for phase, flops in computed.items()
+        for phase, flops in _flops_per_token(work).items()
     ]
-    if engine == "tiered":
-        bounds += _tiered_update_bounds(config, shape, machine, gpu_fraction=gpu_fraction)
-    else:
-        bounds.append(_update_bound(config, shape, machine, engine=engine, optimizer=optimizer))
-    if machine.gpu is not None and machine.rates.memory is not None and added:
-        # Where the CPU computes it takes turns with that, as it was seen to.
-        bounds.append(Bound("backward", added / machine.rates.memory.value, "adding gradients in RAM", "memory"))
-    for phase in PHASES:
-        longer = stretch if phase == "update" else 1.0
-        bounds += _traffic_bounds([m for m in traffic if m.phase == phase], machine, phase=phase, stretch=longer)
-    seconds = {phase: _longest([bound for bound in bounds if bound.phase == phase]) for phase in PHASES}
-    backward = seconds["backward"]
-    if engine == "deepspeed" and machine.gpu is None and backward is not None:
-        seconds["backward"] = backward + _STOCK_BACKWARD * shape.trainable
-    found = Forecast({"data": 0.0, **seconds}, tuple(bounds))
-    for phase, known in seconds.items():
-        ratio = machine.rates.corrections.get(correction_key(engine, phase, found.kind(phase)))
-        if known is not None and ratio is not None:
-            found.seconds[phase] = known * ratio
-    return found
 
 
 def _longest(bounds: Sequence[Bound]) -> float | None:
@@ -136,19 +116,20 @@ def _longest(bounds: Sequence[Bound]) -> float | None:
     return max(known) if known and len(known) == len(bounds) else None
 
 
-def _flops_per_token(config: TrainConfig, shape: ModelShape, *, checkpointing: bool, seq_len: int) -> dict[str, float]:
+def _flops_per_token(work: Workload) -> dict[str, float]:
     """Of each phase, with what the backward computes again: the blocks, and the head of a loss in several chunks."""
-    again = shape.block_flops(seq_len=seq_len) if checkpointing else 0.0
-    if config.train.micro_batch * seq_len > config.model.loss_chunk:
+    shape, seq_len = work.shape, work.seq_len
+    again = shape.block_flops(seq_len=seq_len) if work.checkpointing else 0.0
+    if work.micro_batch * seq_len > work.loss_chunk:
         again += shape.head_flops()
     backward = shape.backward_flops(seq_len=seq_len) + again
     return {"forward": shape.forward_flops(seq_len=seq_len), "backward": backward}
 
 
-def _matmul_speed(config: TrainConfig, machine: MachineProfile) -> float | None:
+def _matmul_speed(dtype: str, machine: MachineProfile) -> float | None:
     """FLOP/s of a whole model, as far as products were timed here."""
-    dtype = stands_for(config.model.dtype, machine)
-    return None if dtype is None else _OF_MATMUL * machine.rates.matmul[dtype].value
+    timed = stands_for(dtype, machine)
+    return None if timed is None else _OF_MATMUL * machine.rates.matmul[timed].value
 
 
 def stands_for(dtype: str, machine: MachineProfile) -> str | None:
@@ -159,56 +140,10 @@ def stands_for(dtype: str, machine: MachineProfile) -> str | None:
     return next((name for name in (dtype, others.get(dtype)) if name in machine.rates.matmul), None)
 
 
-def _tiered_update_bounds(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, gpu_fraction: float
-) -> list[Bound]:
-    """The update alone, on the GPU's share and on what is left to the CPU. Kernels were timed with 16-bit gradients.
-
-    And by AdamW: Lion, which moves fewer bytes, is taken to be as fast.
-    """
-    bounds = []
-    on_gpu = gpu_fraction if machine.gpu is not None else 0.0
-    inside, outside = round(on_gpu * shape.trainable), round((1 - on_gpu) * shape.trainable)
-    states, form = config.optim.states, state_format(config.optim.name, config.optim.states)
-    moved, title = 2 * form.bytes_each + 2, form.rule.title  # of memory, beside the gradient
-    longer = (moved + gradient_bytes(config)) / (moved + 2)
-    if inside:
-        rates, whole = machine.rates.update, 2 * state_format("adamw", "fp32").bytes_each + 4
-        timed, wide = rates.get(update_key("cuda", states)), rates.get("cuda")
-        rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
-        seconds = inside / rate * longer if rate else None
-        bounds.append(Bound("update", seconds, f"{title} on {format_count(inside)} parameters on the GPU", "adamw_gpu"))
-    if outside:
-        speed = _update_rate(config, machine)
-        seconds = outside / speed * longer + _UPDATE_START if speed else None
-        bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
-    return bounds
-
-
-def _update_bound(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, engine: str, optimizer: str
-) -> Bound:
-    """The other engines' AdamW alone: on the CPU, or on the device."""
-    count = shape.trainable
-    what = f"AdamW on {format_count(count)} parameters"
-    if machine.gpu is not None and (optimizer == "gpu" or engine == "plain"):
-        return Bound("update", 0.0, "AdamW on the GPU", "adamw")
-    rate = _update_rate(config, machine)
-    if rate is None:
-        return Bound("update", None, what, "adamw")
-    if engine == "plain":
-        rate *= _PLAIN_UPDATE
-    else:
-        stock = machine.rates.update.get("deepspeed")
-        rate = stock.value if stock else rate * _STOCK_UPDATE
-    return Bound("update", count / rate + _UPDATE_START, what, "adamw")
-
-
-def _update_rate(config: TrainConfig, machine: MachineProfile) -> float | None:
-    """Parameters a second of the kernel that the run takes, with moments as it stores them."""
-    rates, states = machine.rates.update, config.optim.states
-    wish = config.optim.kernel
-    names = ["native", "torch"] if wish == "auto" else [wish]
+def update_rate(work: Workload, machine: MachineProfile) -> float | None:
+    """Parameters a second of the kernel that the run takes on the CPU, with moments as it stores them."""
+    rates, states = machine.rates.update, work.state.moments.name
+    names = ["native", "torch"] if work.kernel == "auto" else [work.kernel]
     for name in names:
         if timed := rates.get(update_key(name, states)):
             return timed.value

@@ -15,10 +15,11 @@ from typing import Any
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, read_state
 from offload_trainer.config import TrainConfig
+from offload_trainer.plan.choose import workload
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import checkpoint_bytes
-from offload_trainer.plan.plan import Plan, saves_state
-from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.storage.durable import write_text
@@ -165,7 +166,7 @@ def _make_job(setup: Setup, engine: Any, *, done: int, swaps: list[Path]) -> Any
         sample=sample if train.sample_every else None,
         say=log.say,
         checkpoints=_checkpoints(setup),
-        cannot_save=saves_state(config, plan),
+        cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
         save_wish=setup.output / "save",
         flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
@@ -180,7 +181,7 @@ def _checkpoints(setup: Setup) -> Checkpoints:
         output / "checkpoints",
         record=setup.record,
         keep=setup.config.save.keep,
-        need_bytes=checkpoint_bytes(setup.config, setup.source.shape),
+        need_bytes=checkpoint_bytes(workload(setup.config, setup.source.shape)),
         say=setup.log.say,
         beside=(output / "metrics.jsonl", output / "evaluations.jsonl"),
     )

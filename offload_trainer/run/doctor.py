@@ -15,11 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from offload_trainer.config import TrainConfig, engine_of
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.card import card_mistakes, with_dtype_of_card
+from offload_trainer.plan.choose import engine_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.units import format_bytes
 
@@ -40,7 +41,7 @@ class Check:
 
 def examine(config: TrainConfig, *, threads_given: str | None = None) -> list[Check]:
     """All checks for a run with this configuration. `threads_given`: OMP_NUM_THREADS as this process was started."""
-    stock = engine_of(config) == "deepspeed"
+    stock = engine_of(config).name == "deepspeed"
     checks = [_threads(config, threads_given), _torch(), *_packages(), _native_kernel()]
     checks += _stock_tools(needed=stock, drive=bool(config.placement.nvme))
     if stock and config.optim.states == "8bit" and not is_installed("bitsandbytes"):
@@ -190,7 +191,7 @@ def _memory(machine: MachineProfile) -> Check:
 
 def _memlock(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
     """DeepSpeed's async_io locks its buffers, which the limit holds for; what CUDA pins the driver holds by itself."""
-    limit, stock = machine.memlock_bytes, engine_of(config) == "deepspeed" and bool(config.placement.nvme)
+    limit, stock = machine.memlock_bytes, engine_of(config).name == "deepspeed" and bool(config.placement.nvme)
     if limit is None or not (stock or config.tiered.io == "async_io"):
         return
     fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"
@@ -202,7 +203,7 @@ def _gpu(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
         yield Check("GPU", "warning", "none: the CPU computes", "nothing, if that is meant")
         return
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
-    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(config, machine).model.dtype):
+    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(config.model, machine).dtype):
         yield Check("GPU", "failure", told, fix)
     if machine.no_state_on_gpu:
         told = f"no optimizer state can live there: {machine.no_state_on_gpu}"

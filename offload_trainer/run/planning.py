@@ -17,8 +17,8 @@ from offload_trainer.errors import UserError, reason
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
-from offload_trainer.plan.memory import item_bytes
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.units import format_bytes
 

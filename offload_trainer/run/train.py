@@ -18,7 +18,7 @@ from typing import Any
 from offload_trainer.checkpoint import RunRecord, check_identity, check_resume, find_resume
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
-from offload_trainer.plan.plan import Plan, saves_state
+from offload_trainer.plan.plan import Plan
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.build import Setup, build_job, layout_of, planned_identity, record_of, steps_done
 from offload_trainer.run.data import check_data, prepare_data, unknown_identity
@@ -31,7 +31,7 @@ from offload_trainer.signals import waiting
 
 def refuse(config: TrainConfig, plan: Plan) -> None:
     """UserError for a plan that must not start."""
-    reason = saves_state(config, plan)
+    reason = plan.cannot_save
     resumes = find_resume(config.save.resume, output=Path(config.save.output))
     if reason and resumes:
         raise UserError(

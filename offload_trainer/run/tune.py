@@ -20,10 +20,8 @@ from statistics import median
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.ratios import steady_ratios
-from offload_trainer.plan.tiered import TierSizes
 from offload_trainer.plan.time import PHASES
 from offload_trainer.readback import parsed
 from offload_trainer.settings import load_config
@@ -32,16 +30,6 @@ from offload_trainer.storage.removal import scratch
 _WARM = 2
 _GAIN = 0.98
 _ALWAYS = ("--steps", "1000", "train.eval_every=0", "train.sample_every=0", "--save-every", "0", "--resume", "never")
-
-# Keys that steer DeepSpeed's NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
-STOCK_GROUPS = (
-    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
-    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
-    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
-    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
-    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
-)
-_STOCK_BUCKETS = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
 
 
 @dataclass
@@ -70,32 +58,8 @@ class Trial:
         }
 
 
-def groups_for(plan: Plan, machine: MachineProfile) -> list[tuple[str, ...]]:
-    """What may make this plan's placement faster; nothing here changes a result, or where something lives."""
-    if plan.engine == "deepspeed":
-        nvme = plan.placement.optimizer == "nvme"
-        return [_STOCK_BUCKETS, *(STOCK_GROUPS if nvme else ())]
-    if not isinstance(plan.sizes, TierSizes):
-        return []
-    groups: list[tuple[str, ...]] = []
-    if plan.uses_drives:
-        groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *_backends(machine)))
-        groups.append(("tiered.page_size=2097152", "tiered.page_size=8388608"))
-        groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
-    if plan.placement.params != "gpu":
-        groups.append(("tiered.unit_buffers=2", "tiered.unit_buffers=4"))
-    return groups
-
-
-def _backends(machine: MachineProfile) -> list[str]:
-    """DeepSpeed's kernel, where `bench` found it faster on a drive than threads."""
-    other = "tiered.io=async_io"
-    rated = [drive.rates for drive in machine.drives if drive.rates is not None]
-    return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []
-
-
 def steered_phase(plan: Plan) -> str:
-    """What the keys of `groups_for` make longer or shorter; forward and backward would only add their noise."""
+    """What the keys of `Plan.tunable` make longer or shorter; forward and backward would only add their noise."""
     return "update" if plan.placement.params == "gpu" and plan.uses_drives else "step"
 
 

@@ -23,11 +23,11 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.initial import meta_model
 from offload_trainer.model.source import DTYPES, parameters_without_memory, resolve_model, save_model_config
 from offload_trainer.offload.model import OffloadedModel
-from offload_trainer.plan.choose import settle_and_plan
-from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.choose import settle_and_plan, workload
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import TierSizes
+from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.run.directory import environment
 from offload_trainer.run.planning import machine_here
 from offload_trainer.session.keys import in_callers_words, session_config
@@ -39,7 +39,6 @@ from offload_trainer.storage.lease import DriveLease
 
 Say = Callable[[str], None]
 Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-_NOWHERE = "saves"  # for a plan: a session's saves go wherever they are told to
 
 
 def load(name: str | Path, *, say: Say = print, **keys: Any) -> Session:
@@ -112,13 +111,10 @@ def _with_nvme(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _planned(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, say: Say) -> tuple[TrainConfig, Plan]:
     """The plan, said. UserError where it does not fit, or for fp16, whose losses nobody would scale."""
-    machine = replace(machine, output=DriveFacts(_NOWHERE, 1 << 62, "none"))
     tokens = config.train.micro_batch * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.model.model_copy(update={"loss_chunk": tokens})  # the loss is the caller's: all logits at once
-    config, plan = settle_and_plan(config.model_copy(update={"model": whole}), shape, machine)
-    items = tuple(item for item in plan.items if item.tier != _NOWHERE)
-    tiers = {tier: room for tier, room in plan.tiers.items() if tier != _NOWHERE}
-    plan = replace(plan, items=items, tiers=tiers)
+    # Its saves go wherever they are told to.
+    config, plan = settle_and_plan(config.model_copy(update={"model": whole}), shape, machine, saves=False)
     if config.model.dtype == "fp16":
         raise UserError(
             'a session has no loss scale, so no fp16: give dtype="bf16", or "fp32" where the card has no bf16'
@@ -137,7 +133,7 @@ def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack
     assert isinstance(plan.sizes, TierSizes)
     one_use = replace(shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights))  # one object each
     places = [lease.path for lease in leases]
-    return opened(config, one_use, plan.placement, plan.sizes, places, stack=stack, say=say)
+    return opened(workload(config, one_use), plan.placement, plan.sizes, places, stack=stack, say=say)
 
 
 def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *, random: bool) -> RunRecord:

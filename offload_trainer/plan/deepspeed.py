@@ -1,0 +1,264 @@
+"""Stock DeepSpeed in a plan: what it can be asked for, where it may put things, what that takes and how long.
+
+Derivations: P parameters, T trainable ones, e bytes a weight, W ranks on this machine. Items are what its source
+allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/), traffic is what was counted
+(docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload_trainer.config import DeepSpeedSection, PlacementSection
+from offload_trainer.errors import UserError
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import Item, activation_items, cuda_process
+from offload_trainer.plan.time import UPDATE_START, Bound, update_rate
+from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.zero import Placement, ZeroSizes, drive_stretch, zero_sizes
+from offload_trainer.units import format_count
+
+# From the fastest to the roomiest.
+_PLACEMENTS = (
+    Placement("gpu", "gpu"),
+    Placement("gpu", "cpu"),
+    Placement("cpu", "cpu"),
+    Placement("gpu", "nvme"),
+    Placement("cpu", "nvme"),
+    Placement("nvme", "nvme"),
+)
+_PROCESS = 650_000_000  # interpreter, torch and transformers, with DeepSpeed's libraries
+# By docs/benchmarks/step.md and predictions.md: seconds a parameter that its hooks add to a backward on the CPU, and
+# the speed of its step, of the fused kernel's.
+_HOOKS = 8e-9
+_SPEED = 0.47
+
+# Keys that steer its NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
+TUNING_OF_DRIVES = (
+    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
+    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
+    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
+    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
+    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
+)
+_TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """What is wished for. `moments`: bitsandbytes' on the GPU where they are 8-bit ones."""
+
+    place: PlacementSection
+    section: DeepSpeedSection
+    moments: str
+
+    name = "deepspeed"
+
+    def mistakes(self) -> list[str]:
+        """Of the configuration, one sentence each."""
+        place, mistakes = self.place, []
+        if len(place.nvme) > 1:
+            mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
+        if self.moments == "8bit" and place.optimizer in ("cpu", "nvme"):
+            mistakes.append(
+                f"optim.states=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' 8-bit "
+                "AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
+            )
+        if place.params == "nvme" and self.section.prefetch_bucket_size not in ("auto", 0):
+            # Seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
+            mistakes.append(
+                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
+            )
+        return mistakes
+
+    def packages(self, *, world: int) -> list[tuple[str, str]]:
+        """(wish, package) of what is not part of every installation."""
+        wish = f"--gpus {world}" if self.place.engine == "auto" else "--engine deepspeed"
+        eight = [("optim.states=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
+        return [(wish, "deepspeed"), *eight]
+
+    def refuse(self, work: Workload, machine: MachineProfile) -> None:
+        """UserError for what only the machine makes impossible."""
+        if machine.gpu is None and work.dtype == "fp16":
+            raise UserError(
+                "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
+                "tiered"
+            )
+
+    def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
+        """From the fastest to the roomiest."""
+        return [DeepSpeedCandidate(work, machine, placement, self) for placement in self._placements(machine)]
+
+    def _placements(self, machine: MachineProfile) -> list[Placement]:
+        params, optimizer = self.place.params, self.place.optimizer
+        if self.moments == "8bit":
+            optimizer = "gpu"
+        if params != "auto" and optimizer != "auto":
+            return [Placement(params, optimizer)]
+        found = [
+            one
+            for one in _PLACEMENTS
+            if params in ("auto", one.params)
+            and optimizer in ("auto", one.optimizer)
+            and (self.place.nvme or "nvme" not in (one.params, one.optimizer))
+            # Without a GPU "gpu" is host memory: an optimizer there would be DeepSpeed's slower path to the same place.
+            and (machine.gpu is not None or one.optimizer != "gpu" or optimizer == "gpu")
+        ]
+        # A wish for one home that none of them has (weights off the GPU, optimizer on it): take it at its word.
+        fallback = Placement("gpu" if params == "auto" else params, "cpu" if optimizer == "auto" else optimizer)
+        return found or [fallback]
+
+
+@dataclass(frozen=True)
+class DeepSpeedCandidate:
+    """One placement, with sizes worked out for it."""
+
+    work: Workload
+    machine: MachineProfile
+    placement: Placement
+    wish: DeepSpeed
+
+    @cached_property
+    def sizes(self) -> ZeroSizes:
+        work = self.work
+        return zero_sizes(work.shape, self.wish.section, self.placement, world=work.world, item_bytes=work.item_bytes)
+
+    @property
+    def title(self) -> str:
+        return f"DeepSpeed ZeRO-{self.placement.stage}"
+
+    @property
+    def homes(self) -> str:
+        return self.machine.in_words(str(self.placement))
+
+    @property
+    def uses_drives(self) -> bool:
+        return "nvme" in (self.placement.params, self.placement.optimizer)
+
+    @property
+    def cannot_save(self) -> str | None:
+        if self.placement.optimizer == "nvme":
+            return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
+        if self.wish.moments == "8bit":
+            return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"
+        return None
+
+    @property
+    def _drive(self) -> str | None:
+        return self.machine.drives[0].directory if self.machine.drives else None
+
+    def _tier(self, home: str) -> str:
+        return {"gpu": self.machine.device, "cpu": "ram", "nvme": self._drive or "nvme"}[home]
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def items(self) -> list[Item]:
+        """What stock DeepSpeed holds at its peak."""
+        work, device = self.work, self.machine.device
+        process = (_PROCESS + cuda_process(device)) * work.world
+        return [
+            Item("ram", "process", process, "interpreter, torch and DeepSpeed, in each process"),
+            *self._weights(),
+            *self._gradients(),
+            *self._state(),
+            Item("ram", "seen beyond these", self._seen(), "measured (predictions.md); what it holds is not known"),
+            *activation_items(work, device=device),
+        ]
+
+    def _weights(self) -> list[Item]:
+        shape, world, e = self.work.shape, self.work.world, self.work.item_bytes
+        device, sizes = self.machine.device, self.sizes
+        if self.placement.stage == 2:
+            whole = Item(device, "weights", e * shape.parameters * world, f"{e} B a parameter, whole on each rank")
+            why = "ZeRO-2 copies them into one buffer at the start"
+            return [whole, Item(device, "weights, flattened", e * shape.trainable * world, why)]
+        home = self._tier(self.placement.params)
+        live = min(shape.parameters, sizes.max_live + sizes.prefetch_bucket)
+        why = "gathered at a time: max_live_parameters and a prefetch bucket"
+        items = [
+            Item(home, "weights", e * shape.parameters, f"{e} B a parameter, divided over the ranks"),
+            Item(device, "weights in use", e * live * world, why),
+        ]
+        if self.placement.params == "nvme":
+            buffers, why = e * sizes.weight_buffers * sizes.weight_buffer_elements, f"{sizes.weight_buffers} of the"
+            items.append(Item("ram", "weight swap buffers", buffers * world, f"{why} largest weight"))
+            items.append(Item("ram", "weight write buffer", e * sizes.largest_sub_group * world, "one sub-group"))
+        return items
+
+    def _gradients(self) -> list[Item]:
+        e, device = self.work.item_bytes, self.machine.device
+        buckets = 2 * e * self.sizes.reduce_bucket * self.work.world
+        return [
+            Item(device, "gradients", e * self.work.shape.trainable, f"{e} B a parameter before they are handed over"),
+            Item(device, "gradient buckets", buckets, "2 reduce buckets"),
+        ]
+
+    def _state(self) -> list[Item]:
+        trained, home, sizes = self.work.shape.trainable, self._tier(self.placement.optimizer), self.sizes
+        items = [Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")]
+        if self.placement.optimizer != "nvme":
+            return [*items, Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32")]
+        buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * self.work.world
+        why = f"{sizes.optimizer_buffers} of the largest sub-group"
+        return [
+            *items,
+            Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them with the state"),
+            Item("ram", "optimizer swap buffers", buffers, why),
+        ]
+
+    def _seen(self) -> int:
+        """What the peak was above the items, for 124 and 354 M parameters with the CPU as the accelerator (0.19.8)."""
+        trained = self.work.shape.trainable
+        if self.placement.optimizer == "nvme":
+            return int(11.5 * trained)
+        return 3 * trained if self.placement.stage == 3 else 380_000_000
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def traffic(self) -> list[Traffic]:
+        """What a step moves: 16 bytes a parameter each way, since it swaps fp32 gradients with the state."""
+        e, micro, drive = self.work.item_bytes, self.work.accumulate, self._drive
+        trained, total = self.work.shape.trainable, self.work.shape.parameters
+        found = [Traffic("device", "backward", 0, e * trained * micro), Traffic("device", "update", e * trained, 0)]
+        if self.placement.optimizer == "nvme" and drive:
+            found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
+        if self.placement.params != "gpu":
+            found += [Traffic("device", phase, e * total * micro, 0) for phase in ("forward", "backward")]
+        if self.placement.params == "nvme" and drive:
+            found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
+            found.append(Traffic(drive, "update", 0, e * total))
+        return found
+
+    def bounds(self) -> list[Bound]:
+        """AdamW alone: on the CPU, or on the device."""
+        if self.machine.gpu is not None and self.placement.optimizer == "gpu":
+            return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
+        count, rate = self.work.shape.trainable, update_rate(self.work, self.machine)
+        stock = self.machine.rates.update.get("deepspeed")
+        if rate is not None:
+            rate = stock.value if stock else rate * _SPEED
+        seconds = None if rate is None else count / rate + UPDATE_START
+        return [Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")]
+
+    def stretch(self) -> float:
+        return drive_stretch(self.work.shape, self.wish.section, self.sizes)
+
+    def on_top(self) -> Mapping[str, float]:
+        return {} if self.machine.gpu is not None else {"backward": _HOOKS * self.work.shape.trainable}
+
+    def notes(self) -> list[str]:
+        notes = [
+            "what DeepSpeed copies beyond its buffers is from peaks seen on a CPU, not worked out (predictions.md)"
+        ]
+        if self.work.checkpoints == 0:
+            notes.append(
+                "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"
+            )
+        return notes
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == "nvme" else ())]

@@ -1,0 +1,94 @@
+"""Plain torch in a plan: everything on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offload_trainer.config import PlacementSection
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import Item, activation_items, process_item
+from offload_trainer.plan.time import UPDATE_START, Bound, update_rate
+from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.zero import Placement
+from offload_trainer.units import format_count
+
+_SPEED = 0.36  # of the kernel's: torch's optimizer, and over the state once more for norm, clipping and rounding
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What is wished for."""
+
+    place: PlacementSection
+
+    name = "plain"
+
+    def mistakes(self) -> list[str]:
+        """Of the configuration, one sentence each."""
+        mistakes = [
+            f"{flag} {home} with --engine plain: plain torch keeps everything on one device"
+            for flag, home in (("--params", self.place.params), ("--optimizer", self.place.optimizer))
+            if home in ("cpu", "nvme")
+        ]
+        if self.place.gpus > 1:
+            mistakes.append(f"--gpus {self.place.gpus} with --engine plain: plain torch trains on one device")
+        return mistakes
+
+    def packages(self, *, world: int) -> list[tuple[str, str]]:
+        """(wish, package) of what is not part of every installation."""
+        return []
+
+    def refuse(self, work: Workload, machine: MachineProfile) -> None:
+        """Nothing that only the machine makes impossible."""
+
+    def candidates(self, work: Workload, machine: MachineProfile) -> list[PlainCandidate]:
+        return [PlainCandidate(work, machine)]
+
+
+@dataclass(frozen=True)
+class PlainCandidate:
+    """All on the device."""
+
+    work: Workload
+    machine: MachineProfile
+
+    placement, sizes = Placement("gpu", "gpu"), None
+    title, uses_drives, cannot_save = "plain torch", False, None
+
+    @property
+    def homes(self) -> str:
+        return self.machine.in_words(str(self.placement))
+
+    def items(self) -> list[Item]:
+        shape, e, device = self.work.shape, self.work.item_bytes, self.machine.device
+        return [
+            process_item(device),
+            Item(device, "weights", e * shape.parameters, f"{e} B a parameter"),
+            Item(device, "gradients", (e + 4) * shape.trainable, f"{e} B a parameter, and their fp32 sums"),
+            Item(device, "masters and moments", 12 * shape.trainable, "fp32 master, first and second moment"),
+            *activation_items(self.work, device=device),
+        ]
+
+    def traffic(self) -> list[Traffic]:
+        return []
+
+    def bounds(self) -> list[Bound]:
+        if self.machine.gpu is not None:
+            return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
+        count, rate = self.work.shape.trainable, update_rate(self.work, self.machine)
+        seconds = None if rate is None else count / (_SPEED * rate) + UPDATE_START
+        return [Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")]
+
+    def stretch(self) -> float:
+        return 1.0
+
+    def on_top(self) -> Mapping[str, float]:
+        return {}
+
+    def notes(self) -> list[str]:
+        return []
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        return []

@@ -1,0 +1,114 @@
+"""What the tiered engine is built with: shares and homes, and the sizes of what is on its way. Pure arithmetic.
+
+The engine lays out with these functions what the plan counts with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from offload_trainer.config import PlacementSection, TieredSection
+from offload_trainer.plan.formats import StateFormat, state_format
+from offload_trainer.plan.layout import RAM, Homes, Unit, homes_of
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.zero import Placement
+
+GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
+# Bytes of gradients that wait on a GPU for their copies, beside the largest: 20 ms of copies on a slow bus.
+GRADIENTS_IN_FLIGHT = 256_000_000
+SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
+_RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU is not ahead of its copies
+
+GradientHome = Literal["gpu", "cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class TierSizes:
+    """What the engine is built with."""
+
+    gpu_fraction: float  # share of the optimizer state on the device
+    ram_fraction: float  # share in RAM; what is left is on drives
+    gradients: GradientHome  # of those that are not updated on the device
+    activations: bool | Literal["cpu", "nvme"]  # home of what gradient checkpointing keeps; False: the device
+    rule: str  # of the update
+    states: str  # how its moments are stored
+    page: int  # elements
+    page_buffers: int
+    unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
+    speeds: tuple[float, ...]  # of the drives, relative
+    io: str  # what moves bytes to and from drives
+    checksums: bool  # whether what is read is compared with what was written
+    io_threads: int  # that read, and as many that write
+    io_block_bytes: int  # of one request
+
+    @property
+    def format(self) -> StateFormat:
+        return state_format(self.rule, self.states)
+
+
+def tier_sizes(
+    work: Workload,
+    machine: MachineProfile,
+    placement: Placement,
+    *,
+    wish: PlacementSection,
+    tiered: TieredSection,
+    gradients: GradientHome,
+) -> TierSizes:
+    """The sizes that are asked for; `auto` shares are all or nothing here, as `placement.optimizer` says.
+
+    Requests to drives, and their shares, are as they were timed fastest on this machine, where nothing else is asked.
+    """
+    on_gpu = wish.gpu_fraction if wish.gpu_fraction != "auto" else 1.0 if placement.optimizer == "gpu" else 0.0
+    in_ram = 0.0 if placement.optimizer == "nvme" else 1.0 - on_gpu
+    timed = [drive.rates for drive in machine.drives if drive.rates is not None]
+    io = {"tiered.io_threads": tiered.io_threads, "tiered.io_block_bytes": tiered.io_block_bytes}
+    if timed:
+        best = dict(word.split("=") for word in timed[0].words.split())
+        io |= {key: int(n) for key, n in best.items() if key.partition(".")[2] not in tiered.model_fields_set}
+    speeds = tiered.drive_speeds or (1.0,) * len(wish.nvme)
+    if not tiered.drive_speeds and len(timed) == len(speeds):
+        speeds = tuple(rates.mixed_read.value + rates.mixed_write.value for rates in timed)
+    return TierSizes(
+        gpu_fraction=on_gpu,
+        ram_fraction=in_ram if wish.ram_fraction == "auto" else wish.ram_fraction,
+        gradients=gradients,
+        activations=work.offload_activations,
+        rule=work.state.rule.name,
+        states=work.state.moments.name,
+        page=tiered.page_size,
+        page_buffers=tiered.page_buffers,
+        unit_buffers=tiered.unit_buffers,
+        speeds=speeds,
+        io=tiered.io,
+        checksums=tiered.checksums or tiered.io == "async_io",
+        io_threads=io["tiered.io_threads"],
+        io_block_bytes=io["tiered.io_block_bytes"],
+    )
+
+
+def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> Homes:
+    """Where the engine puts everything, and the plan counts it."""
+    return homes_of(
+        units,
+        params=placement.params,
+        gradients=sizes.gradients,
+        page=sizes.page,
+        gpu_fraction=sizes.gpu_fraction,
+        ram_fraction=sizes.ram_fraction,
+        speeds=sizes.speeds,
+    )
+
+
+def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: int, several: bool, gpu: bool) -> int:
+    """Bytes that gradients, of `item_bytes`, pass through on their way to sums in host memory or on drives.
+
+    `several`: micro-batches. The first one of a weight is copied to its sum in RAM, if that has its dtype, and needs
+    none.
+    """
+    through = [unit for unit, home in zip(units, homes, strict=True) if home >= 0 or (several and home == RAM)]
+    size = item_bytes * sum(unit.trained for unit in through)
+    return max(_LEAST_RING, min(_RING_OF_GPU if gpu else _RING_OF_CPU, size))

@@ -1,0 +1,135 @@
+"""Bytes of the tiered engine: what lies in memory, on the device and on each drive. Pure arithmetic.
+
+The engine lays out exactly what `plan/layout.py` says, so the bytes of pages, weights and gradients are not estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_trainer.plan.kept import input_items
+from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit
+from offload_trainer.plan.memory import Item, activation_items, process_item
+from offload_trainer.plan.rings import slot_sizes
+from offload_trainer.plan.routes import device_slot, host_slot, routes_of
+from offload_trainer.plan.sizes import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT, SAVE_BUFFERS, TierSizes, gradient_ring
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+
+def tiered_items(
+    work: Workload,
+    units: Sequence[Unit],
+    homes: Homes,
+    sizes: TierSizes,
+    *,
+    device: str,
+    drives: Sequence[str],
+) -> list[Item]:
+    """What the tiered engine holds at its peak. `device` is the tier that computes: "gpu", or "ram" on a CPU."""
+    tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
+    e, g, is_gpu = work.item_bytes, work.gradient_bytes, device == "gpu"
+    items = [process_item(device)]
+    items += _page_items(homes, sizes, tiers=tiers, e=e, g=g)
+    items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
+    items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)
+    ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=is_gpu)
+    items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
+    items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
+    stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home != RAM]
+    if stored and work.checkpoints != 0:
+        why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
+        items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
+    kept = input_items(work, device=device, drives=drives)
+    if sizes.checksums:
+        on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
+        items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
+    tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
+    return items + activation_items(work, device=device, kept=kept, gradients=True, waiting=e * tied)
+
+
+def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int) -> list[Item]:
+    def state(page: Page) -> int:
+        return sizes.format.page_bytes(page.elements)
+
+    moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
+    why = f"fp32 master, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
+    items = []
+    for home, tier in tiers.items():
+        held = sum(state(page) for page in homes.pages if page.home == home)
+        if home == RAM:
+            items.append(Item(tier, "state in RAM", held, f"{why}, {sizes.ram_fraction:.0%} of it"))
+        elif home == DEVICE:
+            items.append(Item(tier, "state on the GPU", held, f"{why}, {sizes.gpu_fraction:.0%} of it"))
+        else:
+            items.append(Item(tier, "state", held, why))
+    routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
+    moved = [route for route in routes if route.through_host]
+    if moved:
+        each = host_slot(routes, format=sizes.format, gradient=g, weight=e).total
+        count = min(sizes.page_buffers, len(moved))
+        items.append(Item("ram", "page buffers", count * each, f"{count}, each with a page on its way"))
+    each = device_slot(routes, gradient=g, weight=e).total
+    if each:
+        items.append(Item(tiers[DEVICE], "update buffers", each, "a page's gradient or new weights on their way"))
+    return items
+
+
+def _weight_items(
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], e: int
+) -> list[Item]:
+    held = _held([e * unit.elements for unit in units], homes)
+    away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
+    if not away:
+        return [Item(tiers[DEVICE], "weights", held[DEVICE], f"{e} B a parameter")]
+    items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE, 0), "never moved")]
+    items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
+    blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
+    words = f"{len(blocks)} blocks and {len(others)} other module{'s' * (len(others) != 1)}"
+    items.append(Item(tiers[DEVICE], "weights in use", e * (sum(blocks) + sum(others)), words))
+    if tiers[DEVICE] == "gpu" and max(homes) >= 0:
+        staging = 2 * e * max(unit.elements for unit in units)
+        items.append(Item("ram", "weight staging", staging, "2 of the largest unit, between drive and GPU"))
+    return items
+
+
+def _gradient_items(units: Sequence[Unit], homes: Sequence[int], *, tiers: dict[int, str], g: int) -> list[Item]:
+    why = f"{g} B a trained parameter"
+    held = _held([g * unit.trained for unit in units], homes)
+    items = [Item(tiers[home], "gradients", size, why) for home, size in held.items()]
+    away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home >= 0}
+    if away:
+        staging, words = _buffers(away, GRADIENT_BUFFERS)
+        items.append(Item("ram", "gradient buffers", g * staging, f"{words} on their way"))
+    return items
+
+
+def _in_flight(units: Sequence[Unit], homes: Sequence[int], *, e: int, gpu: bool) -> tuple[int, str]:
+    """Bytes of gradients that were handed over and still are on the device, beside the sums there, and what they are.
+
+    A CPU's copies are made at once; on a GPU the largest and `GRADIENTS_IN_FLIGHT` may be on their way. That which is
+    being made, and those of a tied weight that wait for each other, are among the activations' moments.
+    """
+    trained = [(place.weight, unit) for unit in units for place in unit.places if place.weight.trainable]
+    copied = [e * weight.numel for weight, unit in trained if homes[unit.index] != DEVICE]
+    if not gpu or not copied:
+        return 0, "handed over at once"
+    most = min(sum(copied), max(copied) + GRADIENTS_IN_FLIGHT)
+    return most, f"handed over: the largest weight's, and at most {format_bytes(GRADIENTS_IN_FLIGHT)} more"
+
+
+def _held(sizes: Sequence[int], homes: Sequence[int]) -> dict[int, int]:
+    """Bytes in each home that has any."""
+    held: dict[int, int] = {}
+    for size, home in zip(sizes, homes, strict=True):
+        held[home] = held.get(home, 0) + size
+    return held
+
+
+def _buffers(away: dict[Unit, int], count: int) -> tuple[int, str]:
+    """Elements of the buffers for units that are away, and what they are: `count` for blocks, one for all else."""
+    blocks = [elements for unit, elements in away.items() if unit.block]
+    others = [elements for unit, elements in away.items() if not unit.block]
+    many, one = min(count, len(blocks)), min(1, len(others))
+    words = f"{many} blocks and {one} other module"
+    return many * max(blocks, default=0) + one * max(others, default=0), words

@@ -1,0 +1,118 @@
+"""Bytes that a step of the tiered engine moves, phase by phase. Pure arithmetic.
+
+They are exact: weights are fetched by the same rings (`plan/rings.py`), gradients walked as `offload/gradients.py`
+walks them. What is fetched ahead of its phase counts where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_trainer.plan.formats import StateFormat
+from offload_trainer.plan.kept import KeptInputs, inputs_of
+from offload_trainer.plan.layout import DEVICE, Homes, Unit
+from offload_trainer.plan.rings import fetches
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+
+
+class _Moved:
+    """Bytes by home and phase."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[int, str], list[int]] = {}
+
+    def __call__(self, home: int, phase: str, *, read: int = 0, written: int = 0) -> None:
+        for index, size in enumerate((read, written)):
+            self.bytes.setdefault((home, phase), [0, 0])[index] += size
+
+
+def tiered_traffic(
+    work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes, *, drives: Sequence[str]
+) -> list[Traffic]:
+    """What the tiered engine moves."""
+    move = _Moved()
+    _move_pages(move, work, homes, format=sizes.format)
+    _move_units(move, work, units, homes, blocks=sizes.unit_buffers)
+    if work.inputs_away:
+        places = inputs_of(work).homes(len(drives)) if sizes.activations == "nvme" else []
+        _move_inputs(move, inputs_of(work), places, times=work.accumulate)
+    names = {DEVICE: "device"} | dict(enumerate(drives))
+    return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
+
+
+def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateFormat) -> None:
+    """State, gradients and new weights in the update."""
+    e, g = work.item_bytes, work.gradient_bytes
+    for page in homes.pages:
+        weights, gradients, inside = homes.weights[page.unit], homes.gradients[page.unit], page.home == DEVICE
+        if not inside:
+            state = format.page_bytes(page.elements)
+            move(page.home, "update", read=state, written=state)
+        if weights != DEVICE:
+            move(weights, "update", written=e * page.elements)
+        if gradients != DEVICE:
+            move(gradients, "update", read=g * page.elements)
+        if inside != (gradients == DEVICE):  # up to the page, or down to it
+            move(DEVICE, "update", **{"read" if inside else "written": g * page.elements})
+        if inside != (weights == DEVICE):
+            move(DEVICE, "update", **{"written" if inside else "read": e * page.elements})
+
+
+def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, *, blocks: int) -> None:
+    """Weights to the device, and gradients from it."""
+    e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
+    forward, backward = _orders(units)
+    away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
+    for unit, place in fetches(away, [*forward, *backward] * micro, blocks=blocks):
+        phase = "forward" if place % (len(forward) + len(backward)) < len(forward) else "backward"
+        move(homes.weights[unit], phase, read=e * units[unit].elements)
+        move(DEVICE, phase, read=e * units[unit].elements)
+    collected = {unit.index for unit in units if homes.gradients[unit.index] >= 0}
+    written: set[int] = set()
+    for unit in _visits(units, collected, list(reversed(forward)) * micro):
+        size = g * units[unit].trained
+        move(homes.gradients[unit], "backward", read=size if unit in written else 0, written=size)
+        written.add(unit)
+    handed_over = [place.weight for unit in units if homes.gradients[unit.index] != DEVICE for place in unit.places]
+    move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
+
+
+def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, times: int) -> None:
+    """Inputs of checkpointed blocks, which do not stay on the device; `places`: the drive of each, if any."""
+    every = times * inputs.count * inputs.size
+    move(DEVICE, "forward", written=every)
+    move(DEVICE, "backward", read=every)
+    for number, home in enumerate(places):
+        move(home, "forward", written=times * inputs.size)
+        move(home, "backward", read=times * inputs.size if number in inputs.read_back else 0)
+
+
+def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: Homes) -> int:
+    """Bytes of host memory that a thread reads and writes for a step's sums in RAM and on drives.
+
+    From the second micro-batch on each sum, twice, and the gradient that is added to it.
+    """
+    added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
+    return (work.accumulate - 1) * (2 * work.gradient_bytes + work.item_bytes) * added
+
+
+def _orders(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
+    """Units as a forward and a backward pass need their weights. Embeddings are not needed in the backward."""
+    first = next((unit.index for unit in units if unit.block), len(units))
+    before = [unit.index for unit in units if unit.index < first]
+    rest = [unit.index for unit in units if unit.index >= first]
+    tied = [unit for unit in before if any(place.weight.uses > 1 for place in units[unit].places)]
+    return before + rest + tied, list(reversed(rest + tied))
+
+
+def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int]) -> list[int]:
+    """The units whose gradients are written, once for each time that another one of their kind follows."""
+    visits: list[int] = []
+    last: dict[bool, int] = {}
+    for unit in order:
+        if unit in collected and last.get(units[unit].block) != unit:
+            visits.append(unit)
+            last[units[unit].block] = unit
+    return visits

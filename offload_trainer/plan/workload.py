@@ -1,0 +1,52 @@
+"""One optimizer step as the plan's arithmetic sees it: what the model counts, and how much goes through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from offload_trainer.plan.formats import StateFormat
+from offload_trainer.plan.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that bytes and seconds depend on beside where things live, and how fast that is."""
+
+    shape: ModelShape
+    dtype: str  # of weights, activations and gradients: "bf16", "fp16" or "fp32"
+    micro_batch: int  # rows in one forward and backward, on each rank
+    accumulate: int  # micro-batches, on each rank
+    seq_len: int  # tokens of a row
+    world: int  # ranks
+    checkpointing: bool
+    offload_activations: bool | Literal["cpu", "nvme"]  # where what checkpointing keeps goes; False: it stays
+    loss_chunk: int  # tokens whose logits exist at a time
+    sums: Literal["fp32", "model"]  # dtype that gradients of several micro-batches are added in
+    state: StateFormat  # what the rule of the update keeps, and its moments' format
+    kernel: str  # of the update on the CPU: "auto" or its name
+    checkpoints: int | None  # kept on the output's drive; 0: the weights are exported there instead; None: nothing is
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a weight."""
+        return item_bytes(self.dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of the step's sums: a weight's where there is one micro-batch."""
+        return 4 if self.accumulate > 1 and self.sums == "fp32" else self.item_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on all ranks."""
+        return self.micro_batch * self.accumulate * self.world * self.seq_len
+
+    @property
+    def inputs_away(self) -> bool | Literal["cpu", "nvme"]:
+        """Where the inputs of checkpointed blocks go; False where they stay, or there are none."""
+        return self.checkpointing and self.offload_activations
+
+
+def item_bytes(dtype: str) -> int:
+    return 4 if dtype == "fp32" else 2

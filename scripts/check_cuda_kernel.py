@@ -18,7 +18,6 @@ import json
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,11 +28,10 @@ from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
 from offload_trainer.optim.protocol import PageNoise, Stretch
-from offload_trainer.optim.rules import AdamW
-from offload_trainer.plan.formats import MOMENT_FORMATS, StateFormat, state_format
+from offload_trainer.optim.rules import hyper_of
+from offload_trainer.plan.formats import StateFormat, state_formats
 
-DECAYED = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
-PLAIN = replace(DECAYED, decay=0.0)
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 CARDS = {60, 70, 75, 80, 86, 89, 90, 100, 120}  # P100, V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50
 # What may be done with fp32 in PTX: rounded to nearest even each time, or not arithmetic at all.
 EXACT = re.compile(r"(add|sub|mul|div|sqrt|fma)\.rn\.f32|cvt\.rn\.f32\.u32|(ld|st|mov|selp|setp|neg|abs)\b.*")
@@ -72,7 +70,8 @@ def updated(kernel, page, *, form: StateFormat, place: torch.device) -> list[tor
     n = grad.numel()
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.zeros(n, dtype=torch.bfloat16, device=place)
-    parts = [Stretch(0, n // 512 * 256, DECAYED, 7), Stretch(n // 512 * 256 + 256, n, PLAIN, 9)]
+    decayed, plain = (hyper_of(form.rule, **HYPER, decay=decay) for decay in (0.1, 0.0))
+    parts = [Stretch(0, n // 512 * 256, decayed, 7), Stretch(n // 512 * 256 + 256, n, plain, 9)]
     kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(form))
     return [tensor.cpu().view(torch.uint8) for tensor in (*here.values(), out)]
 
@@ -96,7 +95,7 @@ def speed(kernel: CudaKernel, *, form: StateFormat, n: int, place: torch.device,
     pages = [{name: tensor.to(place, copy=True) for name, tensor in fields.items()} for _ in range(count)]
     grads = [grad.bfloat16().to(place) for _ in range(count)]
     outs = [torch.empty_like(grads[0]) for _ in range(count)]
-    part, given = [Stretch(0, n, DECAYED, 7)], settings(form)
+    part, given = [Stretch(0, n, hyper_of(form.rule, **HYPER, decay=0.1), 7)], settings(form)
 
     def run() -> None:
         for page, gradient, out in zip(pages, grads, outs, strict=True):
@@ -131,10 +130,9 @@ def check_gpu(n: int) -> list[dict]:
     if kernel is None:
         return [{"gpu": torch.cuda.get_device_name(place), "faults": [words]}]
     rows = []
-    for moments in MOMENT_FORMATS:
-        form = state_format("adamw", moments)
+    for form in state_formats():
         off = different_bytes(kernel, beside, form=form, n=n, place=place)
-        row = {"gpu": torch.cuda.get_device_name(place), "moments": moments, "elements": n}
+        row = {"gpu": torch.cuda.get_device_name(place), "state": str(form), "elements": n}
         row["faults"] = [f"{off} bytes differ from the CPU's"] if off else []
         rows.append(row | speed(kernel, form=form, n=n, place=place))
     return rows

@@ -225,6 +225,10 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
         mistakes.append("save_only_model with load_best_model_at_end: the best weights come from a checkpoint's state")
     if getattr(args, "precompute_ref_log_probs", None) is False and session.trained:
         mistakes.append("the reference would be a second model in memory: precompute_ref_log_probs=True")
+    several = 2 if hasattr(args, "precompute_ref_log_probs") else 1  # a row that is chosen, and one that is rejected
+    rows, planned = args.per_device_train_batch_size * several, session.plan.micro_batch
+    if rows > planned:
+        mistakes.append(f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch={rows})")
     return mistakes + _checkpointing_mistakes(args)
 
 

@@ -31,6 +31,7 @@ from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.run.directory import environment
 from offload_trainer.run.planning import machine_here
 from offload_trainer.session.keys import in_callers_words, session_config
+from offload_trainer.session.process import ThisProcess
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
 from offload_trainer.session.shape import shape_of
@@ -76,10 +77,8 @@ def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say 
     config = session_config(None, keys)
     shape = shape_of(module, blocks=blocks)
     with in_callers_words():
-        machine = machine_here(config)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
-        machine = replace(machine, ram_bytes=machine.ram_bytes + here)  # they go as their homes are filled
-        config, plan = _planned(config, shape, machine, say=say)
+        config, plan = _planned(config, shape, machine_here(config), say=say, moves=here)
         with ExitStack() as stack:
             parts = _opened(config, shape, plan, stack, say=say)
             folder = _folder(stack)
@@ -109,12 +108,21 @@ def _with_nvme(keys: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _planned(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, say: Say) -> tuple[TrainConfig, Plan]:
-    """The plan, said. UserError where it does not fit, or for fp16, whose losses nobody would scale."""
+def _planned(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, say: Say, moves: int = 0
+) -> tuple[TrainConfig, Plan]:
+    """The plan, said. UserError where it does not fit, or for fp16, whose losses nobody would scale.
+
+    `moves`: bytes that this process holds of the model, which go as its homes are filled.
+    """
+    process = ThisProcess.now(machine, moves=moves)
     tokens = config.train.micro_batch * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.model.model_copy(update={"loss_chunk": tokens})  # the loss is the caller's: all logits at once
     # Its saves go wherever they are told to.
-    config, plan = settle_and_plan(config.model_copy(update={"model": whole}), shape, machine, saves=False)
+    config, plan = settle_and_plan(
+        config.model_copy(update={"model": whole}), shape, process.free(machine), saves=False
+    )
+    plan = process.count_in(plan)
     if config.model.dtype == "fp16":
         raise UserError(
             'a session has no loss scale, so no fp16: give dtype="bf16", or "fp32" where the card has no bf16'

@@ -25,12 +25,13 @@ from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload_trainer.errors import UserError
+from offload_trainer.export.directory import EXPORT
 from offload_trainer.offload.parameter import OffloadedParameter
 from offload_trainer.offload.stored import StoredWeight
 from offload_trainer.session.session import Session
 from offload_trainer.session.start import load as load_session
 from offload_trainer.storage.dtypes import DTYPES
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.removal import Workplace, remove_dead
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -38,6 +39,7 @@ else:
     _Trainer = object  # the class that Offloaded stands in front of
 
 STATE = "offload"  # in a checkpoint: what the session saved
+_WORK = ".export"  # where a model is written before its files take their names
 _TRAINER_STATE = "trainer_state.json"  # what the Trainer writes last
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 # Of PEFT's LoraConfig: what changes or copies the base's weights
@@ -325,11 +327,13 @@ def _export_into(session: Session, folder: Path, **words: Any) -> None:
     model: Any = session.model
     dtype = next(name for name, dtype in DTYPES.items() if dtype is _dtype(session))
     folder.mkdir(parents=True, exist_ok=True)
-    with scratch(".export-", directory=folder) as place:
-        session.export(place / "model", dtype=dtype, **words)
+    with suppress(FileNotFoundError):
+        remove_dead(folder / _WORK, what=EXPORT)  # of a killed process
+    with Workplace(folder / _WORK, what=EXPORT) as place:
+        session.export(place.path / "model", dtype=dtype, **words)
         for path in folder.glob("model*.safetensors*"):
             path.unlink()  # of an earlier save, in other shards perhaps
-        for path in (place / "model").iterdir():
+        for path in (place.path / "model").iterdir():
             if path.name != "README.md":
                 path.replace(folder / path.name)
     config = copy.deepcopy(model.config)

@@ -11,9 +11,11 @@ import torch
 from conftest import start
 from safetensors.torch import load_file
 from trainers import HOMES, STEPS, loaded, model_folder, ours, rows, stock
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
+from offload_trainer import offload
 from offload_trainer.errors import UserError
+from offload_trainer.hf import attach
 
 TIMES = ("runtime", "per_second", "total_flos")
 
@@ -139,6 +141,50 @@ def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path
         trainer.save_model()
     expected.save_model()
     assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
+
+
+def test_a_module_in_memory(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """Offloaded as it is, and attached; nothing was read from a directory."""
+    words = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+    expected = stock(folder, tmp_path / "stock", **words)
+    expected.train()
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with offload(module, nvme=drive, seq_len=24, micro_batch=2, page_size=8192, **HOMES["drive"]) as session:
+        trainer = ours(attach(session), tmp_path / "ours", **words)
+        trainer.train()
+        assert told(trainer) == told(expected)
+    assert_same(weights(tmp_path / "ours/checkpoint-4"), weights(tmp_path / "stock/checkpoint-4"))
+
+
+def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) -> None:
+    """For whoever hashes, saves or compares it, with the Trainer or without."""
+    with loaded(folder, drive) as model:
+        found = model.state_dict()
+        expected = weights(folder)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+            assert found[name].cpu().numpy().tobytes() == tensor.numpy().tobytes()
+            assert torch.equal(found[name], tensor)
+            assert found[name].is_contiguous()
+        with pytest.raises(UserError, match=r"data_ptr of an offloaded weight"):
+            found["lm_head.weight"].data_ptr()
+        torch.save(found, folder / "whole.pt")
+    assert_same(torch.load(folder / "whole.pt"), expected)
+
+
+def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """What else is there stays; shards of an earlier save, and what a killed one has left, go."""
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    with loaded(folder, drive) as model:
+        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=r"not variant='fp16'"):
+            model.save_pretrained(tmp_path, variant="fp16")
+    names = {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert_same(weights(tmp_path), weights(folder))
 
 
 def test_predictions(folder: Path, drive: Path, tmp_path: Path) -> None:

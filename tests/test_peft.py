@@ -15,7 +15,9 @@ from trainers import HOMES, Ours, arguments, loaded, model_folder, rows
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from offload_trainer.errors import UserError
-from offload_trainer.hf import save_merged
+from offload_trainer.hf import save_merged, session_of
+from offload_trainer.run.planning import plan_run
+from offload_trainer.settings import load_config
 
 ADAPTERS = "adapter_model.safetensors"
 FROZEN = {"freeze": ["."]}
@@ -53,6 +55,9 @@ def test_logs_and_adapters_are_plain_pefts(
     """Dropout of the adapters too; exported merged and apart."""
     with loaded(folder, drive, home=home, **FROZEN) as base:
         model = adapted(base)
+        plan = session_of(model).plan
+        assert not session_of(model).trained
+        assert not any(item.bytes for item in plan.items if item.name.startswith(("state", "gradients")))
         trainer = Ours(model, arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
         trainer.train()
         assert told(trainer) == told(reference)
@@ -92,3 +97,26 @@ def test_resumed(folder: Path, reference: Trainer, drive: Path, tmp_path: Path) 
 def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
     with loaded(folder, drive) as base, pytest.raises(UserError, match=r"freeze"):
         Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "cannot be copied"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa"}, "."),
+        ({"init_lora_weights": "olora"}, "."),
+    ],
+)
+def test_adapters_that_change_or_copy_the_base_are_refused(
+    changes: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """Where they try it, or by the Trainer."""
+    with loaded(folder, drive, **FROZEN) as base, pytest.raises(UserError, match=said):
+        Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
+
+
+def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="leaves nothing to train"):
+        plan_run(load_config(["--model", str(folder), "model.freeze=['.']"]))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from offload_trainer.optim.constants import TYPES
-from offload_trainer.optim.moments import Bits, dynamic_map
+from offload_trainer.optim.moments import Bits
 from offload_trainer.optim.native_adam import NativeLibrary, tables
 
 
@@ -40,7 +40,7 @@ class NativeMoments:
         self._encode(values, out, None, noise)
 
     def decode_bf16(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        self._decode(values, None, out, None)
+        self._decode(values, None, out, signed=False)
 
     def encode_8bit(
         self,
@@ -55,18 +55,16 @@ class NativeMoments:
         self._encode(values, codes, absmax, noise)
 
     def decode_8bit(self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
-        self._decode(codes, absmax, out, dynamic_map(signed))
+        self._decode(codes, absmax, out, signed=signed)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, noise: Bits | None) -> None:
         n, bits = ctypes.c_int64(values.numel()), noise and ctypes.byref(noise)
         table = ctypes.byref(tables()[0])
         self._functions.encode(TYPES[out.dtype], at(values), n, table, bits, at(out), at(scales))
 
-    def _decode(
-        self, stored: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor, table: torch.Tensor | None
-    ) -> None:
-        n = ctypes.c_int64(out.numel())
-        self._functions.decode(TYPES[stored.dtype], at(stored), at(scales), n, at(table), at(out))
+    def _decode(self, stored: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor, *, signed: bool) -> None:
+        n, table = ctypes.c_int64(out.numel()), ctypes.byref(tables()[0])
+        self._functions.decode(TYPES[stored.dtype], at(stored), at(scales), n, table, int(signed), at(out))
 
 
 def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:

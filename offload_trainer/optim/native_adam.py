@@ -133,6 +133,7 @@ class Tables(ctypes.Structure):
 
     _fields_ = (
         ("values", ctypes.c_void_p * 2),
+        ("planes", ctypes.c_void_p * 2),
         ("nearest", ctypes.c_void_p),
         ("lower", ctypes.c_void_p),
         ("cells", ctypes.c_void_p),
@@ -198,6 +199,9 @@ def tables() -> tuple[Tables, tuple[torch.Tensor, ...]]:
     steps[0, 1] = 0.0
     nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # by the whole top half, which begins with the sign
     nearest[:, :0x3F81] = nearest_table(True)
-    kept = (dynamic_map(False), dynamic_map(True), nearest, lower_table(), steps)
+    values = [dynamic_map(False), dynamic_map(True)]
+    planes = [table.view(torch.uint8).view(256, 4).T.contiguous() for table in values]
+    kept = (*values, *planes, nearest, lower_table(), steps)
     at = [tensor.data_ptr() for tensor in kept]
-    return Tables((ctypes.c_void_p * 2)(*at[:2]), *at[2:]), kept
+    pair = ctypes.c_void_p * 2
+    return Tables(pair(*at[:2]), pair(*at[2:4]), *at[4:]), kept

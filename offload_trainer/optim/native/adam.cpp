@@ -195,8 +195,8 @@ void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
         uint8_t *exp_avg = static_cast<uint8_t*>(page.exp_avg) + at;
         uint8_t *exp_avg_sq = static_cast<uint8_t*>(page.exp_avg_sq) + at;
         const Scales scales{page.exp_avg_scales[block], page.exp_avg_sq_scales[block]};
-        decode_8bit(exp_avg, tables.values[1], first, count);
-        decode_8bit(exp_avg_sq, tables.values[0], second, count);
+        decode_8bit(exp_avg, tables, 1, first, count);
+        decode_8bit(exp_avg_sq, tables, 0, second, count);
         adam<true>(step, correction, scales, page.master + at, first, second, grad, count);
         encode_8bit(first, tables.nearest, exp_avg, page.exp_avg_scales + block, count);
         draw(page.exp_avg_sq_noise, at, count, chance);
@@ -285,13 +285,14 @@ void encode(Type moments, const float* values, int64_t n, const Tables* tables, 
     }
 }
 
-void decode(Type moments, const void* stored, const float* scales, int64_t n, const float* table, float* out) {
+void decode(Type moments, const void* stored, const float* scales, int64_t n, const Tables* tables, int32_t which,
+            float* out) {
     for (int64_t at = 0; at < n; at += BLOCK) {
         const int64_t count = std::min(BLOCK, n - at);
         if (moments == BF16) {
             decode_bf16(static_cast<const uint16_t*>(stored) + at, out + at, count);
         } else {
-            decode_8bit(static_cast<const uint8_t*>(stored) + at, table, out + at, count);
+            decode_8bit(static_cast<const uint8_t*>(stored) + at, *tables, which, out + at, count);
             for (int64_t i = at; i < at + count; i++) out[i] *= scales[at / BLOCK];
         }
     }

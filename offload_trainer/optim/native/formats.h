@@ -3,7 +3,9 @@
 
 #include "numbers.h"
 
-#ifdef __AVX512FP16__
+// CPUs that gather faster than they look up one by one: others are slow, or were made so for safety.
+#if defined(__AVX512FP16__) && defined(__AVX512VBMI__)
+#define WIDE_TABLES
 #include <immintrin.h>
 #endif
 
@@ -20,6 +22,7 @@ struct Cell {
 // The tables of the 8-bit format; native_adam.py has the same fields.
 struct Tables {
     const float* values[2];      // what the codes stand for: of second moments, of first ones
+    const uint8_t* planes[2];    // the same: the first bytes of all 256, the second ones, ...
     const uint32_t* nearest;     // of first moments: the way to the nearest code; those of numbers below 0 count down
     const uint32_t* lower;       // of second moments: the way to the greatest code that is no more
     const Cell* cells;
@@ -48,7 +51,7 @@ inline void draw(const Bits& of, int64_t at, int64_t count, uint32_t* __restrict
     }
 }
 
-#ifdef __AVX512FP16__  // CPUs that gather faster than they look up one by one: others are slow, or were made so for safety
+#ifdef WIDE_TABLES
 
 inline __m512i wide(const uint16_t* index) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(index)));
@@ -108,10 +111,50 @@ inline void decode_bf16(const uint16_t* __restrict values, float* __restrict out
     for (int64_t i = 0; i < count; i++) out[i] = from_bf16(values[i]);
 }
 
-// What the codes stand for, still to be multiplied by their scale.
-inline void decode_8bit(const uint8_t* __restrict codes, const float* __restrict table, float* __restrict out,
+#ifdef WIDE_TABLES
+
+// 64 codes' bytes of one plane: of each code the upper or the lower half of the plane, by its top bit.
+inline __m512i bytes_of(const uint8_t* plane, __m512i codes, __mmask64 upper) {
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(plane), codes, _mm512_loadu_si512(plane + 64));
+    const __m512i high =
+        _mm512_permutex2var_epi8(_mm512_loadu_si512(plane + 128), codes, _mm512_loadu_si512(plane + 192));
+    return _mm512_mask_blend_epi8(upper, low, high);
+}
+
+// What the codes of whole vectors stand for; how many elements that was. Four bytes of a number are put together within
+// 128 bits of a vector, so codes are brought into the order that makes four vectors of consecutive numbers first.
+inline int64_t look_up_planes(const uint8_t* __restrict planes, const uint8_t* __restrict codes, float* __restrict out,
+                              int64_t count) {
+    alignas(64) uint8_t order[64];
+    for (int i = 0; i < 64; i++) order[i] = uint8_t(i % 4 + i / 16 * 4 + i / 4 % 4 * 16);
+    const __m512i in_order = _mm512_load_si512(order);
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+        const __m512i some = _mm512_permutexvar_epi8(in_order, _mm512_loadu_si512(codes + i));
+        const __mmask64 upper = _mm512_movepi8_mask(some);
+        const __m512i b0 = bytes_of(planes, some, upper), b1 = bytes_of(planes + 256, some, upper);
+        const __m512i b2 = bytes_of(planes + 512, some, upper), b3 = bytes_of(planes + 768, some, upper);
+        const __m512i low01 = _mm512_unpacklo_epi8(b0, b1), high01 = _mm512_unpackhi_epi8(b0, b1);
+        const __m512i low23 = _mm512_unpacklo_epi8(b2, b3), high23 = _mm512_unpackhi_epi8(b2, b3);
+        _mm512_storeu_si512(out + i, _mm512_unpacklo_epi16(low01, low23));
+        _mm512_storeu_si512(out + i + 16, _mm512_unpackhi_epi16(low01, low23));
+        _mm512_storeu_si512(out + i + 32, _mm512_unpacklo_epi16(high01, high23));
+        _mm512_storeu_si512(out + i + 48, _mm512_unpackhi_epi16(high01, high23));
+    }
+    return i;
+}
+
+#else
+
+inline int64_t look_up_planes(const uint8_t*, const uint8_t*, float*, int64_t) { return 0; }
+
+#endif
+
+// What the codes stand for, still to be multiplied by their scale; `which` of the tables.
+inline void decode_8bit(const uint8_t* __restrict codes, const Tables& tables, int which, float* __restrict out,
                         int64_t count) {
-    look_up(table, codes, out, count);
+    const int64_t done = look_up_planes(tables.planes[which], codes, out, count);
+    if (done < count) look_up(tables.values[which], codes + done, out + done, count - done);
 }
 
 // The greatest magnitude, in bits: as integers they are in the order of the numbers, NaN above all.
@@ -141,6 +184,83 @@ inline void divide(const float* __restrict values, float scale, float* __restric
 // How tables that go by the top halves of numbers are read: the entry has the code for the least number with that half
 // in its own upper half, and in its lower half what is wanting to the next code: the sum carries where it is passed.
 
+#ifdef WIDE_TABLES  // all of an element's steps in registers
+
+// As `divide`, by whole vectors.
+class Parts {
+   public:
+    explicit Parts(float scale)
+        : divisor_(scale),
+          multiplies_(scale >= 0x1p-60f && scale <= 1.0f),
+          value_(_mm512_set1_ps(divisor_.value)),
+          inverse_(_mm512_set1_ps(divisor_.inverse)),
+          rest_(_mm512_set1_ps(divisor_.rest)) {}
+    __m512 of(const float* values) const {
+        const __m512 a = _mm512_loadu_ps(values);
+        if (!multiplies_) return _mm512_div_ps(a, value_);
+        const __m512 close = _mm512_fmadd_ps(a, inverse_, _mm512_mul_ps(a, rest_));
+        return _mm512_fmadd_ps(_mm512_fnmadd_ps(close, value_, a), inverse_, close);
+    }
+
+   private:
+    Divisor divisor_;
+    bool multiplies_;
+    __m512 value_, inverse_, rest_;
+};
+
+inline __m512i entry_of(__m512i words, const uint32_t* table) {
+    const __m512i entry = _mm512_i32gather_epi32(_mm512_srli_epi32(words, 16), table, 4);
+    return _mm512_srli_epi32(_mm512_add_epi32(entry, _mm512_and_si512(words, _mm512_set1_epi32(0xffff))), 16);
+}
+
+inline void store_codes(uint8_t* to, __m512i codes) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(codes));
+}
+
+// The codes of whole vectors; how many elements that was.
+inline int64_t nearest_codes(const float* __restrict values, float scale, const uint32_t* __restrict table,
+                             uint8_t* __restrict codes, int64_t count) {
+    const Parts parts(scale);
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m512i words = _mm512_castps_si512(parts.of(values + i));
+        store_codes(codes + i, _mm512_xor_si512(entry_of(words, table), _mm512_srai_epi32(words, 31)));
+    }
+    return i;
+}
+
+inline int64_t stochastic_codes(const float* __restrict values, float scale, const Tables& tables,
+                                const uint32_t* __restrict chance, uint8_t* __restrict codes, int64_t count) {
+    const Parts parts(scale);
+    const __m512i ends = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i ways = _mm512_add_epi32(ends, _mm512_set1_epi32(1)), one = _mm512_set1_epi32(1);
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m512 scaled = parts.of(values + i);
+        const __m512i code = entry_of(_mm512_castps_si512(scaled), tables.lower);
+        const __m512 low = _mm512_castsi512_ps(_mm512_i32gather_epi64(_mm512_castsi512_si256(code), tables.cells, 8));
+        const __m512 high =
+            _mm512_castsi512_ps(_mm512_i32gather_epi64(_mm512_extracti64x4_epi64(code, 1), tables.cells, 8));
+        const __m512 end = _mm512_permutex2var_ps(low, ends, high), way = _mm512_permutex2var_ps(low, ways, high);
+        const __m512i drawn = _mm512_loadu_si512(chance + i);
+        const __m512 threshold = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_add_epi32(drawn, drawn), one));
+        const __mmask16 up =
+            _mm512_cmp_ps_mask(_mm512_sub_ps(scaled, end), _mm512_mul_ps(threshold, way), _CMP_GT_OQ);
+        store_codes(codes + i, _mm512_mask_add_epi32(code, up, code, one));
+    }
+    return i;
+}
+
+#else
+
+inline int64_t nearest_codes(const float*, float, const uint32_t*, uint8_t*, int64_t) { return 0; }
+inline int64_t stochastic_codes(const float*, float, const Tables&, const uint32_t*, uint8_t*, int64_t) { return 0; }
+
+#endif
+
+// Whether numbers of which `greatest` is the greatest magnitude can be parts of it.
+inline bool usable(uint32_t greatest) { return greatest != 0 && greatest < INFINITE; }
+
 inline void encode_8bit(const float* __restrict values, const uint32_t* __restrict table, uint8_t* __restrict codes,
                         float* __restrict absmax, int64_t count) {
     alignas(64) float scaled[BLOCK];
@@ -148,10 +268,13 @@ inline void encode_8bit(const float* __restrict values, const uint32_t* __restri
     alignas(64) uint32_t entry[BLOCK];
     const uint32_t greatest = greatest_magnitude(values, count);
     *absmax = number(greatest);
-    if (greatest == 0 || greatest >= INFINITE) {
+    if (!usable(greatest)) {
         std::memset(codes, int(table[0] >> 16), count);  // the code of zero
         return;
     }
+    const int64_t done = nearest_codes(values, *absmax, table, codes, count);
+    values += done, codes += done, count -= done;
+    if (count <= 0) return;
     divide(values, *absmax, scaled, top, count);
     look_up(table, top, entry, count);
     for (int64_t i = 0; i < count; i++) {
@@ -169,10 +292,13 @@ inline void encode_8bit_stochastically(const float* __restrict values, const Tab
     alignas(64) Cell cell[BLOCK];
     const uint32_t greatest = greatest_magnitude(values, count);
     *absmax = number(greatest);
-    if (greatest == 0 || greatest >= INFINITE) {
+    if (!usable(greatest)) {
         std::memset(codes, 0, count);
         return;
     }
+    const int64_t done = stochastic_codes(values, *absmax, tables, chance, codes, count);
+    values += done, chance += done, codes += done, count -= done;
+    if (count <= 0) return;
     divide(values, *absmax, scaled, top, count);
     look_up(tables.lower, top, code, count);
     for (int64_t i = 0; i < count; i++) code[i] = (code[i] + (bits(scaled[i]) & 0xffff)) >> 16;

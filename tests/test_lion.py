@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -19,9 +20,10 @@ import offload_trainer as ot
 import offload_trainer.plan.layout as layout
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import resolve_model
+from offload_trainer.offload.page_index import read_store
 from offload_trainer.optim.state_files import read_engine_state
 from offload_trainer.plan.choose import make_plan
-from offload_trainer.plan.formats import LION
+from offload_trainer.plan.formats import ADAMW, LION, state_format
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.settings import load_config
 
@@ -129,6 +131,28 @@ def test_the_state_of_another_rule_is_refused(model: Path, tmp_path: Path) -> No
             ours.load(tmp_path / rule)
     with engine(model, "--engine", "plain") as ours, pytest.raises(UserError, match="master, exp_avg of Lion"):
         ours.load(tmp_path / "lion")
+
+
+def test_a_state_from_before_there_were_rules_is_adamws(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_text('{"optimizer_steps": 3, "good_steps": 0, "states": "8bit"}')
+    assert read_engine_state(tmp_path, rule=ADAMW).format == state_format("adamw", "8bit")
+    with pytest.raises(UserError, match=r"of AdamW.* optim.name=adamw"):
+        read_engine_state(tmp_path, rule=LION)
+
+
+def test_masters_of_a_dead_run_are_where_its_index_says(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    with engine(model, "optim.name=lion", *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
+        ours.offloaded.keep_account(model=tmp_path)
+        train(ours, batches(2))
+        (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")
+        stored, weights = dict(read_store(index.parent).weights()), masters(ours)
+        assert_same(stored, weights)
+        told = json.loads(index.read_text())
+        for wrong in ({"rule": "sgd"}, {"rule": "lion", "states": "8bit"}):
+            index.write_text(json.dumps(told | wrong))
+            with pytest.raises(UserError):
+                read_store(index.parent)
 
 
 def test_a_state_that_no_rule_has_is_refused(tmp_path: Path) -> None:

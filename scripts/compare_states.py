@@ -21,7 +21,7 @@ import torch
 from offload_trainer.data.rows import DataState
 from offload_trainer.optim import moments
 from offload_trainer.optim.moments import Noise
-from offload_trainer.optim.protocol import update_stretch
+from offload_trainer.optim.protocol import Stretch
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.formats import state_format
@@ -81,8 +81,9 @@ def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[flo
             weight.grad = gradient.clone()
             theirs.step()
         else:
-            state = (weight.data, first, second, gradient.contiguous(), None)
-            update_stretch(kernel, *state, scale=1.0, hyper=hyper, step=step)
+            fields = {"master": weight.data, "exp_avg": first, "exp_avg_sq": second}
+            given = {"format": state_format("adamw", "fp32"), "scale": 1.0, "noise": None}
+            kernel.update_page(fields, gradient.contiguous(), None, [Stretch(0, n, hyper, step)], **given)
             _store(form, first, second, step)
         largest = max(largest, float((weight.detach() - before).abs().max()) / LR)
     return largest

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from offload_trainer.optim.protocol import Stretch
+import torch
+
+from offload_trainer.optim.protocol import Kernel, Stretch
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
 from offload_trainer.plan.formats import StateFormat, state_formats
 
@@ -29,3 +31,21 @@ def by_rule(states: str, parts: Sequence[Stretch]) -> list[Stretch]:
 def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> Stretch:
     """Elements [start, end) by `hyper` with another decay."""
     return Stretch(start, end, replace(hyper, decay=decay), step)
+
+
+def update_stretch(
+    kernel: Kernel,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    scale: float,
+    hyper: AdamW,
+    step: int,
+) -> None:
+    """`update_page` of a page that is one part, with moments in fp32."""
+    fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    parts = [Stretch(0, master.numel(), hyper, step)]
+    kernel.update_page(fields, grad, out, parts, format=form("fp32"), scale=scale, noise=None)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from native_moments import Moments, NativeMoments
+from parts import update_stretch
 
 from offload_trainer.optim import moments
 from offload_trainer.optim.moments import Bits, Noise, random_bits
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.protocol import Kernel, update_stretch
+from offload_trainer.optim.protocol import Kernel
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 

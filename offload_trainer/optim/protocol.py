@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from offload_trainer.optim.moments import Bits, Noise
-from offload_trainer.optim.rules import AdamW, Hyper
-from offload_trainer.plan.formats import StateFormat, state_format
+from offload_trainer.optim.rules import Hyper
+from offload_trainer.plan.formats import StateFormat
 
 
 @dataclass(frozen=True)
@@ -82,24 +82,6 @@ class Kernel(Protocol):
         stream, and must keep nothing that it was given. One call at a time.
         """
         ...
-
-
-def update_stretch(
-    kernel: Kernel,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor | None,
-    *,
-    scale: float,
-    hyper: AdamW,
-    step: int,
-) -> None:
-    """`update_page` of a page that is one part, with moments in fp32."""
-    fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    parts = [Stretch(0, master.numel(), hyper, step)]
-    kernel.update_page(fields, grad, out, parts, format=state_format("adamw", "fp32"), scale=scale, noise=None)
 
 
 def within(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import start  # noqa: F401 - sets what forks need
 from datasets import Dataset
+from peft import LoraConfig
 from test_hf import assert_same, told, weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainers import HOMES, loaded, model_folder
@@ -142,6 +143,20 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: Pr
         trainer.save_model(str(tmp_path / "final"))
         assert_loads(tmp_path / "final", model, tokenizer)
     assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
+
+
+def test_dpo_of_adapters(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The reference is the base without them, in each step."""
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    given = {"train_dataset": preferences(), "processing_class": tokenizer, "peft_config": adapters}
+    stock = DPOTrainer(model, args=DPOConfig(**words(tmp_path / "stock", learning_rate=1e-2)), **given)
+    stock.train()
+    with loaded(folder, drive, seq_len=64, micro_batch=4, freeze=["."]) as model:
+        trainer = DPO(model, args=DPOConfig(**words(tmp_path / "ours", learning_rate=1e-2)), **given)
+        trainer.train()
+        assert told(trainer) == told(stock)
+        assert losses(trainer)[-1] < losses(trainer)[0]
 
 
 def test_a_reference_model_in_memory_is_refused(

@@ -33,11 +33,21 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Ticket, done, together
 
 
+@dataclass(frozen=True)
+class _Path:
+    """A page's route, and the memory of what the update finds at home; None for what comes through a host slot."""
+
+    route: Route
+    state: torch.Tensor | None  # uint8
+    gradient: torch.Tensor | None
+    out: torch.Tensor | None
+
+
 @dataclass
 class _Job:
     """A page in a slot."""
 
-    route: Route
+    path: _Path
     state: torch.Tensor  # uint8; each is empty where that does not pass through the slot
     gradient: torch.Tensor
     out: torch.Tensor
@@ -73,10 +83,11 @@ class Updater:
         """`device_kernel` is for the pages that live on `device`; `routes` are those of the store's pages."""
         self._store, self._weights, self._gradients = store, weights, gradients
         self._kernel, self._device, self._device_kernel = kernel, device, device_kernel
-        self._moving = [route for route in routes if route.through_host]
-        staying = [route for route in routes if not route.through_host]
-        self._staying = [route for route in staying if not route.on_device]
-        self._living = [route for route in staying if route.on_device]
+        paths = [self._resolved(route) for route in routes]
+        self._moving = [path for path in paths if path.route.through_host]
+        staying = [path for path in paths if not path.route.through_host]
+        self._staying = [path for path in staying if not path.route.on_device]
+        self._living = [path for path in staying if path.route.on_device]
         sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
         parts = host_slot(routes, format=store.format, **sizes)
         self._slots = [
@@ -87,12 +98,27 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._free = list(range(len(self._slots)))
-        self._waiting: deque[Route] = deque()
+        self._waiting: deque[_Path] = deque()
         self._ready: queue.SimpleQueue[_Job | BaseException] = queue.SimpleQueue()
         self._early: list[_Job] | None = None  # pages read before their gradients were known
         self._leaving: list[Ticket] = []
         self._lock = threading.Lock()
         self._snapshot: PageSnapshot | None = None
+
+    def _resolved(self, route: Route) -> _Path:
+        """Homes do not change, so where a page's parts are is asked once."""
+        page, there, host = route.page, route.on_device, route.through_host
+        state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
+        sums_there = there and "gradient" not in route.through_device
+        sums = self._gradients.on_device(page.unit) if sums_there else self._gradients.store.host(page.unit)
+        weights_there = there and "weights" not in route.through_device
+        weights = self._weights.resident(page.unit) if weights_there else self._weights.direct(page.unit)
+        return _Path(
+            route,
+            state=None if "state" in host else state,
+            gradient=None if "gradient" in host else _part(sums, route),
+            out=None if "weights" in host else _part(weights, route),
+        )
 
     def snapshot(self) -> PageSnapshot:
         """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
@@ -127,11 +153,12 @@ class Updater:
             if not self._waiting:
                 self._free.append(slot)
                 return
-            route = self._waiting.popleft()
+            path = self._waiting.popleft()
+        route = path.route
         state, gradient, out = self._slots[slot]
         count, through = route.page.elements, route.through_host
         job = _Job(
-            route=route,
+            path=path,
             state=state[: self._store.bytes_of(route.number) if "state" in through else 0],
             gradient=gradient.view(self._gradients.dtype)[: count if "gradient" in through else 0],
             out=out.view(self._weights.dtype)[: count if "weights" in through else 0],
@@ -148,8 +175,9 @@ class Updater:
 
     def _complete(self, job: _Job) -> None:
         """Read the gradient as well, and report the page when all of it is there."""
-        if "gradient" in job.route.through_host:
-            page = job.route.page
+        route = job.path.route
+        if "gradient" in route.through_host:
+            page = route.page
             job.loaded.append(self._gradients.read(page.unit, page.start, job.gradient))
         together(job.loaded).then(lambda error: self._ready.put(error or job))
 
@@ -165,9 +193,10 @@ class Updater:
         try:
             if error is not None:
                 raise error
-            leaving, page, through = [], job.route.page, job.route.through_host
+            leaving, route = [], job.path.route
+            page, through = route.page, route.through_host
             if "state" in through:
-                leaving.append(self._store.write(job.route.number, job.state))
+                leaving.append(self._store.write(route.number, job.state))
             if "weights" in through:
                 leaving.append(self._weights.commit(page.unit, page.start, job.out))
             together(leaving).then(home.finish_part)
@@ -199,8 +228,8 @@ class Updater:
             self._complete(job)
         if self._living:
             with self._device.beside(after=step.after):
-                for route in self._living:
-                    self._compute_on_device(route, None, step)
+                for path in self._living:
+                    self._compute_on_device(path, None, step)
                 self._leaving.append(self._device.reached())
         staying, moving = deque(self._staying), len(self._moving)
         while staying or moving:
@@ -212,50 +241,34 @@ class Updater:
             if isinstance(arrived, BaseException):
                 raise arrived
             job = arrived
-            if job.route.on_device:
+            if job.path.route.on_device:
                 with self._device.beside(after=step.after):
-                    self._compute_on_device(job.route, job, step)
+                    self._compute_on_device(job.path, job, step)
                     self._send(job, self._device.reached())
             else:
-                self._compute(job.route, job, step)
+                self._compute(job.path, job, step)
                 self._send(job, done())
             moving -= 1
         for ticket in self._leaving:
             ticket.wait()
         self._leaving.clear()
 
-    def _compute(self, route: Route, job: _Job | None, step: _Step) -> None:
+    def _compute(self, path: _Path, job: _Job | None, step: _Step) -> None:
         """The arithmetic of one page on the CPU, on whichever of its parts are in a slot and whichever are at home."""
-        data = job.state if job and "state" in route.through_host else self._store.in_memory(route.number)
-        assert data is not None
-        gradient, out = self._host_gradient(route, job), self._host_weights(route, job)
-        self._update(self._kernel, route, data, gradient, out, step, rest="weights" in route.through_host)
+        data, gradient, out = _memory(path, job)
+        self._update(self._kernel, path.route, data, gradient, out, step, rest="weights" in path.route.through_host)
 
-    def _host_gradient(self, route: Route, job: _Job | None) -> torch.Tensor:
-        if job and "gradient" in route.through_host:
-            return job.gradient
-        return _part(self._gradients.store.host(route.page.unit), route)
-
-    def _host_weights(self, route: Route, job: _Job | None) -> torch.Tensor:
-        """Where the CPU writes a page's new weights, or the device has them copied to."""
-        if job and "weights" in route.through_host:
-            return job.out
-        return _part(self._weights.direct(route.page.unit), route)
-
-    def _compute_on_device(self, route: Route, job: _Job | None, step: _Step) -> None:
+    def _compute_on_device(self, path: _Path, job: _Job | None, step: _Step) -> None:
         """The same on the device, told `beside`: what of the page lives elsewhere is copied there and back."""
-        count, unit = route.page.elements, route.page.unit
-        data = self._store.on_device(route.number)
-        assert data is not None
+        route, count = path.route, path.route.page.elements
+        data, gradient, home = _memory(path, job)
         if "gradient" in route.through_device:
-            gradient = self._device_gradient[:count].copy_(self._host_gradient(route, job), non_blocking=True)
-        else:
-            gradient = _part(self._gradients.on_device(unit), route)
+            gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
         leaves = "weights" in route.through_device
-        out = self._device_out[:count] if leaves else _part(self._weights.resident(unit), route)
+        out = self._device_out[:count] if leaves else home
         self._update(self._device_kernel, route, data, gradient, out, step, rest=leaves)
         if leaves:
-            self._host_weights(route, job).copy_(out, non_blocking=True)
+            home.copy_(out, non_blocking=True)
 
     def _update(
         self,
@@ -285,6 +298,20 @@ class Updater:
             scale=step.scale,
             noise=None if step.noise is None else PageNoise(step.noise, page.unit, page.start),
         )
+
+
+def _memory(path: _Path, job: _Job | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A page's state, its gradient and where its new weights go: at home, or in the slot that it is in."""
+    if job is None:
+        assert path.state is not None
+        assert path.gradient is not None
+        assert path.out is not None
+        return path.state, path.gradient, path.out
+    return (
+        job.state if path.state is None else path.state,
+        job.gradient if path.gradient is None else path.gradient,
+        job.out if path.out is None else path.out,
+    )
 
 
 def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:

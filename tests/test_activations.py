@@ -150,7 +150,8 @@ def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str,
         train(ours, batches(1))
         _settle(ours)
         moved = read_io() - before
-        buffers = ours._activations._ring or ours._activations._own.values() if ours._activations else ()
+        kept = ours.offloaded.activations
+        buffers = kept._ring or kept._own.values() if kept else ()
         in_memory = sum(buffer.memory.numel() for buffer in buffers)
     config = load_config(["--model", str(model), "--scratch", *_named(folder, count), *words])
     shape = resolve_model(config.model, seed=0).shape
@@ -162,7 +163,7 @@ def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str,
 
 def _settle(ours: Any) -> None:
     """The last inputs are on their drives, which no step waits for."""
-    for buffer in ours._activations._ring if ours._activations else ():
+    for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
         buffer.free.wait()
 
 

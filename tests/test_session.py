@@ -289,6 +289,27 @@ def test_killed_at_any_moment_it_goes_on_from_a_whole_save(moment: str, tmp_path
     assert list((drive / "offload-trainer").iterdir()) == []
 
 
+@pytest.mark.parametrize("home", ["in RAM", "on the drive"])
+def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path) -> None:
+    """State that was read ahead, and gradients that came, are of what was before: they count no more."""
+    model = tower(tmp_path)
+    data = batches(4)
+    with ot.offload(model, nvme=drive, page_size=4096, **HOMES[home]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        session.save(tmp_path / "save")
+        found = []
+        for _ in range(2):
+            for batch in data:
+                with session.micro_batch(last=True):
+                    loss_of(model, batch).backward()
+                optimizer.step()
+            found.append({name: master.clone() for name, master in session.named_masters()})
+            with session.micro_batch(last=True):
+                loss_of(model, data[0]).backward()
+            assert session.resume(tmp_path / "save") == 0
+        assert all(torch.equal(found[0][name], master) for name, master in found[1].items())
+
+
 # -- weights that are read outside their modules ---------------------------------------------------------------------
 
 
@@ -309,6 +330,15 @@ def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive
             assert torch.equal(model.head.weight.t(), before["head.weight"].t())
         for name, weight in session.named_weights():
             assert torch.equal(weight, before[name]), name
+        optimizer = session.adamw()
+        loss_of(model, batches(1)[0]).backward()
+        assert torch.equal(model.head.weight, before["head.weight"])  # lent, when they change
+        optimizer.step()
+        after = dict(session.named_masters())
+        assert torch.equal(model.head.weight, after["head.weight"])
+        for name, parameter in held:
+            assert torch.equal(parameter, after[name]), name
+            assert not torch.equal(parameter, before[name]), name
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -323,7 +353,8 @@ def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: 
             x = x[..., :32] + functional.layer_norm(
                 x[..., :32] @ wide.weight.t()[:, :32], (32,), norm.weight, norm.bias
             )
-        return (x @ model.table.weight.t()).square().mean()
+        by_hand = (x @ model.table.weight.t()).square().mean()
+        return by_hand + model(torch.arange(6).view(1, 6)).square().mean()  # others come before the backward
 
     torch.manual_seed(1)
     model = Tower()

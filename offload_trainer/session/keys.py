@@ -47,7 +47,7 @@ def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
     for key in given:
         if key not in known:
             raise UserError(f"{key}={given[key]!r}: {_unknown(key, known)}")
-    words = ["--engine", "tiered", "--save-every", "0"]
+    words = ["--engine", "tiered", "--save-every", "1"]  # a plan counts what a save needs
     words += ["--model", name] if name is not None else ["model.checkpointing=off"]
     if "accumulate" not in given:
         words.append("train.accumulate=2")

@@ -282,6 +282,7 @@ ELSEWHERE = {
     "data/token_bytes.py": "what a tokenizer in memory says of itself",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
     "export/final.py": "a record in memory, as it would be read back",
+    "hf.py": "whether the Trainer's own state was written to its end",
     "storage/tensorfile.py": "a header that the safetensors library has checked",
     "readback.py": "",
 }

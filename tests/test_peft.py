@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from offload_trainer.errors import UserError
 from offload_trainer.hf import save_merged, session_of
-from offload_trainer.run.planning import plan_run
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.run.planning import plan_elsewhere, plan_run
 from offload_trainer.settings import load_config
 
 ADAPTERS = "adapter_model.safetensors"
@@ -118,5 +120,8 @@ def test_adapters_that_change_or_copy_the_base_are_refused(
 
 
 def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="leaves nothing to train"):
-        plan_run(load_config(["--model", str(folder), "model.freeze=['.']"]))
+    """So is the plan of one elsewhere."""
+    config = load_config(["--model", str(folder), "model.freeze=['.']"])
+    for planned in (plan_run, partial(plan_elsewhere, machine=read_machine("h200"))):
+        with pytest.raises(UserError, match="leaves nothing to train"):
+            planned(config)

@@ -18,6 +18,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.units import format_bytes
@@ -29,8 +30,7 @@ def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, An
 
     machine = machine_here(config)
     source = resolve_model(config.model, seed=config.train.seed)
-    if not source.shape.trainable:
-        raise UserError("model.freeze leaves nothing to train")
+    _refuse_nothing_trained(source.shape)
     _, world = ranks_of_environment()
     settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
     return settled, plan, machine, source
@@ -75,7 +75,14 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
         from offload_trainer.model.source import resolve_model
 
         shape = resolve_model(section, seed=config.train.seed).shape
+        _refuse_nothing_trained(shape)
     return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
+
+
+def _refuse_nothing_trained(shape: ModelShape) -> None:
+    """UserError: adapters, which would be trained beside such a model, are a session's."""
+    if not shape.trainable:
+        raise UserError("model.freeze leaves nothing to train")
 
 
 def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:

@@ -42,7 +42,7 @@ from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_
 from offload_trainer.storage.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text
 from offload_trainer.storage.locks import NoLocks, take
 from offload_trainer.storage.removal import name_in_workplace, replacing
-from offload_trainer.storage.transfer import Ticket, Workers, ending
+from offload_trainer.storage.transfer import Future, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
 _SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most, for most models
@@ -98,7 +98,7 @@ class Checkpoints:
         self._place = _place_of(root.parent)
         self._beside = beside
         self._told: set[str] = set()  # notes
-        self._under_way: tuple[Ticket, Snapshot, int] | None = None
+        self._under_way: tuple[Future, Snapshot, int] | None = None
         self._worker: Workers | None = None
 
     def save(self, engine: Engine, state: TrainState) -> None:
@@ -112,8 +112,8 @@ class Checkpoints:
         first = engine.rank == 0
         wait_for_all()
         snapshot = engine.snapshot()
-        ticket = Ticket()
-        self._under_way = ticket, snapshot, state.step
+        future = Future()
+        self._under_way = future, snapshot, state.step
 
         def work() -> None:
             try:
@@ -123,9 +123,9 @@ class Checkpoints:
 
         if snapshot.behind:
             self._worker = self._worker or Workers(1, "save")
-            self._worker.put(ending(ticket, work))
+            self._worker.put(ending(future, work))
         else:
-            ending(ticket, work)()
+            ending(future, work)()
             self.settle()
             wait_for_all()
 
@@ -144,8 +144,8 @@ class Checkpoints:
         """Return when no save is under way; raises what the last one met."""
         if self._under_way is None:
             return
-        (ticket, _, step), self._under_way = self._under_way, None
-        ticket.wait()
+        (future, _, step), self._under_way = self._under_way, None
+        future.wait()
         self.saved = step
 
     def __enter__(self) -> Checkpoints:

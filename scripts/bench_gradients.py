@@ -27,7 +27,7 @@ from offload_trainer.offload.gradients import Gradients
 from offload_trainer.plan.layout import DEVICE, RAM, Unit, units_of
 from offload_trainer.plan.sizes import GRADIENTS_IN_FLIGHT, gradient_ring
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import ThreadedTransfers, Ticket
+from offload_trainer.storage.transfer import Future, ThreadedTransfers
 
 MEMORY = 500e9  # bytes/s that the stand-in adds at
 
@@ -39,7 +39,7 @@ class TimedDevice(CpuDevice):
         super().__init__()
         self.computed = 0.0  # when what it was told so far will be done
         self._speed, self._sent = speed, 0.0  # the same of the copies
-        self._due: queue.SimpleQueue[tuple[float, Ticket] | None] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[tuple[float, Future] | None] = queue.SimpleQueue()
         self._timer = threading.Thread(target=self._tell, name="timer", daemon=True)
         self._timer.start()
 
@@ -49,12 +49,12 @@ class TimedDevice(CpuDevice):
     def compute(self, seconds: float) -> None:
         self.computed = max(self.computed, time.monotonic()) + seconds
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         assert values.nbytes == into.nbytes
         self._sent = max(self._sent, self.computed, time.monotonic()) + values.nbytes / self._speed
-        ticket = Ticket()
-        self._due.put((self._sent, ticket))
-        return ticket
+        future = Future()
+        self._due.put((self._sent, future))
+        return future
 
     def _tell(self) -> None:
         while (one := self._due.get()) is not None:

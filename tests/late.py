@@ -13,12 +13,12 @@ import torch
 
 from offload_trainer.offload.device import Read, Return
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Ticket, bytes_of
+from offload_trainer.storage.transfer import DriveFile, Future, bytes_of
 
 
-def late(work: Callable[[], None]) -> Ticket:
+def late(work: Callable[[], None]) -> Future:
     """Do `work` on a thread of its own, after a while that differs from one call to the next."""
-    ticket = Ticket()
+    future = Future()
     delay = random.Random(threading.active_count() * 7 + time.monotonic_ns()).uniform(0.0005, 0.004)
 
     def carry_out() -> None:
@@ -28,20 +28,20 @@ def late(work: Callable[[], None]) -> Ticket:
             work()
         except BaseException as caught:
             error = caught
-        ticket.finish_part(error)
+        future.finish_part(error)
 
     threading.Thread(target=carry_out, daemon=True).start()
-    return ticket
+    return future
 
 
 class LateTransfers:
     name = "late"
 
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         bytes_of(buffer).fill_(0xFF)  # what is there before the bytes arrive is NaN
         return late(lambda: file.read(memoryview(bytes_of(buffer).numpy()), offset))
 
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         def write() -> None:
             file.write(memoryview(bytes_of(buffer).numpy()), offset)
 
@@ -62,30 +62,30 @@ class LateDevice:
     def mark(self) -> None:
         return None
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Ticket:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Future:
         return self.upload(source, into) if isinstance(source, torch.Tensor) else source(into)
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         bytes_of(into).fill_(0xFF)
         return late(lambda: into.copy_(values))
 
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         return self.upload(values, into)
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
         into.fill_(float("nan"))
-        ticket = Ticket()
-        ready.then(lambda error: late(lambda: into.copy_(source)).then(ticket.finish_part))
-        return Return(ticket, ticket)
+        future = Future()
+        ready.then(lambda error: late(lambda: into.copy_(source)).then(future.finish_part))
+        return Return(future, future)
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         into.fill_(float("nan"))
         return late(lambda: into.copy_(values))
 
     def beside(self, *, after: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def reached(self) -> Ticket:
+    def reached(self) -> Future:
         return late(lambda: None)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from offload_trainer.offload.device import CpuDevice, Return
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.kept import INPUT_BUFFERS, INPUTS_UNDER_WAY, KeptInputs
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers, Ticket, done
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, done
 from offload_trainer.telemetry.meters import read_io
 
 VARIANTS: dict[str, list[str]] = {"non-reentrant": [], "reentrant": [REENTRANT]}
@@ -122,11 +122,11 @@ class Counting(CpuDevice):
         super().__init__()
         self.events: list[str] = []
 
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         self.events.append("out")
         return super().keep(values, into)
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
         self.events.append("back")
         return super().bring_back(source, into, after=after, ready=ready)
 

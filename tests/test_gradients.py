@@ -24,7 +24,7 @@ from offload_trainer.offload.outward import InFlight, Ring
 from offload_trainer.plan.layout import DEVICE, RAM, Place, Unit, units_of
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers, Ticket
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
 
 ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
 
@@ -34,20 +34,20 @@ class HeldDevice(LateDevice):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: list[tuple[torch.Tensor, torch.Tensor, Ticket]] = []
+        self.held: list[tuple[torch.Tensor, torch.Tensor, Future]] = []
         self.sizes: list[int] = []  # bytes of all copies
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
-        self.held.append((values, into, Ticket()))
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        self.held.append((values, into, Future()))
         self.sizes.append(values.nbytes)
         return self.held[-1][2]
 
     def let_go(self, count: int | None = None) -> None:
         """The oldest `count`, or all."""
         count = len(self.held) if count is None else count
-        for values, into, ticket in self.held[:count]:
+        for values, into, future in self.held[:count]:
             into.copy_(values)
-            ticket.finish_part()
+            future.finish_part()
         del self.held[:count]
 
 
@@ -173,18 +173,18 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
 
 
 def test_what_is_in_flight_is_bounded_beside_the_largest() -> None:
-    out, tickets = InFlight(100), [Ticket() for _ in range(4)]
-    for size, ticket in zip((1000, 60, 40), tickets, strict=False):
-        out.add(size, ticket)  # returns: 100 beside the 1000
-    thread = on_a_thread(lambda: out.add(1, tickets[3]))
+    out, futures = InFlight(100), [Future() for _ in range(4)]
+    for size, future in zip((1000, 60, 40), futures, strict=False):
+        out.add(size, future)  # returns: 100 beside the 1000
+    thread = on_a_thread(lambda: out.add(1, futures[3]))
     thread.join(0.2)
     assert thread.is_alive()
-    tickets[0].finish_part()
+    futures[0].finish_part()
     thread.join(60)
     assert not thread.is_alive()
-    tickets[1].finish_part(TrainerError("the copy failed"))
-    tickets[2].finish_part()
-    tickets[3].finish_part()
+    futures[1].finish_part(TrainerError("the copy failed"))
+    futures[2].finish_part()
+    futures[3].finish_part()
     with pytest.raises(TrainerError, match="the copy failed"):
         out.settle()
 
@@ -239,7 +239,7 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
 ) -> None:
     """Three micro-batches: norms and waits inside `add` by thread. Its own norms are of single gradients."""
     norms, waits, inside = [], [], threading.local()
-    norm, add, wait = module.norm_of, Gradients.add, Ticket.wait
+    norm, add, wait = module.norm_of, Gradients.add, Future.wait
 
     def seen_norm(flat: torch.Tensor) -> torch.Tensor:
         norms.append(threading.current_thread().name)
@@ -250,14 +250,14 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
         add(*args, **named)
         inside.adding = False
 
-    def seen_wait(ticket: Ticket) -> None:
-        if getattr(inside, "adding", False) and not ticket.done:
-            waits.append(ticket)
-        wait(ticket)
+    def seen_wait(future: Future) -> None:
+        if getattr(inside, "adding", False) and not future.done:
+            waits.append(future)
+        wait(future)
 
     monkeypatch.setattr(module, "norm_of", seen_norm)
     monkeypatch.setattr(Gradients, "add", seen_add)
-    monkeypatch.setattr(Ticket, "wait", seen_wait)
+    monkeypatch.setattr(Future, "wait", seen_wait)
     monkeypatch.setattr("offload_trainer.engine.parts.gradient_ring", lambda *_, **__: 1 << 23)  # all that is made
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
@@ -275,12 +275,12 @@ def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
     """A drive that fails: one message out of train_step, and no thread is left when the engine is closed."""
 
     class Failing(ThreadedTransfers):
-        def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Ticket:
+        def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Future:
             if file.path.name != "gradients":
                 return super().write(file, offset, buffer)
-            ticket = Ticket()
-            ticket.finish_part(TrainerError("the drive failed"))
-            return ticket
+            future = Future()
+            future.finish_part(TrainerError("the drive failed"))
+            return future
 
     monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: Failing())
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"

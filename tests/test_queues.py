@@ -14,7 +14,7 @@ from queues import FakeEvent, FakeStream, queued
 import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.cuda import CudaDevice
-from offload_trainer.storage.transfer import Ticket
+from offload_trainer.storage.transfer import Future
 
 ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
 HOMES = {
@@ -106,7 +106,7 @@ def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.Mo
 def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread that saw it, and not when it is needed; what computes may go on until then."""
     with queued(monkeypatch, haste=0.0) as cuda:
-        device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Ticket()
+        device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
         filled: list[torch.Tensor] = []
         arrival = device.fetch(lambda staging: (filled.append(staging), read)[1], into, after=device.mark())
         filled[0].fill_(3.0)
@@ -125,11 +125,11 @@ def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytes
     """Two stagings, four units: the third read waits for the first copy, on another thread than the one that asks."""
     with queued(monkeypatch, haste=0.0) as cuda:
         device = cuda.device(staging_bytes=4096, stagings=2)
-        inside, reads = [torch.zeros(1024) for _ in range(4)], [Ticket() for _ in range(4)]
+        inside, reads = [torch.zeros(1024) for _ in range(4)], [Future() for _ in range(4)]
         stagings: list[torch.Tensor] = []
         begun = [threading.Event() for _ in range(4)]
 
-        def source(number: int, staging: torch.Tensor) -> Ticket:
+        def source(number: int, staging: torch.Tensor) -> Future:
             assert len(stagings) == number
             if number >= 2:  # what the staging held is where it belongs
                 assert bool((inside[number - 2] == number - 2 + 1.0).all())
@@ -152,7 +152,7 @@ def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytes
 
 def test_a_read_that_fails_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with queued(monkeypatch) as cuda:
-        device, read = cuda.device(staging_bytes=4096, stagings=1), Ticket()
+        device, read = cuda.device(staging_bytes=4096, stagings=1), Future()
         arrivals = [device.fetch(lambda _: read, torch.zeros(1024), after=None) for _ in range(2)]
         read.finish_part(TrainerError("lost"))
         for arrival in arrivals:

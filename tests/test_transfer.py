@@ -14,7 +14,7 @@ import torch
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.store import WriteBackCache
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, ThreadedTransfers, Ticket
+from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Future, ThreadedTransfers
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def filled(size: int, seed: int) -> torch.Tensor:
 def test_many_at_once_arrive_whole(transfers: ThreadedTransfers, drive: Path) -> None:
     file = DriveFile(drive / "many", 40 * 20480)
     written = [filled(20480, seed) for seed in range(40)]
-    for ticket in [transfers.write(file, number * 20480, data) for number, data in enumerate(written)]:
-        ticket.wait()
+    for future in [transfers.write(file, number * 20480, data) for number, data in enumerate(written)]:
+        future.wait()
     read = [host_buffer(20480) for _ in written]
-    for ticket in [transfers.read(file, number * 20480, data) for number, data in enumerate(read)]:
-        ticket.wait()
+    for future in [transfers.read(file, number * 20480, data) for number, data in enumerate(read)]:
+        future.wait()
     assert all(map(torch.equal, read, written))
     assert (drive / "many").stat().st_blocks * 512 >= file.size
     file.close()
@@ -66,9 +66,9 @@ def test_partial_transfers_go_on_and_errors_are_told(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, way, broken)
-    ticket = (transfers.read if way == "preadv" else transfers.write)(file, 8192, data[:4096])
+    future = (transfers.read if way == "preadv" else transfers.write)(file, 8192, data[:4096])
     with pytest.raises(TrainerError, match=r"4096 bytes at 8192 could not be \w+: Input/output error"):
-        ticket.wait()
+        future.wait()
     file.close()
 
 
@@ -128,15 +128,15 @@ def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive:
     file.close()
 
 
-def test_tickets_tell_in_whatever_order() -> None:
+def test_futures_tell_in_whatever_order() -> None:
     told: list[object] = []
-    ticket = Ticket(parts=2)
-    ticket.then(told.append)
-    ticket.finish_part()
+    future = Future(parts=2)
+    future.then(told.append)
+    future.finish_part()
     assert told == []
     error = TrainerError("broken")
-    ticket.finish_part(error)
-    ticket.then(told.append)
+    future.finish_part(error)
+    future.then(told.append)
     assert told == [error, error]
     with pytest.raises(TrainerError, match="broken"):
-        ticket.wait()
+        future.wait()

@@ -22,7 +22,7 @@ from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile,
 from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.lease import DriveLease
-from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 from offload_trainer.units import format_bytes
 
 _PIECE = 32 << 20  # bytes of one transfer: about what a page of the tiered engine is
@@ -241,7 +241,7 @@ def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]
     )
 
 
-_Way = tuple[Callable[[DriveFile, int, torch.Tensor], Ticket], DriveFile, Sequence[torch.Tensor]]
+_Way = tuple[Callable[[DriveFile, int, torch.Tensor], Future], DriveFile, Sequence[torch.Tensor]]
 
 
 def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[list[int], float]:
@@ -250,20 +250,20 @@ def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[
     At least as many as there are buffers; at most once over all places.
     """
     moved = [0 for _ in ways]
-    tickets: list[list[Ticket | None]] = [[None] * len(buffers) for _, _, buffers in ways]
+    futures: list[list[Future | None]] = [[None] * len(buffers) for _, _, buffers in ways]
     start = time.perf_counter()
     for number, place in enumerate(places):
         if time.perf_counter() - start > seconds:
             break
         for way, (move, file, buffers) in enumerate(ways):
             slot = number % len(buffers)
-            waiting = tickets[way][slot]
+            waiting = futures[way][slot]
             if waiting is not None:
                 waiting.wait()
             # The other way starts half a file further on, so that nothing is read that was just written.
             at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
-            tickets[way][slot] = move(file, at, buffers[slot])
+            futures[way][slot] = move(file, at, buffers[slot])
             moved[way] += _PIECE
-    for ticket in (ticket for row in tickets for ticket in row if ticket is not None):
-        ticket.wait()
+    for future in (future for row in futures for future in row if future is not None):
+        future.wait()
     return moved, time.perf_counter() - start

@@ -24,7 +24,7 @@ from offload_trainer.offload.device import Device, Return
 from offload_trainer.offload.store import offsets
 from offload_trainer.plan.kept import INPUTS_UNDER_WAY, KeptInputs
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import SECTOR, DriveFile, Ticket, Transfers, done, together
+from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
 
 
 class Hooks(Protocol):
@@ -55,14 +55,14 @@ class _Buffer:
     memory: torch.Tensor  # uint8
     ring: bool = False  # one of those before the drives
     number: int | None = None
-    filled: Ticket = field(default_factory=done)
-    readers: list[Ticket] = field(default_factory=list)  # what still reads from it
+    filled: Future = field(default_factory=done)
+    readers: list[Future] = field(default_factory=list)  # what still reads from it
 
     def of(self, kept: _Kept) -> torch.Tensor:
         return self.memory[: kept.size].view(kept.dtype)
 
     @property
-    def free(self) -> Ticket:
+    def free(self) -> Future:
         """Done when nothing that was begun with it is under way."""
         return together([self.filled, *self.readers])
 
@@ -93,8 +93,8 @@ class Activations:
         self._ring = made if files else []
         self._own = {} if files else dict(enumerate(made))
         self._kept: list[_Kept] = []  # of this forward, by number
-        self._written: dict[int, Ticket] = {}
-        self._leaving: deque[Ticket] = deque()  # copies from the device, the oldest first
+        self._written: dict[int, Future] = {}
+        self._leaving: deque[Future] = deque()  # copies from the device, the oldest first
         self._coming: dict[int, tuple[torch.Tensor, Return]] = {}
 
     def attach(self, model: nn.Module) -> None:
@@ -161,7 +161,7 @@ class Activations:
         size = -(-kept.size // SECTOR) * SECTOR
         return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
 
-    def _write(self, kept: _Kept, buffer: _Buffer) -> Ticket:
+    def _write(self, kept: _Kept, buffer: _Buffer) -> Future:
         """Start its bytes on their way to the drive, once they are in the buffer."""
         place = self._place(kept, buffer)
         written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
@@ -211,21 +211,21 @@ class Activations:
                 buffer.free.wait()
 
 
-def _after(before: Ticket, start: Callable[[], Ticket]) -> Ticket:
+def _after(before: Future, start: Callable[[], Future]) -> Future:
     """`start()` once `before` is done, on the thread that saw it; done with it, or with what went wrong."""
-    ticket = Ticket()
+    future = Future()
 
     def go_on(error: BaseException | None) -> None:
         if error is None:
             try:
-                start().then(ticket.finish_part)
+                start().then(future.finish_part)
                 return
             except BaseException as caught:
                 error = caught
-        ticket.finish_part(error)
+        future.finish_part(error)
 
     before.then(go_on)
-    return ticket
+    return future
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

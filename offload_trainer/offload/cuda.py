@@ -9,7 +9,7 @@ import torch
 
 from offload_trainer.offload.device import Arrival, Read, Return
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Ticket, Workers, ending
+from offload_trainer.storage.transfer import Future, Workers, ending
 
 
 class _Staging:
@@ -53,7 +53,7 @@ class CudaDevice:
         staging = self._stagings.pop(0)  # the one used longest ago is first
         self._stagings.append(staging)
         part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
-        before, read = staging.last, Ticket()
+        before, read = staging.last, Future()
         staging.last = self._arrive(self._inward, read, part, into, after=after)
 
         def fill() -> None:
@@ -73,7 +73,7 @@ class CudaDevice:
     def _arrive(
         self,
         stream: torch.cuda.Stream,
-        ready: Ticket | None,
+        ready: Future | None,
         source: torch.Tensor,
         into: torch.Tensor,
         *,
@@ -98,34 +98,34 @@ class CudaDevice:
             event.record(stream)
         return event
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
-        event, ticket = self._copy_in(values, into, after=None, stream=self._inward), Ticket()
-        self._waiter.put(ending(ticket, event.synchronize))
-        return ticket
+    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        event, future = self._copy_in(values, into, after=None, stream=self._inward), Future()
+        self._waiter.put(ending(future, event.synchronize))
+        return future
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         return self._copy_out(values, into, stream=self._outward, waiter=self._downloaded)
 
     def _copy_out(
         self, values: torch.Tensor, into: torch.Tensor, *, stream: torch.cuda.Stream, waiter: Workers
-    ) -> Ticket:
+    ) -> Future:
         stream.wait_event(self.mark())
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
             into.copy_(values, non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
             event.record(stream)
         values.record_stream(stream)  # its memory is not given to others before the copy is through
-        ticket = Ticket()
-        waiter.put(ending(ticket, event.synchronize))
-        return ticket
+        future = Future()
+        waiter.put(ending(future, event.synchronize))
+        return future
 
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         return self._copy_out(values, into, stream=self._keeping, waiter=self._waiter)
 
     def bring_back(
-        self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Ticket
+        self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
     ) -> Return:
-        arrival, left = self._arrive(self._returning, ready, source, into, after=after), Ticket()
+        arrival, left = self._arrive(self._returning, ready, source, into, after=after), Future()
         into.record_stream(self._returning)  # where it is dropped before it was waited for
         arrival.queued.then(lambda _: self._waiter.put(ending(left, arrival.finish)))
         return Return(arrival, left)
@@ -137,11 +137,11 @@ class CudaDevice:
                 self._beside.wait_event(after)
             yield
 
-    def reached(self) -> Ticket:
-        event, ticket = torch.cuda.Event(blocking=True), Ticket()  # who waits for it sleeps
+    def reached(self) -> Future:
+        event, future = torch.cuda.Event(blocking=True), Future()  # who waits for it sleeps
         event.record(torch.cuda.current_stream(self.place))
-        self._passed.put(ending(ticket, event.synchronize))
-        return ticket
+        self._passed.put(ending(future, event.synchronize))
+        return future
 
     def close(self) -> None:
         for workers in (self._stager, self._waiter, self._downloaded, self._passed):
@@ -155,7 +155,7 @@ class _CudaArrival:
     def __init__(self, copy: Callable[[], torch.cuda.Event]) -> None:
         self._copy = copy
         self._event: torch.cuda.Event | None = None
-        self.queued = Ticket()  # with what went wrong before
+        self.queued = Future()  # with what went wrong before
 
     def queue(self, error: BaseException | None) -> None:
         """Its bytes are in host memory, or could not be brought there."""

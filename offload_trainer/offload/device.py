@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import torch
 
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Ticket, Workers, done, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending
 
-Read = Callable[[torch.Tensor], Ticket]  # fills a host tensor from a drive
+Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 
 
 class Arrival(Protocol):
@@ -38,7 +38,7 @@ class Return:
     """Something on its way back to the device."""
 
     arrival: Arrival
-    left: Ticket  # what it is copied from may be overwritten
+    left: Future  # what it is copied from may be overwritten
 
 
 class Device(Protocol):
@@ -57,17 +57,17 @@ class Device(Protocol):
         """Fill `into` (on the device) from host memory or by a read, not before the device has passed `after`."""
         ...
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket: ...
+    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future: ...
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Copy `values` (on the device), as it is after what was computed so far, to host memory of any thread."""
         ...
 
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """Copy `values` (on the device) to host memory behind what computes; their memory is held until then."""
         ...
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
         """Fill `into` (on the device) from host memory that is filled once `ready`, not before `after` is passed."""
         ...
 
@@ -76,7 +76,7 @@ class Device(Protocol):
         passed `after`, and in the order in which it is told."""
         ...
 
-    def reached(self) -> Ticket:
+    def reached(self) -> Future:
         """Done when the device has passed what it was told so far, here or in this `beside`."""
         ...
 
@@ -102,29 +102,29 @@ class CpuDevice:
             return source(into)
         return self.upload(source, into)
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
-        ticket = Ticket()
-        self._copies.put(ending(ticket, lambda: _copy(values, into)))
-        return ticket
+    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        future = Future()
+        self._copies.put(ending(future, lambda: _copy(values, into)))
+        return future
 
-    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
-        held, ticket = [values], Ticket()
-        self._copies.put(ending(ticket, lambda: _copy(held.pop(), into)))  # let go of before the ticket is done
-        return ticket
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        held, future = [values], Future()
+        self._copies.put(ending(future, lambda: _copy(held.pop(), into)))  # let go of before the future is done
+        return future
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Ticket) -> Return:
-        ticket, copy = Ticket(), lambda: _copy(source, into)
-        ready.then(lambda error: ticket.finish_part(error) if error else self._copies.put(ending(ticket, copy)))
-        return Return(ticket, ticket)
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
+        future, copy = Future(), lambda: _copy(source, into)
+        ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
+        return Return(future, future)
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         into.copy_(values)
         return done()
 
     def beside(self, *, after: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def reached(self) -> Ticket:
+    def reached(self) -> Future:
         return done()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from offload_trainer.offload.store import UnitStore
 from offload_trainer.offload.sums import HostSums
 from offload_trainer.plan.layout import DEVICE, Place, Unit
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
 class Gradients:
@@ -62,7 +62,7 @@ class Gradients:
         self._norms: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()  # in this step
         self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # of tied weights, from so many of their uses
-        self._landing: dict[str, Ticket] = {}  # gradients that are copied to where they stay
+        self._landing: dict[str, Future] = {}  # gradients that are copied to where they stay
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Gradients:
         """Through the ring, a piece at a time; the thread of the sums does the rest."""
         unit, place = self._place[name]
         pieces = flat.split(self._ring.largest_piece // flat.itemsize)
-        gone = Ticket(parts=len(pieces))
+        gone = Future(parts=len(pieces))
         landing = self._landing.pop(name, None)
         start = place.start
         for piece in pieces:
@@ -122,15 +122,15 @@ class Gradients:
             start += piece.numel()
         self._in_flight.add(flat.nbytes, gone)
         if norm:
-            self._host.put(lambda: self._take_norm(name), Ticket())
+            self._host.put(lambda: self._take_norm(name), Future())
 
     def _adding(
-        self, unit: int, start: int, values: torch.Tensor, after: Sequence[Ticket | None], *, first: bool
+        self, unit: int, start: int, values: torch.Tensor, after: Sequence[Future | None], *, first: bool
     ) -> Callable[[], None]:
         def work() -> None:
-            for ticket in after:
-                if ticket is not None:
-                    ticket.wait()
+            for future in after:
+                if future is not None:
+                    future.wait()
             self._host.add(unit, start, values, first=first)
 
         return work
@@ -179,7 +179,7 @@ class Gradients:
         """A unit's sums, `trained` of them, where they live on the device: an update there reads them in place."""
         return self._on_device.get(unit)
 
-    def read(self, unit: int, start: int, buffer: torch.Tensor) -> Ticket:
+    def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
         """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive."""
         resident = self.on_device(unit)
         if resident is not None:

@@ -9,7 +9,7 @@ from collections import deque
 
 import torch
 
-from offload_trainer.storage.transfer import Ticket
+from offload_trainer.storage.transfer import Future
 
 _ALIGN = 64  # bytes
 
@@ -23,9 +23,9 @@ class InFlight:
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self._out: deque[tuple[int, Ticket]] = deque()
+        self._out: deque[tuple[int, Future]] = deque()
 
-    def add(self, size: int, gone: Ticket) -> None:
+    def add(self, size: int, gone: Future) -> None:
         """`size` bytes are on their way until `gone` is done. Raises what went wrong with those waited for."""
         self._out.append((size, gone))
         while self._out and (self._out[0][1].done or self._beside_the_largest() > self._bound):
@@ -47,15 +47,15 @@ class Ring:
     def __init__(self, memory: torch.Tensor) -> None:
         """`memory`: uint8."""
         self._memory, self._next = memory, 0
-        self._out: deque[tuple[int, int, Ticket]] = deque()  # start, end, until when
+        self._out: deque[tuple[int, int, Future]] = deque()  # start, end, until when
 
     @property
     def largest_piece(self) -> int:
         """Bytes: a quarter, so that a large tensor is read while more of it arrives."""
         return len(self._memory) // 4 // _ALIGN * _ALIGN
 
-    def take(self, size: int) -> tuple[torch.Tensor, Ticket]:
-        """The next `size` bytes, and the ticket to end when they have been read.
+    def take(self, size: int) -> tuple[torch.Tensor, Future]:
+        """The next `size` bytes, and the future to end when they have been read.
 
         Raises what went wrong with the ones that were there.
         """
@@ -64,7 +64,7 @@ class Ring:
         end = start + size
         while any(first < end and start < last for first, last, _ in self._out):
             self._out.popleft()[2].wait()
-        ticket = Ticket()
-        self._out.append((start, end, ticket))
+        future = Future()
+        self._out.append((start, end, future))
         self._next = -(-end // _ALIGN) * _ALIGN
-        return self._memory[start:end], ticket
+        return self._memory[start:end], future

@@ -17,7 +17,7 @@ import torch
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.store import PageStore
 from offload_trainer.plan.sizes import SAVE_BUFFERS
-from offload_trainer.storage.transfer import Ticket
+from offload_trainer.storage.transfer import Future
 
 
 class PageSnapshot:
@@ -38,12 +38,12 @@ class PageSnapshot:
         """Each page's number and fields (views, until the next page is asked for). TrainerError once it is closed."""
         away = deque(n for n in range(len(self._store.pages)) if self._store.in_memory(n) is None)
         free = self._store.buffers(SAVE_BUFFERS)
-        arriving: deque[tuple[torch.Tensor, Ticket]] = deque()
+        arriving: deque[tuple[torch.Tensor, Future]] = deque()
         for number in range(len(self._store.pages)):
             while free and away:
                 following, buffer = away.popleft(), free.pop()
-                ticket = self._store.read(following, buffer[: self._store.bytes_of(following)])
-                arriving.append((buffer, ticket))
+                future = self._store.read(following, buffer[: self._store.bytes_of(following)])
+                arriving.append((buffer, future))
             if self._closed:
                 raise TrainerError("the state was let go of before it was written")
             inside = self._store.in_memory(number)
@@ -51,8 +51,8 @@ class PageSnapshot:
                 yield number, self._store.fields(number, inside)
                 self._may_change(number)
             else:
-                buffer, ticket = arriving.popleft()
-                ticket.wait()
+                buffer, future = arriving.popleft()
+                future.wait()
                 self._may_change(number)  # what follows reads the copy
                 yield number, self._store.fields(number, buffer)
                 free.append(buffer)

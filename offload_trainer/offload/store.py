@@ -19,7 +19,7 @@ from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, Page, aligned
 from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
 class WriteBackCache:
@@ -119,20 +119,20 @@ class PageStore:
             start += field.padded(elements)
         return found
 
-    def read(self, number: int, buffer: torch.Tensor) -> Ticket:
+    def read(self, number: int, buffer: torch.Tensor) -> Future:
         """Fill `buffer` (uint8, the page's bytes) from the page's drive, or from the device as it is by then."""
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(resident, buffer)
         return self._transfers.read(self._files[self.pages[number].home], self._offsets[number], buffer)
 
-    def write(self, number: int, buffer: torch.Tensor) -> Ticket:
+    def write(self, number: int, buffer: torch.Tensor) -> Future:
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(buffer, resident)
         return self._transfers.write(self._files[self.pages[number].home], self._offsets[number], buffer)
 
-    def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Ticket:
+    def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """To the device or from it, in order with the updates there."""
         with self._device.beside(after=None):
             into.copy_(values, non_blocking=True)
@@ -144,22 +144,22 @@ class PageStore:
         All are home at the end.
         """
         free = self.buffers(2)
-        leaving: deque[tuple[torch.Tensor, Ticket]] = deque()
+        leaving: deque[tuple[torch.Tensor, Future]] = deque()
         for number in range(len(self.pages)):
             inside = self.in_memory(number)
             if inside is not None:
                 yield number, self.fields(number, inside.zero_())
                 continue
             if not free:
-                buffer, ticket = leaving.popleft()
-                ticket.wait()
+                buffer, future = leaving.popleft()
+                future.wait()
                 free.append(buffer)
             buffer = free.pop()
             data = buffer[: self._sizes[number]].zero_()
             yield number, self.fields(number, data)
             leaving.append((buffer, self.write(number, data)))
-        for _, ticket in leaving:
-            ticket.wait()
+        for _, future in leaving:
+            future.wait()
 
     # -- single weights -----------------------------------------------------------------------------------------------
 
@@ -241,11 +241,11 @@ class UnitStore:
         first = self._offsets[unit] // self.dtype.itemsize
         return self._memory[first : first + self._elements[unit]]
 
-    def read(self, unit: int, start: int, buffer: torch.Tensor) -> Ticket:
+    def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
         """Fill `buffer` (this dtype) from element `start` on; aligned."""
         return self._transfers.read(*self._place(unit, start), buffer)
 
-    def write(self, unit: int, start: int, buffer: torch.Tensor) -> Ticket:
+    def write(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
         return self._transfers.write(*self._place(unit, start), buffer)
 
     def _place(self, unit: int, start: int) -> tuple[DriveFile, int]:

@@ -17,7 +17,7 @@ import torch
 from offload_trainer.offload.store import UnitStore
 from offload_trainer.plan.layout import Unit
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Ticket, Workers, ending
+from offload_trainer.storage.transfer import Future, Workers, ending
 
 # Elements. From here on torch starts a team of threads, which on a CPU would take the cores from what computes.
 _ALONE = (1 << 15) - 1
@@ -29,7 +29,7 @@ class _Staging:
 
     buffer: torch.Tensor
     unit: int | None = None
-    writing: Ticket | None = None
+    writing: Future | None = None
 
 
 class HostSums:
@@ -55,8 +55,8 @@ class HostSums:
         size = max((unit.trained for unit in units), default=0) * dtype.itemsize
         return [_Staging(host_buffer(size).view(dtype)) for _ in range(min(count, len(units)))]
 
-    def put(self, work: Callable[[], object], ticket: Ticket) -> None:
-        """Do `work` after all that was put before; then, or with what went wrong here, the ticket ends."""
+    def put(self, work: Callable[[], object], future: Future) -> None:
+        """Do `work` after all that was put before; then, or with what went wrong here, the future ends."""
 
         def unless_broken() -> None:
             if self._error is not None:
@@ -67,13 +67,13 @@ class HostSums:
                 self._error = error
                 raise
 
-        self._worker.put(ending(ticket, unless_broken))
+        self._worker.put(ending(future, unless_broken))
 
     def finish(self) -> None:
         """Everything is added and in its home when this returns. Raises what went wrong on the way."""
-        ticket = Ticket()
-        self.put(self._send_all, ticket)
-        ticket.wait()
+        future = Future()
+        self.put(self._send_all, future)
+        future.wait()
 
     def clear(self) -> None:
         """The next step begins. After `finish`."""

@@ -30,7 +30,7 @@ from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch, within
 from offload_trainer.plan.routes import Route, device_slot, host_slot
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Ticket, done, together
+from offload_trainer.storage.transfer import Future, done, together
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Job:
     state: torch.Tensor  # uint8; each is empty where that does not pass through the slot
     gradient: torch.Tensor
     out: torch.Tensor
-    loaded: list[Ticket]
+    loaded: list[Future]
     slot: int
 
 
@@ -101,7 +101,7 @@ class Updater:
         self._waiting: deque[_Path] = deque()
         self._ready: queue.SimpleQueue[_Job | BaseException] = queue.SimpleQueue()
         self._early: list[_Job] | None = None  # pages read before their gradients were known
-        self._leaving: list[Ticket] = []
+        self._leaving: list[Future] = []
         self._lock = threading.Lock()
         self._snapshot: PageSnapshot | None = None
 
@@ -181,14 +181,14 @@ class Updater:
             job.loaded.append(self._gradients.read(page.unit, page.start, job.gradient))
         together(job.loaded).then(lambda error: self._ready.put(error or job))
 
-    def _send(self, job: _Job, computed: Ticket) -> None:
+    def _send(self, job: _Job, computed: Future) -> None:
         """Start what has changed on its way home, once it is computed; then the slot is filled again."""
-        home = Ticket()
+        home = Future()
         self._leaving.append(home)
         home.then(lambda error: self._refill(job.slot, error))
         computed.then(lambda error: self._leave(job, home, error))
 
-    def _leave(self, job: _Job, home: Ticket, error: BaseException | None) -> None:
+    def _leave(self, job: _Job, home: Future, error: BaseException | None) -> None:
         """Runs on a transfer's thread where the device computed the page."""
         try:
             if error is not None:
@@ -249,8 +249,8 @@ class Updater:
                 self._compute(job.path, job, step)
                 self._send(job, done())
             moving -= 1
-        for ticket in self._leaving:
-            ticket.wait()
+        for future in self._leaving:
+            future.wait()
         self._leaving.clear()
 
     def _compute(self, path: _Path, job: _Job | None, step: _Step) -> None:

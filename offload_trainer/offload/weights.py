@@ -14,7 +14,7 @@ from offload_trainer.offload.device import Device
 from offload_trainer.offload.store import UnitStore
 from offload_trainer.plan.layout import DEVICE, RAM, Unit
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Ticket, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
 class Weights:
@@ -58,8 +58,8 @@ class Weights:
             return None if self._device.is_cuda else self.resident(unit)
         return self.store.host(unit)
 
-    def commit(self, unit: int, start: int, values: torch.Tensor) -> Ticket:
-        """Bring new weights (host memory, untouched until the ticket is done) from element `start` on to their home."""
+    def commit(self, unit: int, start: int, values: torch.Tensor) -> Future:
+        """Bring new weights (host memory, untouched until the future is done) from element `start` on to their home."""
         resident = self.resident(unit)
         if resident is not None:
             return self._device.upload(values, resident[start : start + values.numel()])

@@ -1,6 +1,6 @@
 """Bytes between host memory and files, many at a time, each one checked.
 
-    Transfers.read(file, offset, buffer) / .write(...)  ->  Ticket      returns at once; `wait` when it is needed
+    Transfers.read(file, offset, buffer) / .write(...)  ->  Future      returns at once; `wait` when it is needed
 
 Three carry it out: `ThreadedTransfers` (preadv and pwritev with O_DIRECT on threads; needs no compiler),
 `AioTransfers` (DeepSpeed's libaio kernel), and `CheckedTransfers`, which wraps another one and compares every block
@@ -86,7 +86,7 @@ class DriveFile:
             self.descriptor = -1
 
 
-class Ticket:
+class Future:
     """A transfer under way. `wait` returns when its bytes are in place and raises what went wrong."""
 
     def __init__(self, parts: int = 1) -> None:
@@ -114,7 +114,7 @@ class Ticket:
         action(self._error)
 
     def finish_part(self, error: BaseException | None = None) -> None:
-        """One part has ended; with the last one the ticket is done. For those who carry transfers out."""
+        """One part has ended; with the last one the future is done. For those who carry transfers out."""
         with self._lock:
             self._left -= 1
             self._error = self._error or error
@@ -126,25 +126,25 @@ class Ticket:
             action(self._error)
 
 
-def together(tickets: Sequence[Ticket]) -> Ticket:
+def together(futures: Sequence[Future]) -> Future:
     """Done when all of them are."""
-    if not tickets:
+    if not futures:
         return done()
-    ticket = Ticket(parts=len(tickets))
-    for one in tickets:
-        one.then(ticket.finish_part)
-    return ticket
+    future = Future(parts=len(futures))
+    for one in futures:
+        one.then(future.finish_part)
+    return future
 
 
-def done() -> Ticket:
-    """A ticket of what has ended already."""
-    ticket = Ticket()
-    ticket.finish_part()
-    return ticket
+def done() -> Future:
+    """A future of what has ended already."""
+    future = Future()
+    future.finish_part()
+    return future
 
 
-def ending(ticket: Ticket, work: Callable[[], object]) -> Callable[[], None]:
-    """`work` as a job for a thread: a part of the ticket ends with it, also with what it raises."""
+def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
+    """`work` as a job for a thread: a part of the future ends with it, also with what it raises."""
 
     def carry_out() -> None:
         error: BaseException | None = None
@@ -152,17 +152,17 @@ def ending(ticket: Ticket, work: Callable[[], object]) -> Callable[[], None]:
             work()
         except BaseException as caught:
             error = caught
-        ticket.finish_part(error)
+        future.finish_part(error)
 
     return carry_out
 
 
 class Transfers(Protocol):
-    """`buffer`: a contiguous CPU tensor, untouched by anybody else until the ticket is done."""
+    """`buffer`: a contiguous CPU tensor, untouched by anybody else until the future is done."""
 
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket: ...
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future: ...
 
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket: ...
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future: ...
 
     def close(self) -> None: ...
 
@@ -206,24 +206,24 @@ class ThreadedTransfers:
         self._readers = Workers(threads, "read")
         self._writers = Workers(threads, "write")
 
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         return self._start(self._readers, file.read, offset, buffer)
 
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         return self._start(self._writers, file.write, offset, buffer)
 
     def _start(
         self, workers: Workers, move: Callable[[memoryview, int], None], offset: int, buffer: torch.Tensor
-    ) -> Ticket:
+    ) -> Future:
         data = bytes_of(buffer).numpy().data
         assert offset % SECTOR == 0, offset
         assert len(data) % SECTOR == 0, len(data)
         starts = range(0, len(data), self._block)
-        ticket = Ticket(parts=len(starts))
+        future = Future(parts=len(starts))
         for start in starts:
             part = partial(move, data[start : start + self._block], offset + start)
-            workers.put(ending(ticket, part))
-        return ticket
+            workers.put(ending(future, part))
+        return future
 
     def close(self) -> None:
         self._readers.close()
@@ -241,10 +241,10 @@ class AioTransfers:
         self._reads, self._writes = make_handle(), make_handle()
         self._reader, self._writer = Workers(1, "aio-read"), Workers(1, "aio-write")
 
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         return self._start(self._reader, self._reads, self._reads.async_pread, file, offset, buffer)
 
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         return self._start(self._writer, self._writes, self._writes.async_pwrite, file, offset, buffer)
 
     def _start(
@@ -255,8 +255,8 @@ class AioTransfers:
         file: DriveFile,
         offset: int,
         buffer: torch.Tensor,
-    ) -> Ticket:
-        ticket, data = Ticket(), bytes_of(buffer)
+    ) -> Future:
+        future, data = Future(), bytes_of(buffer)
 
         def move() -> None:
             size = os.fstat(file.descriptor).st_size
@@ -265,8 +265,8 @@ class AioTransfers:
             if submit(data, str(file.path), offset) != 0 or handle.wait() != 1:
                 raise TrainerError(f"{file.path}: async_io refused {data.numel()} bytes at {offset}")
 
-        worker.put(ending(ticket, move))
-        return ticket
+        worker.put(ending(future, move))
+        return future
 
     def close(self) -> None:
         self._reader.close()
@@ -296,8 +296,8 @@ class CheckedTransfers:
         self._inner = inner
         self._sums: dict[Path, torch.Tensor] = {}
 
-    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
-        checked, read = Ticket(), self._inner.read(file, offset, buffer)
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        checked, read = Future(), self._inner.read(file, offset, buffer)
 
         def compare() -> None:
             read.wait()  # it has ended: this raises what went wrong
@@ -311,7 +311,7 @@ class CheckedTransfers:
         read.then(lambda _: ending(checked, compare)())
         return checked
 
-    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Ticket:
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         self._of(file, offset, buffer).copy_(_sums(buffer))
         return self._inner.write(file, offset, buffer)
 

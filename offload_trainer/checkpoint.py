@@ -370,10 +370,3 @@ def check_identity(checkpoint: Path, identity: Mapping[str, Any], layout: Mappin
         raise UserError(f"{checkpoint}: written in format {manifest.format}, this version reads {FORMAT}")
     refuse_other_run(checkpoint, manifest.identity, identity)
     refuse_other_run(checkpoint, manifest.layout, layout)
-
-
-def load_checkpoint(engine: Engine, checkpoint: Path) -> TrainState:
-    """Set the engine to a checkpoint that was checked. All ranks call it."""
-    state = read_state(checkpoint)
-    engine.load(checkpoint)
-    return state

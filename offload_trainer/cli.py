@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer import __version__
-from offload_trainer.config import TrainConfig
 from offload_trainer.errors import TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
@@ -66,38 +65,34 @@ def _train(words: list[str]) -> None:
         print(dump_config(config), end="")
         return
     if "--dry-run" in switches:
-        _print_plan(config, as_json=False)
+        _print_plan(words, as_json=False)
         return
     with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
-        _start_run(config, given)
+        from offload_trainer.run.launch import prepare_process, start_ranks
 
+        start_ranks(given, count=config.placement.gpus)
+        prepare_process(config.process)
+        _quiet()
+        from offload_trainer.run.train import train_run
 
-def _start_run(config: TrainConfig, words: list[str]) -> None:
-    from offload_trainer.run.launch import prepare_process, start_ranks
-
-    start_ranks(config, words)
-    prepare_process(config)
-    _quiet()
-    from offload_trainer.run.train import train_run
-
-    train_run(config)
+        train_run(config)
 
 
 def _plan(words: list[str]) -> None:
     as_json = bool(_take(words, "--json"))
     name = _value(words, "--machine")
     if name is None:
-        _print_plan(load_config(words), as_json=as_json)
+        _print_plan(words, as_json=as_json)
         return
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.run.planning import described, plan_elsewhere, refuse_shortfall
+    from offload_trainer.run.planning import described, plan_elsewhere
 
     machine, words = described(read_machine(name), words)
     config = load_config(words)
     _quiet()
     plan = plan_elsewhere(config, machine)
     _show(plan, as_json=as_json)
-    refuse_shortfall(config, plan)
+    plan.refuse(force=config.placement.force)
 
 
 def _value(words: list[str], name: str) -> str | None:
@@ -123,18 +118,19 @@ def _count(words: list[str], name: str, *, otherwise: int) -> int:
     return int(text)
 
 
-def _print_plan(config: TrainConfig, *, as_json: bool) -> None:
+def _print_plan(words: list[str], *, as_json: bool) -> None:
+    config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    prepare_process(config)
+    prepare_process(config.process)
     _quiet()
     from offload_trainer.run.planning import plan_run
     from offload_trainer.run.train import check_start, refuse
 
-    config, plan, _, source = plan_run(config)
-    _show(plan, as_json=as_json)
-    refuse(config, plan)
-    check_start(config, plan, source, say=_say)
+    planned = plan_run(config)
+    _show(planned.plan, as_json=as_json)
+    refuse(planned)
+    check_start(planned, say=_say)
 
 
 def _show(plan: Plan, *, as_json: bool) -> None:
@@ -147,12 +143,20 @@ def _bench(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    threads = prepare_process(config)
+    threads = prepare_process(config.process)
     _quiet()
-    from offload_trainer.run.planning import bench_here
+    from offload_trainer.run.bench import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        machine = bench_here(config, threads=threads, drive_bytes=gigabytes * 10**9 or None, say=_say)
+        machine = bench_here(
+            config.placement.nvme,
+            output=config.save.output,
+            dtype=config.model.dtype,
+            page=config.tiered.page_size,
+            threads=threads,
+            drive_bytes=gigabytes * 10**9 or None,
+            say=_say,
+        )
     print(json.dumps(machine.to_json(), indent=1) if as_json else describe_rates(machine))
 
 
@@ -165,28 +169,28 @@ def _tune(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    prepare_process(config)
+    prepare_process(config.process)
     _quiet()
     from offload_trainer.machine.cache import keep_ratios
-    from offload_trainer.run.planning import plan_run, refuse_shortfall
+    from offload_trainer.run.planning import plan_run
     from offload_trainer.run.tune import ratios, steered_phase, tune
 
-    config, plan, machine, _ = plan_run(config)
+    planned = plan_run(config)
+    plan = planned.plan
     _say(plan.describe())
-    refuse_shortfall(config, plan)
+    plan.refuse(force=config.placement.force)
     trials = tune(words, plan.tunable, phase=steered_phase(plan), steps=steps, say=_say)
     path.write_text(dump_config(load_config([*words, *trials[0].words.split()])), encoding="utf-8")
-    planned = next(trial for trial in trials if not trial.words)
+    as_planned = next(trial for trial in trials if not trial.words)
     try:
-        keep_ratios(machine, ratios(plan, planned))
+        keep_ratios(planned.machine, ratios(plan, as_planned))
     except OSError as error:  # the file is written
         _say(f"note: measured / predicted seconds could not be kept for later plans: {reason(error)}")
     if as_json:
         print(json.dumps([trial.to_json() for trial in trials], indent=1))
         return
-    print(
-        f"{trials[0].words or 'as planned'}: {trials[0].seconds:.2f} s a step, as planned {planned.seconds:.2f}; {path}"
-    )
+    found, before = trials[0].seconds, as_planned.seconds
+    print(f"{trials[0].words or 'as planned'}: {found:.2f} s a step, as planned {before:.2f}; {path}")
 
 
 def _doctor(words: list[str]) -> None:
@@ -195,12 +199,19 @@ def _doctor(words: list[str]) -> None:
     from offload_trainer.run.launch import prepare_process
 
     given = os.environ.get("OMP_NUM_THREADS")
-    prepare_process(config)
+    prepare_process(config.process)
     _quiet()
+    from offload_trainer.plan.choose import engine_of
     from offload_trainer.run.doctor import examine, report
 
     with redirect_stdout(sys.stderr):  # libraries print there
-        checks = examine(config, threads_given=given)
+        checks = examine(
+            config.placement,
+            config.model,
+            output=config.save.output,
+            engine=engine_of(config),
+            threads_given=given,
+        )
     print(json.dumps([vars(check) for check in checks], indent=1) if as_json else report(checks))
     if any(check.state == "failure" for check in checks):
         raise TrainerError("doctor: something that a run needs is missing, see above")
@@ -214,7 +225,7 @@ def _prepare(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    prepare_process(config)
+    prepare_process(config.process)
     _quiet()
     from offload_trainer.run.train import prepare_run
 

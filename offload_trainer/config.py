@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -262,6 +263,15 @@ class DeepSpeedSection(_Section):
     aio_threads: PositiveInt = Field(2, description="threads that one transfer is divided over")
 
 
+@dataclass(frozen=True)
+class ProcessWish:
+    """What a process must know of its run before torch is imported."""
+
+    threads: int | Auto
+    deterministic: bool
+    names: tuple[str, ...]  # of what may be on the hub
+
+
 class TrainConfig(_Section):
     """The whole wish. Sections are named as on the command line: ``optim.lr=1e-3``."""
 
@@ -273,3 +283,8 @@ class TrainConfig(_Section):
     save: SaveSection = SaveSection()
     tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
+
+    @property
+    def process(self) -> ProcessWish:
+        names = (self.model.name, self.data.tokenizer)
+        return ProcessWish(self.placement.threads, self.train.deterministic, names)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from offload_trainer.checkpoint import Checkpoints, TrainState, load_checkpoint
-from offload_trainer.config import TrainConfig
+from offload_trainer.checkpoint import Checkpoints, TrainState
+from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import TrainerError
@@ -38,7 +38,9 @@ from offload_trainer.telemetry.sinks import Telemetry
 class Job:
     """Everything a run consists of, built and ready."""
 
-    config: TrainConfig
+    train: TrainSection
+    optim: OptimSection
+    finds_scale: bool  # of the loss, in fp16: steps that overflow are a part of that
     engine: Engine
     train_rows: RowReader
     validation_rows: RowReader | None
@@ -57,31 +59,31 @@ class Job:
     swaps: list[Path]  # the run's private directories on drives
 
 
-def train(job: Job, asked: Asked, *, resume: Path | None = None) -> TrainState:
+def train(job: Job, asked: Asked, *, resume: tuple[Path, TrainState] | None = None) -> TrainState:
     """Train to the last step, or to that in which a signal asks to stop; returns the state there, saved if it can be.
 
-    Raises TrainerError where `optim.nonfinite` is `stop` and a gradient was not finite: the weights are those of the
-    step before.
+    `resume`: a checkpoint that was checked, and the state in it. Raises TrainerError where `optim.nonfinite` is `stop`
+    and a gradient was not finite: the weights are those of the step before.
     """
-    config = job.config
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
-        state = load_checkpoint(job.engine, resume)
+        checkpoint, state = resume
+        job.engine.load(checkpoint)
         job.checkpoints.saved = state.step
-        job.say(f"resumed from {resume}, step {state.step}")
+        job.say(f"resumed from {checkpoint}, step {state.step}")
     batches = job.train_rows.train_batches(
         DataState(state.data_position),
-        micro_batch=config.train.micro_batch,
+        micro_batch=job.train.micro_batch,
         rank=job.engine.rank,
         world=job.engine.world,
     )
     with job.checkpoints:
-        while state.step < config.train.steps:
+        while state.step < job.train.steps:
             state = _step(job, state, batches)
-            last = state.step == config.train.steps
-            if _due(state.step, config.train.eval_every) or last:
+            last = state.step == job.train.steps
+            if _due(state.step, job.train.eval_every) or last:
                 _evaluate(job, state.step)
-            if job.sample and _due(state.step, config.train.sample_every):
+            if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
             stop, wished = _agree(job, asked)
             _save_if_due(job, state, stopping=bool(stop), wished=wished)
@@ -93,7 +95,7 @@ def train(job: Job, asked: Asked, *, resume: Path | None = None) -> TrainState:
 
 def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool) -> None:
     """A checkpoint where one is due, or wished for, or the last before a stop. Returns once that one is whole."""
-    last = state.step == job.config.train.steps
+    last = state.step == job.train.steps
     if wished and job.cannot_save:
         job.say(f"no checkpoint was made: {job.cannot_save}")
     due = wished or (stopping and not last) or (job.save_every and (_due(state.step, job.save_every) or last))
@@ -136,7 +138,7 @@ def _due(step: int, every: int) -> bool:
 
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     """One optimizer step, measured."""
-    lr = learning_rate(state.step, job.config.optim, steps=job.config.train.steps)
+    lr = learning_rate(state.step, job.optim, steps=job.train.steps)
     before = read_io()
     group, result, seconds = _carry_out(job, batches, lr=lr)
     drive = read_io() - before
@@ -176,7 +178,7 @@ def _carry_out(job: Job, batches: Iterator[Batch], *, lr: float) -> tuple[list[B
     """The next step's batches, its result, and its seconds."""
     start = time.perf_counter()
     with job.clock.phase("data"):
-        group = [next(batches) for _ in range(job.config.train.accumulate)]
+        group = [next(batches) for _ in range(job.train.accumulate)]
     result = job.engine.train_step(group, lr=lr, clock=job.clock)
     return group, result, time.perf_counter() - start
 
@@ -186,12 +188,12 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
     Drive traffic is counted from the last step's end to this one's: what an engine leaves for later is in a later one.
     """
-    train = job.config.train
+    train = job.train
     batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch)
     counted = read_io()
     for number in range(steps):
         forget_peak_rss()
-        rate = learning_rate(number, job.config.optim, steps=train.steps)
+        rate = learning_rate(number, job.optim, steps=train.steps)
         _, result, seconds = _carry_out(job, batches, lr=rate)
         before, counted = counted, read_io()
         peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes()}
@@ -199,10 +201,10 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
-    finding = job.config.model.dtype == "fp16" and result.loss_scale > 1  # skipping is how the scale finds its value
+    finding = job.finds_scale and result.loss_scale > 1  # skipping is how the scale finds its value
     if not result.skipped or finding:
         return
-    if job.config.optim.nonfinite == "stop":
+    if job.optim.nonfinite == "stop":
         raise TrainerError(
             f"step {step}: NaN or infinity in the gradient (loss {result.loss:.4g}); the weights are those of step "
             f"{step - 1}. Lower optim.lr, look at the data of this step, or go on with optim.nonfinite=skip"
@@ -214,9 +216,7 @@ def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
     total, targets = 0.0, []
-    for batch in job.validation_rows.validation_batches(
-        micro_batch=job.config.train.micro_batch, limit=job.config.train.eval_rows
-    ):
+    for batch in job.validation_rows.validation_batches(micro_batch=job.train.micro_batch, limit=job.train.eval_rows):
         total += job.engine.eval_loss(batch) * batch.counted
         targets.append(batch.targets[batch.targets != IGNORED])
     predicted = torch.cat(targets) if targets else torch.empty(0)

@@ -54,9 +54,10 @@ def child(words: list[str]) -> None:
     from offload_trainer.settings import load_config
 
     config = load_config(["plain" if word == "native" else word for word in words])
-    prepare_process(config)
+    prepare_process(config.process)
     cli._quiet()
-    from offload_trainer.run import build, train  # torch comes with it, and the threads are set before
+    from offload_trainer.run import train  # torch comes with it, and the threads are set before
+    from offload_trainer.run.build import build_engine
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.trainer import timed_steps
 
@@ -69,9 +70,7 @@ def child(words: list[str]) -> None:
         for _ in sys.stdin:
             print(json.dumps(next(steps)), file=answers)
 
-    if "native" in words:
-        build.build_engine = native_engine
-    train.train_run(config, instead=serve)
+    train.train_run(config, instead=serve, build=native_engine if "native" in words else build_engine)
 
 
 def native_engine(setup: Any, **_: Any) -> Any:
@@ -83,12 +82,12 @@ def native_engine(setup: Any, **_: Any) -> Any:
     from offload_trainer.model.pretrained import as_parameter
     from offload_trainer.model.source import DTYPES
 
-    dtype = DTYPES[setup.config.model.dtype]
+    dtype = DTYPES[setup.planned.config.model.dtype]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         use_fp32_products(dtype)
-    module = setup.source.build(dtype=dtype)
-    for name, value in setup.source.weights():
+    module = setup.planned.source.build(dtype=dtype)
+    for name, value in setup.planned.source.weights():
         module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
     module.to(device).train()
 

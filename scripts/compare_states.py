@@ -133,7 +133,7 @@ def run(form: str, words: list[str], *, steps: int) -> dict[str, Any]:
 
 
 def _measure(job: Any, *, theirs: bool) -> dict[str, Any]:
-    engine, optim, train = job.engine, job.config.optim, job.config.train
+    engine, optim, train = job.engine, job.optim, job.train
     if theirs:
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in engine._adam.param_groups]
         engine._adam = bitsandbytes.optim.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)

@@ -19,7 +19,7 @@ from offload_trainer.checkpoint import (
     TrainState,
     check_resume,
     find_resume,
-    load_checkpoint,
+    read_state,
     reading,
 )
 from offload_trainer.data.rows import DataState, RowReader, split_rows
@@ -78,7 +78,7 @@ def _checkpoint(name: str, files: list[str]) -> Callable[[Path], Kind]:
     def make(folder: Path) -> Kind:
         config = load_config(_TINY)
         source = resolve_model(config.model, seed=0)
-        engine = PlainEngine(source, config)
+        engine = PlainEngine(source, config.model, config.optim)
         (folder / "model").mkdir(parents=True)
         save_model_config(source, folder / "model", dtype=torch.bfloat16, end_of_text=0)
         layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in source.shape.weights}
@@ -110,7 +110,8 @@ def _resume_and_export(folder: Path, record: RunRecord, engine: PlainEngine, tok
     assert found is not None, "started anew"
     with reading(found):
         check_resume(found, record)
-    state = load_checkpoint(engine, found)
+    engine.load(found)
+    state = read_state(found)
     rows = split_rows(len(tokens), seq_len=16, validation=0.0).train
     reader = RowReader(tokens, rows=rows, seq_len=16, vocabulary=64, seed=0, shuffle=True)
     next(iter(reader.train_batches(DataState(state.data_position), micro_batch=2)))

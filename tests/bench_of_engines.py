@@ -18,7 +18,7 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.source import ModelSource, resolve_model
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.choose import make_plan, workload
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease
@@ -98,7 +98,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
     if REENTRANT in given:
         source = Reentrant(**vars(source))
     if config.placement.engine == "plain":
-        yield PlainEngine(source, config)
+        yield PlainEngine(source, config.model, config.optim)
         return
     machine = probe_machine(drives=config.placement.nvme, output=str(model))
     plan = make_plan(config, source.shape, machine)
@@ -106,7 +106,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
     leases = [DriveLease(drive) for drive in drives] if plan.uses_drives else []
     made = TieredEngine(
         source,
-        config,
+        workload(config, source.shape),
+        config.optim,
         placement=plan.placement,
         sizes=plan.sizes,  # type: ignore[arg-type]
         drives=[lease.path for lease in leases],

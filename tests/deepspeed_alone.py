@@ -19,7 +19,7 @@ from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import TrainerError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.choose import make_plan, workload
 from offload_trainer.settings import load_config
 
 
@@ -29,9 +29,15 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     plan = make_plan(config, source.shape, probe_machine(drives=config.placement.nvme, output=str(folder)))
     start_processes()
     told = deepspeed_config(
-        config, plan.placement, plan.sizes, world=1, accelerator="cpu", swap_directory=str(folder / "swap")
+        workload(config, source.shape),
+        config.optim,
+        config.deepspeed,
+        plan.placement,
+        plan.sizes,
+        accelerator="cpu",
+        swap_directory=str(folder / "swap"),
     )
-    return DeepSpeedEngine(source, config, placement=plan.placement, words=told)
+    return DeepSpeedEngine(source, config.model, config.optim, placement=plan.placement, words=told)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

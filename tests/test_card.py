@@ -69,7 +69,7 @@ def test_bf16_is_refused_by_name_below_sm_80(capability: tuple[int, int], refuse
     assert shape
     make_plan(load_config(["--model", "gpt2", "--dtype", "fp16"]), shape, machine)
     config = load_config(["--model", "gpt2", "--dtype", "bf16"])
-    checks = [check.state for check in doctor._gpu(config, machine)]
+    checks = [check.state for check in doctor._gpu(config.model, machine)]
     if not refused:
         make_plan(config, shape, machine)
         assert checks == ["ok"]
@@ -125,7 +125,7 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     assert machine.built_for == ("sm_75", "sm_80")
     assert machine.no_state_on_gpu == "no NVRTC"
     assert "no optimizer state can live there: no NVRTC" in " ".join(
-        check.found for check in doctor._gpu(load_config(["--model", "gpt2"]), machine)
+        check.found for check in doctor._gpu(load_config(["--model", "gpt2"]).model, machine)
     )
     assert profile_from_json(json.loads(json.dumps(machine.to_json()))) == machine
     assert doctor._torch().state == "ok"

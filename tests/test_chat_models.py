@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
-from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.config import ModelSection
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER, load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import Source
 from offload_trainer.model.source import resolve_model
-from offload_trainer.run.directory import Log, held, run_directory
+from offload_trainer.run.directory import keep_model
 
 END, TURN, THIRD = 0, 2048, 2049
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -63,13 +62,8 @@ def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
     """The directory `model` that a run of `given` leaves, from which its exports are made."""
     source = resolve_model(ModelSection(name=str(given), scratch=scratch), seed=0)
     tokenizer = load_tokenizer(str(given))
-    plan: Any = SimpleNamespace(to_json=dict)
-    log, settled = Log(loud=False), TrainConfig()
-    with (
-        held(output, log) as lock,
-        run_directory(output, settled, plan, plan, source, log, tokenizer=tokenizer, end_of_text=TURN, lock=lock),
-    ):
-        pass
+    output.mkdir(exist_ok=True)
+    keep_model(output / "model", source, dtype=torch.bfloat16, tokenizer=tokenizer, end_of_text=TURN)
     return output / "model"
 
 

@@ -25,11 +25,10 @@ from offload_trainer.engine import parts
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.choose import make_plan, workload
 from offload_trainer.plan.zero import Placement, zero_sizes
 from offload_trainer.run import launch
 from offload_trainer.run.launch import prepare_process
-from offload_trainer.run.planning import refuse_shortfall
 from offload_trainer.run.train import train_run
 from offload_trainer.settings import all_keys, load_config
 from offload_trainer.storage import transfer
@@ -178,7 +177,7 @@ def _observed(folder: Path, words: list[str], patch: pytest.MonkeyPatch) -> dict
     config = load_config([*BASE, "--output", str(folder / "out"), *given])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         patch.delenv(name, raising=False)
-    facts: dict[str, Any] = {"threads": prepare_process(config)}
+    facts: dict[str, Any] = {"threads": prepare_process(config.process)}
     train = trainer.train
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(trainer, "train", lambda *given, **more: _trained(train, given, more, facts, inner, folder))
@@ -286,8 +285,10 @@ def test_deepspeed_is_told(name: str) -> None:
         config = load_config(["--engine", "deepspeed", "--nvme", "/ssd", "--save-every", "0", *words])
         params = "cpu" if name == "prefetch_bucket_size" else "nvme"
         placement = Placement(params, "nvme")
-        sizes = zero_sizes(SHAPES["gpt2-medium"], config.deepspeed, placement, world=1, item_bytes=2)
-        return deepspeed_config(config, placement, sizes, world=1, accelerator="cuda", swap_directory="/ssd/run")
+        work, section = workload(config, SHAPES["gpt2-medium"]), config.deepspeed
+        sizes = zero_sizes(work.shape, section, placement, world=1, item_bytes=2)
+        words = {"accelerator": "cuda", "swap_directory": "/ssd/run"}
+        return deepspeed_config(work, config.optim, section, placement, sizes, **words)
 
     assert STOCK[name] in json.dumps(told(f"deepspeed.{name}={STOCK[name]}"))
     assert told(f"deepspeed.{name}={STOCK[name]}") != told()
@@ -321,10 +322,10 @@ def test_force_lets_a_plan_pass_that_does_not_fit() -> None:
         config = load_config(["--save-every", "0", *words])
         plan = make_plan(config, SHAPES["gpt2-10b"], machine(ram=10**9))
         if passes:
-            refuse_shortfall(config, plan)
+            plan.refuse(force=config.placement.force)
         else:
             with pytest.raises(UserError, match="does not fit"):
-                refuse_shortfall(config, plan)
+                plan.refuse(force=config.placement.force)
 
 
 def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +333,6 @@ def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launch.os, "execv", lambda _, words: started.append(" ".join(words)))
     for words in ([], ["--gpus", "3", "--engine", "deepspeed"]):
-        launch.start_ranks(load_config(words), words)
+        launch.start_ranks(words, count=load_config(words).placement.gpus)
     assert len(started) == 1
     assert "--nproc-per-node 3" in started[0]

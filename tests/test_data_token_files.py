@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload_trainer.config import DataSection, TrainConfig
+from offload_trainer.config import DataSection, ModelSection
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.shards import TokenShards
@@ -193,10 +193,9 @@ def test_shards_of_different_kinds_are_refused(tmp_path: Path, tokenizer: Any) -
 
 
 def run_data(tmp_path: Path, *, said: list[str] | None = None, seq_len: int = 8, **section: Any) -> Any:
-    config = TrainConfig(data=DataSection(tokenizer="builtin", cache=str(tmp_path / "cache"), **section))
-    source: Any = SimpleNamespace(directory=None, shape=SimpleNamespace(vocabulary=2048))
-    plan: Any = SimpleNamespace(seq_len=seq_len)
-    return prepare_data(config, source, plan, say=(said if said is not None else []).append)
+    wish = DataSection(tokenizer="builtin", cache=str(tmp_path / "cache"), **section)
+    source: Any = SimpleNamespace(directory=None, shape=SimpleNamespace(vocabulary=2048), section=ModelSection())
+    return prepare_data(wish, source, seq_len=seq_len, say=(said if said is not None else []).append)
 
 
 def test_validation_from_a_file_of_its_own_takes_nothing_from_the_training(tmp_path: Path) -> None:

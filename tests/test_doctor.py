@@ -12,6 +12,7 @@ from conftest import ask
 
 from offload_trainer.engine import op_builder, updates  # noqa: F401  imported before its kernels are replaced
 from offload_trainer.errors import TrainerError
+from offload_trainer.plan.choose import engine_of
 from offload_trainer.plan.machine import DriveFacts, read_machine
 from offload_trainer.run import doctor
 from offload_trainer.settings import load_config
@@ -42,7 +43,7 @@ def test_a_failure_ends_with_1(tmp_path: Path) -> None:
 )
 def test_threads(given: str | None, words: list[str], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    assert doctor._threads(load_config(words), given).state == state
+    assert doctor._threads(load_config(words).placement, given).state == state
 
 
 def test_a_launchers_threads_are_seen(tmp_path: Path) -> None:
@@ -81,7 +82,8 @@ def test_the_compilers_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         raise TrainerError("DeepSpeed's kernel cpu_adam could not be built: fatal error: omp.h: No such file")
 
     monkeypatch.setattr(op_builder, "load_cpu_adam", broken)
-    checks = doctor.examine(load_config(["--engine", "deepspeed"]))
+    config = load_config(["--engine", "deepspeed"])
+    checks = doctor.examine(config.placement, config.model, output=config.save.output, engine=engine_of(config))
     found = next(check for check in checks if check.name == "kernel cpu_adam")
     assert found.state == "failure"
     assert "omp.h" in found.found
@@ -98,7 +100,8 @@ def test_the_compilers_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_locked_memory_bounds_async_io_alone(words: list[str], limit: int | None, states: list[str]) -> None:
     machine = replace(read_machine("v100-32gb"), memlock_bytes=limit)
-    assert [check.state for check in doctor._memlock(load_config(words), machine)] == states
+    config = load_config(words)
+    assert [check.state for check in doctor._memlock(config.placement, engine_of(config), machine)] == states
 
 
 def test_a_stale_build_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.machine import bench, cache, probe
-from offload_trainer.run import planning
+from offload_trainer.run import bench as run_bench
 from offload_trainer.run.directory import Log, _ends_told
 from offload_trainer.storage.durable import write_text
 from offload_trainer.storage.removal import replacing, workplace_of
@@ -109,5 +108,6 @@ def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.Mon
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
     monkeypatch.setattr(cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
     said: list[str] = []
-    assert planning.bench_here(TrainConfig(), threads=1, drive_bytes=None, say=said.append) == "measured"
+    facts = {"output": ".", "dtype": "bf16", "page": 4096, "threads": 1, "drive_bytes": None}
+    assert run_bench.bench_here((), **facts, say=said.append) == "measured"  # type: ignore[arg-type]
     assert said[-1] == "note: these rates could not be kept for later plans: No space left on device"

@@ -18,7 +18,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.choose import make_plan, workload
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, pages_of, units_of
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -259,7 +259,15 @@ def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
     config, shape = wish(*words), SHAPES["gpt2-medium"]
     sizes = zero_sizes(shape, config.deepspeed, placement, world=2, item_bytes=2)
     swap = "/ssd/offload-trainer/run-x" if "nvme" in dataclasses.astuple(placement) else None
-    given = deepspeed_config(config, placement, sizes, world=2, accelerator=accelerator, swap_directory=swap)
+    given = deepspeed_config(
+        workload(config, shape, world=2),
+        config.optim,
+        config.deepspeed,
+        placement,
+        sizes,
+        accelerator=accelerator,
+        swap_directory=swap,
+    )
     path = GOLDEN / f"{name}.json"
     if os.environ.get("UPDATE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)

@@ -14,6 +14,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.run import directory, train
 from offload_trainer.run.build import Setup
 from offload_trainer.run.directory import Log, held
+from offload_trainer.run.planning import Planned
 from offload_trainer.settings import load_config
 
 
@@ -39,13 +40,12 @@ def test_a_run_that_lives_is_not_waited_for_long(tmp_path: Path, monkeypatch: py
     assert max(waits) < 0.1
 
 
-def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_is_never_once_another_run_has_ended_there(tmp_path: Path) -> None:
     """It passed the first look, waited while another run trained there, and would have mixed with its checkpoints."""
-    monkeypatch.setattr(train, "refuse_shortfall", lambda config, plan: None)
     config = load_config(["--resume", "never", "--output", str(tmp_path)])
     unused: Any = None
-    plan: Any = SimpleNamespace(cannot_save=None)  # it has passed
-    setup = Setup(config, plan, unused, unused, unused, tmp_path, unused, Log(loud=False))
+    plan: Any = SimpleNamespace(cannot_save=None, refuse=lambda force: None)  # it has passed
+    setup = Setup(Planned(config, plan, unused, unused), unused, unused, Log(loud=False))
 
     def hold() -> Path | None:
         with ExitStack() as stack:

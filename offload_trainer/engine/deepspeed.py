@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_trainer.config import OptimSection, TrainConfig
+from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
 from offload_trainer.engine.op_builder import importing, load_kernels
@@ -57,7 +57,8 @@ class DeepSpeedEngine:
     def __init__(
         self,
         source: ModelSource,
-        config: TrainConfig,
+        model: ModelSection,
+        optim: OptimSection,
         *,
         placement: Placement,
         words: dict[str, Any],
@@ -67,7 +68,7 @@ class DeepSpeedEngine:
 
         self.rank, self.world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         self._placement = placement
-        self._dtype = DTYPES[config.model.dtype]
+        self._dtype = DTYPES[model.dtype]
         load_kernels(placement)
         module = source.build(
             dtype=self._dtype,
@@ -75,7 +76,7 @@ class DeepSpeedEngine:
             # The other variant gives wrong gradients there: DeepSpeed reuses a weight's buffer that the recomputation
             # still needs (0.19.8; docs/log.md).
             reentrant=placement.params == "nvme",
-            offload=bool(config.model.offload_activations),
+            offload=bool(model.offload_activations),
         )
         if placement.stage == 2:
             module.to(_device())
@@ -86,13 +87,13 @@ class DeepSpeedEngine:
         decayed, plain = decay_groups(source.shape.weights)
         groups = [
             {"params": [self._parameters[weight.name] for weight in weights], "weight_decay": decay}
-            for weights, decay in ((decayed, config.optim.weight_decay), (plain, 0.0))
+            for weights, decay in ((decayed, optim.weight_decay), (plain, 0.0))
             if weights
         ]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
             model_parameters=groups,
-            optimizer=None if "optimizer" in words else _device_optimizer(groups, config.optim),
+            optimizer=None if "optimizer" in words else _device_optimizer(groups, optim),
             config=words,
         )
         if load_weights:  # only now: before, DeepSpeed would make masters from what was rounded
@@ -103,7 +104,7 @@ class DeepSpeedEngine:
                     write_weight(name, self._parameters[name], as_parameter(value, self._dtype))
         _restore_buffers(module.model, source.buffers())
         self._module = module
-        self._betas = config.optim.betas
+        self._betas = optim.betas
         self._behind: dict[str, int] = {}  # steps that a weight had missed when it was loaded
         self._arrived: set[str] = set()  # weights that got a gradient in this micro-batch
         for name in self._trained:

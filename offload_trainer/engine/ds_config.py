@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import DeepSpeedSection, OptimSection
+from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, ZeroSizes
 
 
 def deepspeed_config(
-    config: TrainConfig,
+    work: Workload,
+    optim: OptimSection,
+    section: DeepSpeedSection,
     placement: Placement,
     sizes: ZeroSizes,
     *,
-    world: int,
     accelerator: str,
     swap_directory: str | None,
 ) -> dict[str, Any]:
@@ -26,20 +28,19 @@ def deepspeed_config(
     anything lives on NVMe. Optimizers that run on the accelerator are handed to DeepSpeed ready-made, so that
     there is an `optimizer` section only for DeepSpeedCPUAdam.
     """
-    train, optim = config.train, config.optim
     words: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": train.accumulate,
-        "train_batch_size": train.micro_batch * train.accumulate * world,
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": work.accumulate,
+        "train_batch_size": work.micro_batch * work.accumulate * work.world,
         "gradient_clipping": optim.clip,
         "steps_per_print": 1_000_000_000,  # our own loop reports
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW
         "zero_force_ds_cpu_optimizer": False,  # plain torch AdamW where the optimizer is on the accelerator
-        **_precision(config),
-        "zero_optimization": _zero(config, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
+        **_precision(optim, dtype=work.dtype),
+        "zero_optimization": _zero(section, placement, sizes, accelerator=accelerator, swap_directory=swap_directory),
     }
-    if train.accumulate > 1 and optim.accumulate_dtype == "fp32":
+    if work.accumulate > 1 and work.sums == "fp32":
         words["data_types"] = {"grad_accum_dtype": "fp32"}
     if placement.optimizer != "gpu":
         words["optimizer"] = {
@@ -54,7 +55,6 @@ def deepspeed_config(
             },
         }
     if swap_directory is not None:
-        section = config.deepspeed
         words["aio"] = {
             "block_size": section.aio_block_size,
             "queue_depth": section.aio_queue_depth,
@@ -65,11 +65,10 @@ def deepspeed_config(
     return words
 
 
-def _precision(config: TrainConfig) -> dict[str, Any]:
-    if config.model.dtype == "bf16":
+def _precision(optim: OptimSection, *, dtype: str) -> dict[str, Any]:
+    if dtype == "bf16":
         return {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    if config.model.dtype == "fp16":
-        optim = config.optim
+    if dtype == "fp16":
         return {
             "fp16": {
                 "enabled": True,
@@ -84,7 +83,7 @@ def _precision(config: TrainConfig) -> dict[str, Any]:
 
 
 def _zero(
-    config: TrainConfig,
+    section: DeepSpeedSection,
     placement: Placement,
     sizes: ZeroSizes,
     *,
@@ -108,8 +107,8 @@ def _zero(
             "nvme_path": swap_directory,
             "pin_memory": on_gpu,
             "buffer_count": sizes.optimizer_buffers,
-            "pipeline_read": config.deepspeed.pipeline_read,
-            "pipeline_write": config.deepspeed.pipeline_write,
+            "pipeline_read": section.pipeline_read,
+            "pipeline_write": section.pipeline_write,
             "fast_init": False,
         }
     if placement.stage == 3:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import OptimSection
 
 
 @dataclass
@@ -17,11 +17,12 @@ class LossScale:
     good_steps: int = 0
 
     @classmethod
-    def of(cls, config: TrainConfig) -> LossScale:
-        dynamic = config.model.dtype == "fp16"
+    def of(cls, optim: OptimSection, *, dtype: str) -> LossScale:
+        """For weights of `dtype`."""
+        dynamic = dtype == "fp16"
         return cls(
-            value=config.optim.initial_loss_scale if dynamic else 1.0,
-            window=config.optim.loss_scale_window,
+            value=optim.initial_loss_scale if dynamic else 1.0,
+            window=optim.loss_scale_window,
             dynamic=dynamic,
         )
 

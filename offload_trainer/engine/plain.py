@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.protocol import StepResult
@@ -39,10 +39,12 @@ class PlainEngine:
 
     rank, world = 0, 1
 
-    def __init__(self, source: ModelSource, config: TrainConfig, *, load_weights: bool = True) -> None:
-        self._dtype = DTYPES[config.model.dtype]
+    def __init__(
+        self, source: ModelSource, model: ModelSection, optim: OptimSection, *, load_weights: bool = True
+    ) -> None:
+        self._dtype = DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._module = source.build(dtype=self._dtype, offload=bool(config.model.offload_activations))
+        self._module = source.build(dtype=self._dtype, offload=bool(model.offload_activations))
         self._weights = dict(self._module.model.named_parameters())
         self._masters: dict[str, Any] = {
             weight.name: torch.zeros(weight.shape, device=self._device, requires_grad=True)
@@ -52,7 +54,6 @@ class PlainEngine:
         if load_weights:
             self._load_weights(source)
         self._module.to(self._device)
-        optim = config.optim
         decayed, plain = decay_groups(source.shape.weights)
         self._adam = torch.optim.AdamW(
             [
@@ -67,7 +68,7 @@ class PlainEngine:
         )
         self._clip = optim.clip
         self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
-        self._scale = LossScale.of(config)
+        self._scale = LossScale.of(optim, dtype=model.dtype)
 
     @torch.no_grad()
     def _load_weights(self, source: ModelSource) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.parts import Say, opened
@@ -24,7 +24,6 @@ from offload_trainer.offload.model import OffloadedModel
 from offload_trainer.offload.norms import clip_factor
 from offload_trainer.offload.state import TieredSnapshot
 from offload_trainer.optim.rules import hyper_of
-from offload_trainer.plan.choose import workload
 from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.workload import Workload
@@ -41,7 +40,8 @@ class TieredEngine:
     def __init__(
         self,
         source: ModelSource,
-        config: TrainConfig,
+        work: Workload,
+        optim: OptimSection,
         *,
         placement: Placement,
         sizes: TierSizes,
@@ -51,12 +51,11 @@ class TieredEngine:
         device: Device | None = None,
     ) -> None:
         """`device` is for tests; without it CUDA where there is a GPU, else the CPU."""
-        self._config = config
-        self._dtype = DTYPES[config.model.dtype]
-        self._scale = LossScale.of(config)
+        self._optim = optim
+        self._dtype = DTYPES[work.dtype]
+        self._scale = LossScale.of(optim, dtype=work.dtype)
         return_what_is_freed()
         with ExitStack() as stack:
-            work = workload(config, source.shape)
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place = parts.device.place
             self._module = source.build(dtype=self._dtype, context=parameters_without_memory())
@@ -71,7 +70,7 @@ class TieredEngine:
                 device=parts.device,
                 drives=parts.drives,
                 kernels=parts.kernels,
-                seed=config.train.seed,
+                seed=source.seed,
             )
             stack.callback(self.offloaded.close)
             self._keep_inputs(work)
@@ -110,7 +109,7 @@ class TieredEngine:
         norm = self.offloaded.norm() / self._scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
         if finite:
-            optim, rule = self._config.optim, self.offloaded.store.format.rule
+            optim, rule = self._optim, self.offloaded.store.format.rule
             decayed, plain = (
                 hyper_of(rule, lr=lr, betas=optim.betas, eps=optim.eps, decay=decay)
                 for decay in (optim.weight_decay, 0.0)

@@ -7,22 +7,35 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.checkpoint import Checkpoints, RunRecord, read_state
-from offload_trainer.config import TrainConfig
+import torch
+
+from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.data.rows import RowReader
+from offload_trainer.data.token_bytes import TokenBytes
+from offload_trainer.engine.cpu_matmul import use_fp32_products
+from offload_trainer.engine.protocol import Engine
+from offload_trainer.model.sample import sample_text
+from offload_trainer.model.source import DTYPES
 from offload_trainer.plan.choose import workload
-from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import checkpoint_bytes
-from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.zero import ZeroSizes
+from offload_trainer.ranks import share_from_zero
 from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
+from offload_trainer.run.planning import Planned
 from offload_trainer.storage.durable import write_text
+from offload_trainer.storage.lease import DriveLease
+from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
+from offload_trainer.telemetry.sinks import Telemetry
+from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_seconds
 
 
@@ -30,158 +43,167 @@ from offload_trainer.units import format_bytes, format_seconds
 class Setup:
     """All that is settled before anything is built."""
 
-    config: TrainConfig
-    plan: Plan
-    machine: MachineProfile
-    source: Any  # ModelSource
+    planned: Planned
     data: RunData
-    output: Path
     record: RunRecord
     log: Log
 
+    @property
+    def output(self) -> Path:
+        """The run directory."""
+        return self.planned.output
 
-def build_job(setup: Setup, stack: ExitStack, *, resume: Path | None) -> Any:
-    """Drives leased, the engine built; `stack` closes what was opened."""
-    from offload_trainer.storage.lease import DriveLease
-    from offload_trainer.telemetry.meters import peak_rss_bytes
 
-    log = setup.log
+Build = Callable[..., Engine]  # as `build_engine`
+
+
+def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
+    """The engine that the plan names; `swaps` are the run's private directories on drives."""
+    builds = {"tiered": _tiered_engine, "deepspeed": _stock_engine, "plain": _plain_engine}
+    return builds[setup.planned.plan.engine](setup, swaps=swaps, load_weights=load_weights)
+
+
+def build_job(setup: Setup, stack: ExitStack, *, begins: TrainState | None, build: Build = build_engine) -> Job:
+    """Drives leased, the engine built by `build`; `stack` closes what was opened. `begins`: a checkpoint's state."""
+    log, plan = setup.log, setup.planned.plan
     swaps: list[Path] = []
-    if setup.plan.uses_drives:
-        from offload_trainer.ranks import share_from_zero
-
-        drives = [Path(drive).expanduser() for drive in setup.config.placement.nvme]
+    if plan.uses_drives:
+        drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
         leases = [stack.enter_context(DriveLease(drive, say=log.say)) for drive in drives] if log.loud else []
         swaps = share_from_zero([lease.path for lease in leases])
     start = time.perf_counter()
-    engine = build_engine(setup, swaps=swaps, load_weights=resume is None)
+    dtype = setup.planned.config.model.dtype
+    if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
+        log.say(f"this CPU has no units for {dtype}: products are taken in fp32 and rounded once")
+    engine = build(setup, swaps=swaps, load_weights=begins is None)
     stack.callback(engine.close)
     log.say(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
     )
-    job = _make_job(setup, engine, done=steps_done(resume), swaps=swaps)
+    job = _make_job(setup, engine, done=begins.step if begins else 0, swaps=swaps)
     if job.telemetry:
         stack.callback(job.telemetry.close)
     return job
 
 
-def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Any:
-    """The engine that the plan names; `swaps` are the run's private directories on drives."""
-    import torch
+def _plain_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
+    from offload_trainer.engine.plain import PlainEngine
 
-    from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.model.source import DTYPES
-
-    source, config, plan, log = setup.source, setup.config, setup.plan, setup.log
-    if not torch.cuda.is_available() and use_fp32_products(DTYPES[config.model.dtype]):
-        log.say(f"this CPU has no units for {config.model.dtype}: products are taken in fp32 and rounded once")
-    if plan.engine == "plain":
-        from offload_trainer.engine.plain import PlainEngine
-
-        return PlainEngine(source, config, load_weights=load_weights)
-    if isinstance(plan.sizes, TierSizes):
-        from offload_trainer.engine.tiered import TieredEngine
-
-        engine = TieredEngine(
-            source,
-            config,
-            placement=plan.placement,
-            sizes=plan.sizes,
-            drives=swaps,
-            load_weights=load_weights,
-            say=log.say,
-        )
-        engine.offloaded.keep_account(model=setup.output / "model")
-        return engine
-    return _stock_engine(setup, swaps=swaps, load_weights=load_weights)
+    return PlainEngine(
+        setup.planned.source, setup.planned.config.model, setup.planned.config.optim, load_weights=load_weights
+    )
 
 
-def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Any:
-    import torch
+def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
+    from offload_trainer.engine.tiered import TieredEngine
 
+    planned = setup.planned
+    assert isinstance(planned.plan.sizes, TierSizes)
+    engine = TieredEngine(
+        planned.source,
+        workload(planned.config, planned.source.shape),
+        planned.config.optim,
+        placement=planned.plan.placement,
+        sizes=planned.plan.sizes,
+        drives=swaps,
+        load_weights=load_weights,
+        say=setup.log.say,
+    )
+    engine.offloaded.keep_account(model=setup.output / "model")
+    return engine
+
+
+def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:
     from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
     from offload_trainer.engine.ds_config import deepspeed_config
 
-    plan = setup.plan
-    assert plan.sizes is not None
-    assert not isinstance(plan.sizes, TierSizes)
+    config, plan = setup.planned.config, setup.planned.plan
+    assert isinstance(plan.sizes, ZeroSizes)
     _, world = start_processes()
     words = deepspeed_config(
-        setup.config,
+        workload(config, setup.planned.source.shape, world=world),
+        config.optim,
+        config.deepspeed,
         plan.placement,
         plan.sizes,
-        world=world,
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         swap_directory=str(swaps[0]) if swaps else None,
     )
     if setup.log.loud:
         write_text(setup.output / "deepspeed.json", json.dumps(words, indent=1))
     # Frozen weights come from the checkpoint too, so a resumed run needs none of the source's.
-    return DeepSpeedEngine(setup.source, setup.config, placement=plan.placement, words=words, load_weights=load_weights)
+    return DeepSpeedEngine(
+        setup.planned.source,
+        config.model,
+        config.optim,
+        placement=plan.placement,
+        words=words,
+        load_weights=load_weights,
+    )
 
 
-def steps_done(resume: Path | None) -> int:
-    """Steps of the run that a checkpoint holds; 0 without one."""
-    return 0 if resume is None else read_state(resume).step
-
-
-def _make_job(setup: Setup, engine: Any, *, done: int, swaps: list[Path]) -> Any:
-    import torch
-
-    from offload_trainer.data.rows import RowReader
-    from offload_trainer.data.token_bytes import TokenBytes
-    from offload_trainer.model.sample import sample_text
-    from offload_trainer.telemetry.meters import PhaseClock
-    from offload_trainer.telemetry.sinks import Telemetry
-    from offload_trainer.trainer import Job
-
-    config, plan, data, shape, log = setup.config, setup.plan, setup.data, setup.source.shape, setup.log
-    split, train = data.split, config.train
-
-    def sample(engine: Any) -> str:
-        return sample_text(
-            engine.next_logits,
-            data.tokenizer,
-            prompt=train.sample_prompt,
-            tokens=train.sample_tokens,
-            context=shape.context,
-            seed=train.seed,
-        )
-
-    every = config.save.every
+def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> Job:
+    planned, data, log = setup.planned, setup.data, setup.log
+    config, plan, shape = planned.config, planned.plan, planned.source.shape
+    train, every = config.train, config.save.every
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary)
+    peak = planned.machine.rates.matmul.get(config.model.dtype)
     return Job(
-        config=config,
+        train=train,
+        optim=config.optim,
+        finds_scale=config.model.dtype == "fp16",
         engine=engine,
-        train_rows=rows(data.tokens, rows=split.train, seed=train.seed, shuffle=config.data.shuffle),
-        validation_rows=rows(data.held_out, rows=split.validation) if split.validation else None,
+        train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=config.data.shuffle),
+        validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
         tokens_per_step=plan.tokens_per_step,
         text_bytes=TokenBytes(data.tokenizer).of,
         clock=PhaseClock(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None),
-        telemetry=Telemetry(
-            setup.output, steps=train.steps, done=done, say=log.say, tensorboard=config.save.tensorboard
-        )
-        if log.loud
-        else None,
-        sample=sample if train.sample_every else None,
+        telemetry=_telemetry(setup, done=done),
+        sample=_sampled(setup) if train.sample_every else None,
         say=log.say,
         checkpoints=_checkpoints(setup),
         cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
         save_wish=setup.output / "save",
         flops_per_step=shape.flops_per_token(seq_len=plan.seq_len) * plan.tokens_per_step,
-        peak_flops=peak.value * plan.world if (peak := setup.machine.rates.matmul.get(config.model.dtype)) else None,
+        peak_flops=peak.value * plan.world if peak else None,
         swaps=swaps,
     )
 
 
+def _telemetry(setup: Setup, *, done: int) -> Telemetry | None:
+    """On rank 0 only."""
+    if not setup.log.loud:
+        return None
+    config = setup.planned.config
+    return Telemetry(
+        setup.output, steps=config.train.steps, done=done, say=setup.log.say, tensorboard=config.save.tensorboard
+    )
+
+
+def _sampled(setup: Setup) -> Callable[[Engine], str]:
+    train, context = setup.planned.config.train, setup.planned.source.shape.context
+
+    def sample(engine: Engine) -> str:
+        return sample_text(
+            engine.next_logits,
+            setup.data.tokenizer,
+            prompt=train.sample_prompt,
+            tokens=train.sample_tokens,
+            context=context,
+            seed=train.seed,
+        )
+
+    return sample
+
+
 def _checkpoints(setup: Setup) -> Checkpoints:
-    output = setup.output
+    output, config = setup.output, setup.planned.config
     return Checkpoints(
         output / "checkpoints",
         record=setup.record,
-        keep=setup.config.save.keep,
-        need_bytes=checkpoint_bytes(workload(setup.config, setup.source.shape)),
+        keep=config.save.keep,
+        need_bytes=checkpoint_bytes(workload(config, setup.planned.source.shape)),
         say=setup.log.say,
         beside=(output / "metrics.jsonl", output / "evaluations.jsonl"),
     )
@@ -190,31 +212,32 @@ def _checkpoints(setup: Setup) -> Checkpoints:
 # -- what a run's checkpoints say of it ------------------------------------------------------------------------------
 
 
-def record_of(config: TrainConfig, plan: Plan, source: Any, data: RunData, output: Path) -> RunRecord:
+def record_of(planned: Planned, data: RunData) -> RunRecord:
     """What checkpoints say beside the state. With another identity or layout a run would not go on as it began."""
     return RunRecord(
-        identity=planned_identity(config, plan, source) | data.identity(),
-        layout=layout_of(source),
+        identity=planned_identity(planned) | data.identity(),
+        layout=layout_of(planned),
         run={
-            "config": config.model_dump(mode="json"),
-            "random": source.random,
-            "plan": plan.to_json(),
+            "config": planned.config.model_dump(mode="json"),
+            "random": planned.source.random,
+            "plan": planned.plan.to_json(),
             "environment": environment(),
         },
-        model=output / "model",
+        model=planned.output / "model",
     )
 
 
-def planned_identity(config: TrainConfig, plan: Plan, source: Any) -> dict[str, Any]:
+def planned_identity(planned: Planned) -> dict[str, Any]:
     """The part of the identity that is known without the data."""
     return {
-        "seed": config.train.seed,
-        "seq_len": plan.seq_len,
-        "shuffle": config.data.shuffle,
-        "parameters": source.shape.parameters,
+        "seed": planned.config.train.seed,
+        "seq_len": planned.plan.seq_len,
+        "shuffle": planned.config.data.shuffle,
+        "parameters": planned.source.shape.parameters,
     }
 
 
-def layout_of(source: Any) -> dict[str, Any]:
+def layout_of(planned: Planned) -> dict[str, Any]:
     """Each weight's shape, and whether it is trained."""
-    return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in source.shape.weights}
+    weights = planned.source.shape.weights
+    return {weight.name: {"shape": list(weight.shape), "trained": weight.trainable} for weight in weights}

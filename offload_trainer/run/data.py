@@ -1,6 +1,6 @@
 """The data of a run: tokens on a drive, the rows to train on and those to evaluate, and what tells them from others.
 
-TrainConfig, ModelSource, Plan ── prepare_data ──> RunData ── identity ──> compared when a run goes on
+DataSection, ModelSource ── prepare_data ──> RunData ── identity ──> compared when a run goes on
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import DataSection
 from offload_trainer.errors import UserError
 from offload_trainer.places import cache_directory
-from offload_trainer.plan.plan import Plan
 from offload_trainer.units import format_count
 
 
@@ -45,67 +44,67 @@ class RunData:
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
 
 
-def unknown_identity(config: TrainConfig) -> dict[str, Any]:
+def unknown_identity(section: DataSection) -> dict[str, Any]:
     """The same before the data is looked at."""
     names = ["tokens", "training rows", "text", "tokenizer"]
-    return dict.fromkeys([*names, "validation text"] if config.data.validation_path else names)
+    return dict.fromkeys([*names, "validation text"] if section.validation_path else names)
 
 
-def check_data(config: TrainConfig, source: Any, *, say: Callable[[str], None]) -> None:
+def check_data(section: DataSection, source: Any, *, say: Callable[[str], None]) -> None:
     """UserError for paths that are not there or no text or tokens, without reading more than their beginnings."""
     from offload_trainer.data.sources import find_sources
 
-    find_sources(config.data.path, say=say)
-    if config.data.validation_path:
-        find_sources(config.data.validation_path, say=say)
-    if config.data.tokenizer == "auto":
-        _refuse_unknown_ids(config, source)
+    find_sources(section.path, say=say)
+    if section.validation_path:
+        find_sources(section.validation_path, say=say)
+    if section.tokenizer == "auto":
+        _refuse_unknown_ids(section, source)
 
 
 def _sum(tokens: Any) -> int:
     return zlib.crc32(repr(tokens.sums).encode())
 
 
-def prepare_data(config: TrainConfig, source: Any, plan: Plan, *, say: Callable[[str], None]) -> RunData:
+def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callable[[str], None]) -> RunData:
     """Tokens on the drive, tokenised now if they are not there yet; rank 0 first."""
     from offload_trainer.data.prepare import prepare_tokens
     from offload_trainer.data.tokenizer import end_of_text
     from offload_trainer.ranks import rank_zero_first
 
-    tokenizer = _tokenizer(config, source, say=say)
-    cache = cache_directory() if config.data.cache == "auto" else Path(config.data.cache)
+    tokenizer = _tokenizer(section, source, say=say)
+    cache = cache_directory() if section.cache == "auto" else Path(section.cache)
     prepared = partial(prepare_tokens, tokenizer=tokenizer, vocabulary=source.shape.vocabulary, cache=cache, say=say)
-    tokens = held_out = rank_zero_first(lambda: prepared(config.data))
-    if config.data.validation_path:
-        wish = config.data.model_copy(update={"path": config.data.validation_path})
+    tokens = held_out = rank_zero_first(lambda: prepared(section))
+    if section.validation_path:
+        wish = section.model_copy(update={"path": section.validation_path})
         held_out = rank_zero_first(lambda: prepared(wish))
         if held_out.sums == tokens.sums:
             say("note: --validation-data is the text of --data: its loss says nothing of other text")
-    split = _rows(config, tokens, held_out, seq_len=plan.seq_len)
-    say(_told(tokens, held_out, split, seq_len=plan.seq_len))
+    split = _rows(section, tokens, held_out, seq_len=seq_len)
+    say(_told(tokens, held_out, split, seq_len=seq_len))
     return RunData(tokenizer, tokens, held_out, split, end_of_text(tokenizer))
 
 
-def _tokenizer(config: TrainConfig, source: Any, *, say: Callable[[str], None]) -> Any:
+def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None]) -> Any:
     from offload_trainer.data.tokenizer import load_tokenizer
 
-    name = config.data.tokenizer
+    name = section.tokenizer
     if name == "auto":
-        _refuse_unknown_ids(config, source)
+        _refuse_unknown_ids(section, source)
         name = "builtin" if source.directory is None else str(source.directory)
-    tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
     if len(tokenizer) < source.shape.vocabulary / 2:
         say(f"note: the tokenizer {name} has {len(tokenizer)} ids of the model's {source.shape.vocabulary}")
     return tokenizer
 
 
-def _refuse_unknown_ids(config: TrainConfig, source: Any) -> None:
+def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
     """UserError for token files that do not say whose ids they hold: exports would carry a wrong tokenizer."""
     from offload_trainer.data.tokenfile import said_tokenizer
 
     if source.directory is not None:
         return
-    for path in map(Path, (*config.data.path, *config.data.validation_path)):
+    for path in map(Path, (*section.path, *section.validation_path)):
         if path.suffix == ".bin" and said_tokenizer(path.expanduser()) is None:
             raise UserError(
                 f"{path} does not say which tokenizer its ids are of, and samples and exports need it: name it with "
@@ -113,12 +112,12 @@ def _refuse_unknown_ids(config: TrainConfig, source: Any) -> None:
             )
 
 
-def _rows(config: TrainConfig, tokens: Any, held_out: Any, *, seq_len: int) -> Any:
+def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> Any:
     """The rows of each, the validation's own file whole."""
     from offload_trainer.data.rows import split_rows
 
     if held_out is tokens:
-        return split_rows(len(tokens), seq_len=seq_len, validation=config.data.validation)
+        return split_rows(len(tokens), seq_len=seq_len, validation=section.validation)
     rows = (len(held_out) - 1) // seq_len
     if not rows:
         raise UserError(

@@ -21,12 +21,10 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.config import TrainConfig
+import torch
+
 from offload_trainer.errors import UserError, explain
-from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.plan import Plan
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.settings import dump_config
 from offload_trainer.storage.durable import make_directories, write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.removal import reason
@@ -142,36 +140,31 @@ def _take(lock: int, output: Path, *, shared: bool = False) -> None:
 
 
 @contextmanager
-def run_directory(
-    output: Path,
-    config: TrainConfig,
-    plan: Plan,
-    machine: MachineProfile,
-    source: Any,
-    log: Log,
-    *,
-    lock: int,
-    tokenizer: Any,
-    end_of_text: int | None,
-) -> Iterator[None]:
-    """The run directory that is `held` with what is known at the start."""
-    from offload_trainer.data.tokenizer import save_tokenizer
-    from offload_trainer.model.source import DTYPES, save_model_config
-
+def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
+    """The run directory that is `held`, while the run lives: every line goes to its log, and why the run ended."""
     with open(output / "log.txt", "ab", buffering=0) as log.file:
         try:
             with _ends_told(log), _noted_as_alive(lock, log):
                 remove_leftovers(output / "checkpoints")
-                write_text(output / "config.yaml", dump_config(config))
-                write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1))
-                write_text(output / "machine.json", json.dumps(machine.to_json(), indent=1))
-                write_text(output / "environment.json", json.dumps(environment(), indent=1))
-                dtype = DTYPES[config.model.dtype]
-                save_model_config(source, output / "model", dtype=dtype, end_of_text=end_of_text)
-                save_tokenizer(tokenizer, output / "model")
                 yield
         finally:
             log.file = None
+
+
+def write_known(output: Path, *, config: str, plan: dict[str, Any], machine: dict[str, Any]) -> None:
+    """What is known at the start."""
+    write_text(output / "config.yaml", config)
+    for name, about in (("plan", plan), ("machine", machine), ("environment", environment())):
+        write_text(output / f"{name}.json", json.dumps(about, indent=1))
+
+
+def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: Any, end_of_text: int | None) -> None:
+    """The configuration and the tokenizer of `source` (a ModelSource), from which its exports are made."""
+    from offload_trainer.data.tokenizer import save_tokenizer
+    from offload_trainer.model.source import save_model_config
+
+    save_model_config(source, directory, dtype=dtype, end_of_text=end_of_text)
+    save_tokenizer(tokenizer, directory)
 
 
 @contextmanager

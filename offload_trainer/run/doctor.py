@@ -15,13 +15,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import ModelSection, PlacementSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.card import card_mistakes, with_dtype_of_card
-from offload_trainer.plan.choose import engine_of
+from offload_trainer.plan.deepspeed import DeepSpeed
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.plain import Plain
+from offload_trainer.plan.tiered import Tiered
 from offload_trainer.units import format_bytes
 
 State = Literal["ok", "warning", "failure"]
@@ -39,19 +41,27 @@ class Check:
     fix: str = ""
 
 
-def examine(config: TrainConfig, *, threads_given: str | None = None) -> list[Check]:
-    """All checks for a run with this configuration. `threads_given`: OMP_NUM_THREADS as this process was started."""
-    stock = engine_of(config).name == "deepspeed"
-    checks = [_threads(config, threads_given), _torch(), *_packages(), _native_kernel()]
-    checks += _stock_tools(needed=stock, drive=bool(config.placement.nvme))
-    if stock and config.optim.states == "8bit" and not is_installed("bitsandbytes"):
+def examine(
+    place: PlacementSection,
+    model: ModelSection,
+    *,
+    output: str,
+    engine: Tiered | DeepSpeed | Plain,
+    threads_given: str | None = None,
+) -> list[Check]:
+    """All checks for such a run. `threads_given`: OMP_NUM_THREADS as this process was started."""
+    needed = [package for _, package in engine.packages(world=place.gpus)]
+    stock = isinstance(engine, DeepSpeed)
+    checks = [_threads(place, threads_given), _torch(), *_packages(), _native_kernel()]
+    checks += _stock_tools(needed=stock, drive=bool(place.nvme))
+    if "bitsandbytes" in needed and not is_installed("bitsandbytes"):
         checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
     checks += _stale_locks()
     try:
-        machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
+        machine = probe_machine(drives=place.nvme, output=output)
     except UserError as error:
         return [*checks, Check("directories", "failure", str(error), "name directories that are there and writable")]
-    checks += [_memory(machine), *_memlock(config, machine), *_gpu(config, machine)]
+    checks += [_memory(machine), *_memlock(place, engine, machine), *_gpu(model, machine)]
     for drive in machine.drives:
         checks += _drive(drive)
     checks.append(_output(machine.output))
@@ -72,8 +82,8 @@ def report(checks: list[Check]) -> str:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def _threads(config: TrainConfig, given: str | None) -> Check:
-    cores, wish = len(os.sched_getaffinity(0)), config.placement.threads
+def _threads(place: PlacementSection, given: str | None) -> Check:
+    cores, wish = len(os.sched_getaffinity(0)), place.threads
     if wish == 1 and cores > 1:
         return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
     if given == "1" and cores > 1:
@@ -189,21 +199,21 @@ def _memory(machine: MachineProfile) -> Check:
     return Check("memory", "ok", found)
 
 
-def _memlock(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
+def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed | Plain, machine: MachineProfile) -> Iterator[Check]:
     """DeepSpeed's async_io locks its buffers, which the limit holds for; what CUDA pins the driver holds by itself."""
-    limit, stock = machine.memlock_bytes, engine_of(config).name == "deepspeed" and bool(config.placement.nvme)
-    if limit is None or not (stock or config.tiered.io == "async_io"):
+    limit, asked = machine.memlock_bytes, "deepspeed" in (package for _, package in engine.packages(world=place.gpus))
+    if limit is None or not asked or (isinstance(engine, DeepSpeed) and not place.nvme):
         return
     fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"
     yield Check("locked memory", "warning", f"{format_bytes(limit)} for async_io's buffers", fix)
 
 
-def _gpu(config: TrainConfig, machine: MachineProfile) -> Iterator[Check]:
+def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
     if machine.gpu is None:
         yield Check("GPU", "warning", "none: the CPU computes", "nothing, if that is meant")
         return
     yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
-    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(config.model, machine).dtype):
+    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(model, machine).dtype):
         yield Check("GPU", "failure", told, fix)
     if machine.no_state_on_gpu:
         told = f"no optimizer state can live there: {machine.no_state_on_gpu}"

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import ProcessWish
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
 
@@ -22,7 +22,7 @@ def ranks_of_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def prepare_process(config: TrainConfig) -> int:
+def prepare_process(wish: ProcessWish) -> int:
     """Set the environment for this rank; returns its number of CPU threads. Call before torch is imported.
 
     torchrun sets OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels
@@ -30,13 +30,12 @@ def prepare_process(config: TrainConfig) -> int:
     """
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
-    wish = config.placement.threads
-    threads = max(1, cores // local_world) if wish == "auto" else wish
+    threads = max(1, cores // local_world) if wish.threads == "auto" else wish.threads
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if config.train.deterministic:
+    if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
-    if not _names_hub(config):
+    if not any(map(_is_of_hub, wish.names)):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if "RANK" not in os.environ:
         with socket.socket() as free:
@@ -52,25 +51,22 @@ def prepare_process(config: TrainConfig) -> int:
     return threads
 
 
-def _names_hub(config: TrainConfig) -> bool:
-    return any(
-        "/" in name and not os.path.isdir(os.path.expanduser(name))
-        for name in (config.model.name, config.data.tokenizer)
-    )
+def _is_of_hub(name: str) -> bool:
+    return "/" in name and not os.path.isdir(os.path.expanduser(name))
 
 
-def start_ranks(config: TrainConfig, words: Sequence[str]) -> None:
-    """Replace this process by torchrun with `placement.gpus` ranks of the same command, if that is wanted.
+def start_ranks(words: Sequence[str], *, count: int) -> None:
+    """Replace this process by torchrun with `count` ranks of the same command, where more than one is wanted.
 
     UserError, once and not from each rank, where the engine that trains with several is not installed.
     """
-    if config.placement.gpus == 1 or "RANK" in os.environ:
+    if count == 1 or "RANK" in os.environ:
         return
     if not is_installed("deepspeed"):
-        raise UserError(lacks(f"--gpus {config.placement.gpus}", "deepspeed"))
+        raise UserError(lacks(f"--gpus {count}", "deepspeed"))
     command = [
         sys.executable,
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.placement.gpus)),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
         *("-m", "offload_trainer", "train", *words),
     ]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would end its ranks all the same

@@ -5,15 +5,13 @@ A preset on a described machine needs no torch; everything else counts on transf
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.config import ModelSection, TrainConfig
-from offload_trainer.errors import UserError, reason
+from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
@@ -21,27 +19,41 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.launch import ranks_of_environment
-from offload_trainer.units import format_bytes
 
 
-def plan_run(config: TrainConfig) -> tuple[TrainConfig, Plan, MachineProfile, Any]:
-    """The wish with nothing left open, its plan here, the machine that is for, and the model's source."""
+@dataclass(frozen=True)
+class Planned:
+    """A run before anything of it is there."""
+
+    config: TrainConfig  # with nothing left open that the plan decides
+    plan: Plan
+    machine: MachineProfile
+    source: Any  # ModelSource
+
+    @property
+    def output(self) -> Path:
+        """The run directory."""
+        return Path(self.config.save.output)
+
+
+def plan_run(config: TrainConfig) -> Planned:
+    """The plan of a run here."""
     from offload_trainer.model.source import resolve_model
 
-    machine = machine_here(config)
+    machine = machine_here(config.placement.nvme, output=config.save.output)
     source = resolve_model(config.model, seed=config.train.seed)
     _refuse_nothing_trained(source.shape)
     _, world = ranks_of_environment()
     settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
-    return settled, plan, machine, source
+    return Planned(settled, plan, machine, source)
 
 
-def machine_here(config: TrainConfig) -> MachineProfile:
-    """This machine as a run of `config` will find it."""
+def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:
+    """This machine, what is known of its speed, and as free also what a run that writes to `output` will remove."""
     from offload_trainer.machine.cache import with_cached_rates
     from offload_trainer.machine.probe import probe_machine
 
-    return _with_what_goes(with_cached_rates(probe_machine(drives=config.placement.nvme, output=config.save.output)))
+    return _with_what_goes(with_cached_rates(probe_machine(drives=drives, output=output)))
 
 
 def _with_what_goes(machine: MachineProfile) -> MachineProfile:
@@ -104,61 +116,3 @@ def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile
     drives = tuple(replace(drive, directory=places.get(drive.directory, drive.directory)) for drive in machine.drives)
     notes = [f"--nvme {place} is taken for {name} of the machine" for name, place in places.items()]
     return replace(machine, drives=drives, notes=(*machine.notes, *notes)), words
-
-
-def refuse_shortfall(config: TrainConfig, plan: Plan) -> None:
-    """UserError for a plan that does not fit, unless it is wanted all the same."""
-    if not plan.fits and not config.placement.force:
-        raise UserError("this does not fit: " + "; ".join(plan.shortfalls()) + " (--force tries all the same)")
-
-
-def bench_here(
-    config: TrainConfig, *, threads: int, drive_bytes: int | None, say: Callable[[str], None]
-) -> MachineProfile:
-    """Time this machine and each --nvme with `threads` CPU threads, and keep the rates for later plans.
-
-    `drive_bytes`: written in one direction, however long it takes; None: as much as goes in some seconds.
-    """
-    import torch
-
-    from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.engine.op_builder import is_built, load_async_io
-    from offload_trainer.engine.updates import available_updates
-    from offload_trainer.machine.bench import Budget, bench_machine, dtypes_to_time
-    from offload_trainer.machine.cache import keep_rates, refuse_unwritable
-    from offload_trainer.machine.probe import probe_machine
-    from offload_trainer.model.source import DTYPES
-    from offload_trainer.storage.transfer import AioTransfers, ThreadedTransfers, Transfers, async_io_handle
-
-    torch.set_num_threads(threads)
-    refuse_unwritable()
-    machine = probe_machine(drives=config.placement.nvme, output=config.save.output)
-    if machine.gpu is None:
-        use_fp32_products(DTYPES[config.model.dtype])  # what is timed is what a run does
-    budget = Budget(update_page=config.tiered.page_size)
-    if drive_bytes is not None:
-        budget = replace(budget, drive_bytes=drive_bytes, drive_seconds=float("inf"))
-    io: dict[str, Callable[[], Transfers]] = {
-        f"tiered.io_threads={threads} tiered.io_block_bytes={block}": partial(
-            ThreadedTransfers, threads=threads, block=block
-        )
-        for threads, block in ((4, 8 << 20), (8, 8 << 20), (2, 8 << 20), (4, 1 << 20))  # the default first
-    }
-    if machine.drives and is_built("async_io"):
-        io["tiered.io=async_io"] = partial(AioTransfers, async_io_handle(load_async_io(), block_bytes=1 << 20))
-    if machine.drives:
-        most = format_bytes(budget.written(drives=len(machine.drives), ways=len(io)))
-        say(f"bench: writes at most {most} to {len(machine.drives)} drive(s), and leaves nothing there")
-    timed = bench_machine(
-        machine,
-        transfers=io,
-        updates=available_updates(say=say),
-        dtypes=dtypes_to_time(machine, config.model.dtype),
-        budget=budget,
-        say=say,
-    )
-    try:
-        keep_rates(timed)
-    except OSError as error:  # it could be written when the bench began; what was measured is shown all the same
-        say(f"note: these rates could not be kept for later plans: {reason(error)}")
-    return timed

@@ -19,7 +19,7 @@ _TELLING = 3  # steps after the warm ones, from which a run's seconds say someth
 
 def report(setup: Setup, *, swaps: list[Path]) -> None:
     """Write it; nothing where no step was finished."""
-    plan, output = setup.plan, setup.output
+    plan, output = setup.planned.plan, setup.output
     rows = read_metrics(output / "metrics.jsonl")
     if not rows:
         return
@@ -27,7 +27,7 @@ def report(setup: Setup, *, swaps: list[Path]) -> None:
     seconds = median_phases(rows)
     write_report(
         output / "report.html",
-        title=f"{setup.config.model.name}: {plan.homes}",
+        title=f"{setup.planned.config.model.name}: {plan.homes}",
         rows=rows,
         evaluations=read_evaluations(output / "evaluations.jsonl"),
         plan=planned,
@@ -41,11 +41,11 @@ def _bytes(
     setup: Setup, rows: Sequence[StepRecord], *, swaps: list[Path]
 ) -> tuple[dict[str, Any], dict[str, int | None]]:
     """The plan as JSON, and what was measured of each of its tiers; drive traffic is one more of them."""
-    plan, output = setup.plan, setup.output
+    plan, output = setup.planned.plan, setup.output
     measured: dict[str, int | None] = {}
     measured["ram"] = max(row.host_rss_bytes for row in rows) if plan.world == 1 else None
     measured["gpu"] = max(row.device_peak_bytes for row in rows)
-    for drive, swap in zip(setup.config.placement.nvme, swaps, strict=False):
+    for drive, swap in zip(setup.planned.config.placement.nvme, swaps, strict=False):
         measured[str(Path(drive).expanduser().resolve())] = bytes_below(swap)
     measured[str(output.expanduser().absolute())] = sum(
         bytes_below(output / left) for left in ("checkpoints", "export")
@@ -64,7 +64,7 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
     """Say how far off the plan's seconds were, and keep what is steady of it. `rows` are the steady ones."""
     from offload_trainer.machine.cache import keep_ratios
 
-    plan, log = setup.plan, setup.log
+    plan, log = setup.planned.plan, setup.log
     off = {
         phase: seconds[phase] / known for phase, known in plan.forecast.seconds.items() if known and phase in seconds
     }
@@ -73,6 +73,6 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
     log.say("measured / predicted seconds: " + ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in off.items()))
     try:
         taken = {phase: [row.phases.get(phase, 0.0) for row in rows] for phase in off}
-        keep_ratios(setup.machine, steady_ratios(plan.forecast, taken, engine=plan.engine))
+        keep_ratios(setup.planned.machine, steady_ratios(plan.forecast, taken, engine=plan.engine))
     except (OSError, TrainerError) as error:  # the run itself is whole
         log.say(f"note: these ratios could not be kept for later plans: {error}")

@@ -13,26 +13,33 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
-from offload_trainer.checkpoint import RunRecord, check_identity, check_resume, find_resume
+import torch
+
+from offload_trainer import trainer
+from offload_trainer.checkpoint import RunRecord, TrainState, check_identity, check_resume, find_resume, read_state
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Interrupted, UserError
-from offload_trainer.plan.plan import Plan
+from offload_trainer.export.final import done_before, write_final
+from offload_trainer.model.source import DTYPES
+from offload_trainer.ranks import on_rank_zero, share_from_zero
 from offload_trainer.retention import complete_checkpoints, step_of
-from offload_trainer.run.build import Setup, build_job, layout_of, planned_identity, record_of, steps_done
+from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
 from offload_trainer.run.data import check_data, prepare_data, unknown_identity
-from offload_trainer.run.directory import Log, held, refuse_second, run_directory
+from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
 from offload_trainer.run.launch import ranks_of_environment
-from offload_trainer.run.planning import plan_run, refuse_shortfall
+from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
+from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
+from offload_trainer.trainer import Job
 
 
-def refuse(config: TrainConfig, plan: Plan) -> None:
+def refuse(planned: Planned) -> None:
     """UserError for a plan that must not start."""
+    config, plan = planned.config, planned.plan
     reason = plan.cannot_save
-    resumes = find_resume(config.save.resume, output=Path(config.save.output))
+    resumes = find_resume(config.save.resume, output=planned.output)
     if reason and resumes:
         raise UserError(
             f"{plan.homes} cannot continue {resumes}: {reason}. Use --optimizer cpu, or name another --output"
@@ -42,7 +49,7 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
             f"{plan.homes}: no exact checkpoints here: {reason}. Add --save-every 0 to train without them (the "
             "weights are exported at the end), or use --engine tiered"
         )
-    here = complete_checkpoints(Path(config.save.output) / "checkpoints")
+    here = complete_checkpoints(planned.output / "checkpoints")
     newer = [path.name for path in here if resumes and step_of(path) > step_of(resumes)]
     if newer:
         raise UserError(
@@ -53,25 +60,26 @@ def refuse(config: TrainConfig, plan: Plan) -> None:
         raise UserError(
             f"--resume never, but {config.save.output} holds checkpoints that it would mix with: name another --output"
         )
-    refuse_shortfall(config, plan)
+    plan.refuse(force=config.placement.force)
 
 
-def check_start(config: TrainConfig, plan: Plan, source: Any, *, say: Callable[[str], None]) -> None:
+def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
     """UserError for what can be known to go wrong before text is tokenised: data that is not there, another's state."""
-    check_data(config, source, say=say)
-    resumes = find_resume(config.save.resume, output=Path(config.save.output))
+    config = planned.config
+    check_data(config.data, planned.source, say=say)
+    resumes = find_resume(config.save.resume, output=planned.output)
     if resumes:
-        known = planned_identity(config, plan, source) | unknown_identity(config)
-        check_identity(resumes, known, layout_of(source))
+        check_identity(resumes, planned_identity(planned) | unknown_identity(config.data), layout_of(planned))
 
 
-def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = None) -> None:
+def train_run(
+    config: TrainConfig, *, instead: Callable[[Job], None] | None = None, build: Build = build_engine
+) -> None:
     """Train as `config` says. Raises UserError before anything is written, TrainerError after.
 
-    `instead` is called with the job that was built, in place of training; nothing is saved or exported then.
+    `instead`: called with the job in place of the loop, for trials and benchmarks; no checkpoint is made and nothing is
+    reported or exported then. `build`: what builds the engine, for benchmarks of others.
     """
-    import torch
-
     rank, world = ranks_of_environment()
     log = Log(loud=rank == 0)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -83,20 +91,17 @@ def train_run(config: TrainConfig, *, instead: Callable[[Any], None] | None = No
         from offload_trainer.engine.deepspeed import start_processes
 
         start_processes()
-    from offload_trainer.ranks import on_rank_zero, share_from_zero
-
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-    config, plan, machine, source = plan_run(config)
-    config, plan, machine = share_from_zero((config, plan, machine))
-    log.say(plan.describe())
-    refuse(config, plan)
-    on_rank_zero(lambda: check_start(config, plan, source, say=lambda _: None))
-    if not plan.fits:
+    planned = plan_run(config)
+    config, plan, machine = share_from_zero((planned.config, planned.plan, planned.machine))
+    planned = Planned(config, plan, machine, planned.source)
+    log.say(planned.plan.describe())
+    refuse(planned)
+    on_rank_zero(lambda: check_start(planned, say=lambda _: None))
+    if not planned.plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
-    data = prepare_data(config, source, plan, say=log.say)
-    output = Path(config.save.output)
-    record = record_of(config, plan, source, data, output)
-    _carry_out(Setup(config, plan, machine, source, data, output, record, log), instead=instead)
+    data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
+    _carry_out(Setup(planned, data, record_of(planned, data), log), instead=instead, build=build)
 
 
 def use_deterministic_algorithms() -> None:
@@ -105,57 +110,54 @@ def use_deterministic_algorithms() -> None:
     Told only to warn, it would leave the backward of flash and memory-efficient attention as it is (torch 2.11,
     aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
-    import torch
-
     torch.use_deterministic_algorithms(True, warn_only=False)
     # What it would fill with NaN is also pages and rings of buffers, all of which are written before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _carry_out(setup: Setup, *, instead: Callable[[Any], None] | None) -> None:
+def _carry_out(setup: Setup, *, instead: Callable[[Job], None] | None, build: Build) -> None:
     """From the lock on the run directory to the end of the run."""
-    from offload_trainer.ranks import on_rank_zero
-
-    log, output, data = setup.log, setup.output, setup.data
-    resume = find_resume(setup.config.save.resume, output=output)
+    resume = find_resume(setup.planned.config.save.resume, output=setup.output)
     if resume:
-        on_rank_zero(partial(_check, resume, setup.record, log))
+        on_rank_zero(partial(_check, resume, setup.record, setup.log))
     with ExitStack() as stack:
         resume, lock = _hold(stack, setup, resume=resume)
-        if instead is None and _done_before(setup, resume):
+        begins = None if resume is None else read_state(resume)
+        if instead is None and _done_before(setup, begins):
             return
-        if log.loud:
-            stack.enter_context(
-                run_directory(
-                    output,
-                    setup.config,
-                    setup.plan,
-                    setup.machine,
-                    setup.source,
-                    log,
-                    lock=lock,
-                    tokenizer=data.tokenizer,
-                    end_of_text=data.end_of_text,
-                )
-            )
-        job = build_job(setup, stack, resume=resume)
+        if setup.log.loud:
+            stack.enter_context(run_directory(setup.output, setup.log, lock=lock))
+            _write_known(setup)
+        job = build_job(setup, stack, begins=begins, build=build)
         if instead is not None:
             instead(job)
             return
-        _train(setup, job, resume=resume)
+        _train(setup, job, resume=(resume, begins) if resume and begins else None)
 
 
-def _done_before(setup: Setup, resume: Path | None) -> bool:
+def _write_known(setup: Setup) -> None:
+    """What stands in the run directory from the start."""
+    planned, data = setup.planned, setup.data
+    write_known(
+        setup.output,
+        config=dump_config(planned.config),
+        plan=planned.plan.to_json(),
+        machine=planned.machine.to_json(),
+    )
+    dtype = DTYPES[planned.config.model.dtype]
+    keep_model(
+        setup.output / "model", planned.source, dtype=dtype, tokenizer=data.tokenizer, end_of_text=data.end_of_text
+    )
+
+
+def _done_before(setup: Setup, begins: TrainState | None) -> bool:
     """Whether this very run has ended here already. UserError where it would overwrite what another has left."""
-    from offload_trainer.export.final import done_before
-    from offload_trainer.ranks import on_rank_zero, share_from_zero
-
     found: list[str] = []
 
     def look() -> None:
-        save = setup.config.save
-        begins_at, anew = steps_done(resume), save.resume == "never"
-        told = done_before(setup.output, setup.record, begins_at=begins_at, anew=anew, exports=save.every == 0)
+        save, at = setup.planned.config.save, begins.step if begins else 0
+        anew, exports = save.resume == "never", save.every == 0
+        told = done_before(setup.output, setup.record, begins_at=at, anew=anew, exports=exports)
         found.extend([told] if told else [])
 
     on_rank_zero(look)
@@ -175,15 +177,13 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
 
     Another run may have ended there since it was chosen, and have left newer checkpoints.
     """
-    from offload_trainer.ranks import on_rank_zero, share_from_zero
-
     chosen, lock = resume, -1
 
     def on_zero() -> None:
         nonlocal chosen, lock
         lock = stack.enter_context(held(setup.output, setup.log))
-        refuse(setup.config, setup.plan)
-        chosen = find_resume(setup.config.save.resume, output=setup.output)
+        refuse(setup.planned)
+        chosen = find_resume(setup.planned.config.save.resume, output=setup.output)
         if chosen != resume:
             setup.log.say(f"another run has ended in {setup.output} meanwhile: looking again")
             if chosen:
@@ -195,19 +195,18 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
 
 def prepare_run(config: TrainConfig) -> list[Path]:
     """Tokenise the data of `config`; returns the token files' paths, those for validation last."""
-    config, plan, _, source = plan_run(config)
-    return prepare_data(config, source, plan, say=Log(loud=True).say).paths
+    planned = plan_run(config)
+    say = Log(loud=True).say
+    return prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=say).paths
 
 
-def _train(setup: Setup, job: Any, *, resume: Path | None) -> None:
+def _train(setup: Setup, job: Job, *, resume: tuple[Path, TrainState] | None) -> None:
     """The loop, and what follows it."""
-    from offload_trainer.trainer import train
-
-    steps, output, log = setup.config.train.steps, setup.output, setup.log
+    steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now) as asked:
         if job.cannot_save:
             asked.answer = "finishing this step, then exporting the weights; a checkpoint cannot be made here"
-        state = train(job, asked, resume=resume)
+        state = trainer.train(job, asked, resume=resume)
         saved = job.checkpoints.saved == state.step
         if job.save_every == 0 and (state.step == steps or not saved):
             asked.answer = "finishing the export of the weights"
@@ -237,14 +236,12 @@ def _next_command(output: Path) -> str:
     return f"; its weights as a model: offload-train export {quote(str(output))} {quote(f'{output}-hf')} --dtype bf16"
 
 
-def _export_live(setup: Setup, job: Any, *, step: int) -> None:
+def _export_live(setup: Setup, job: Job, *, step: int) -> None:
     """Weights of a run that makes no checkpoints, straight from the engine. All ranks take part."""
-    from offload_trainer.export.final import write_final
-
     weights = job.engine.named_master_parameters()
     if not setup.log.loud:
         for _ in weights:
             pass
         return
-    place = write_final(weights, setup.source.shape.weights, setup.output, record=setup.record, step=step)
+    place = write_final(weights, setup.planned.source.shape.weights, setup.output, record=setup.record, step=step)
     setup.log.say(f"weights exported in fp32 to {place}")

@@ -121,7 +121,7 @@ def _child(words: list[str]) -> None:
 
     steps = int(words.pop(0))
     config = load_config(words)
-    prepare_process(config)
+    prepare_process(config.process)
     from offload_trainer.run.train import train_run
 
     def time_steps(job: Any) -> None:

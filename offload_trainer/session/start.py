@@ -51,7 +51,7 @@ def load(name: str | Path, *, say: Say = print, **keys: Any) -> Session:
     config = session_config(str(name), _with_nvme(keys))
     with in_callers_words():
         source = resolve_model(config.model, seed=config.train.seed)
-        config, plan = _planned(config, source.shape, machine_here(config), say=say)
+        config, plan = _planned(config, source.shape, machine_here(config.placement.nvme), say=say)
         with ExitStack() as stack:
             parts = _opened(config, source.shape, plan, stack, say=say)
             model = source.build(dtype=parts.layout.dtype, context=parameters_without_memory()).model
@@ -78,7 +78,7 @@ def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say 
     shape = shape_of(module, blocks=blocks)
     with in_callers_words():
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
-        config, plan = _planned(config, shape, machine_here(config), say=say, moves=here)
+        config, plan = _planned(config, shape, machine_here(config.placement.nvme), say=say, moves=here)
         with ExitStack() as stack:
             parts = _opened(config, shape, plan, stack, say=say)
             folder = _folder(stack)

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("data", "forward", "backward", "update")
+from offload_trainer.plan.time import PHASES as OF_STEP
+
+PHASES = ("data", *OF_STEP)
 
 _IO = Path("/proc/self/io")
 _STATUS = Path("/proc/self/status")

@@ -9,8 +9,7 @@ Stock DeepSpeed is an engine of the package (`--engine deepspeed`) and needs not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 SETTINGS = {
@@ -20,18 +19,11 @@ SETTINGS = {
 }
 
 
-@contextmanager
-def in_place(peer: str | None) -> Iterator[None]:
-    """Inside, runs are built with this peer instead of the package's engine."""
-    from offload_trainer.run import build
+def builder(peer: str | None) -> Callable[..., Any]:
+    """What builds this peer, or the package's engine where there is none."""
+    from offload_trainer.run.build import build_engine
 
-    ours = build.build_engine
-    if peer is not None:
-        build.build_engine = {"native": _native, "fsdp2": _fsdp2}[peer]
-    try:
-        yield
-    finally:
-        build.build_engine = ours
+    return build_engine if peer is None else {"native": _native, "fsdp2": _fsdp2}[peer]
 
 
 def _native(setup: Any, **_: Any) -> Any:
@@ -41,7 +33,7 @@ def _native(setup: Any, **_: Any) -> Any:
 
 
 def _fsdp2(setup: Any, **_: Any) -> Any:
-    return Fsdp2(setup.source, setup.config)
+    return Fsdp2(setup.planned.source, setup.planned.config)
 
 
 class Fsdp2:

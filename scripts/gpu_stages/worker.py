@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,16 @@ class Served:
         from offload_trainer.settings import load_config
 
         config = load_config([*_ALWAYS, *words, "--output", output])
-        prepare_process(config)
+        prepare_process(config.process)
         self._prepare_torch()
         from gpu_stages import fill as filler
         from gpu_stages import peers
         from offload_trainer.run import train
 
         start = time.perf_counter()
-        with filler.cheap_weights(fill), peers.in_place(peer), _nothing_kept():
-            train.train_run(config, instead=lambda job: self._serve_run(job, Path(output), start=start))
+        with filler.cheap_weights(fill), _nothing_kept():
+            served = partial(self._serve_run, output=Path(output), start=start)
+            train.train_run(config, instead=served, build=peers.builder(peer))
 
     def _serve_run(self, job: Any, output: Path, *, start: float) -> None:
         from offload_trainer.trainer import timed_steps

@@ -43,7 +43,11 @@ class ModelSection(_Section):
         "directory holds in fp32, moments are as optim.states says; where nothing is said and the card has no bf16 "
         "units: fp16",
     )
-    attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation")
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        "auto",
+        description="transformers' attention implementation; auto: sdpa where the architecture has it, else eager, "
+        "which keeps attention's matrices",
+    )
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto", description="gradient checkpointing, one segment a block; auto: on from 100 M parameters"
     )

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_trainer.model.held import Gradient, Held, Kernels, Operations, TooLong
-from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.loss import CausalLoss, cross_entropy
 from offload_trainer.plan.activations import Activations, Growth, Part, pruned
 
 _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attributes that tell alike blocks apart
@@ -33,8 +33,8 @@ _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attribut
 class _Run:
     """One pass of a body, or of a head, on the meta device."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, operations: Operations) -> None:
-        self._model, self._kernels, self.operations = model, kernels, operations
+    def __init__(self, loss: CausalLoss, kernels: Kernels, operations: Operations) -> None:
+        self._loss, self._model, self._kernels, self.operations = loss, loss.model, kernels, operations
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[Held]:
@@ -55,6 +55,7 @@ class _Run:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             hidden = next(value for value in tree_iter(output) if isinstance(value, torch.Tensor))
+            self.hidden = hidden.shape[-1]
             number = sum(what == "after" for what, _, _ in held.marks)
             held.mark("after", number)
             if hidden.requires_grad:
@@ -86,24 +87,28 @@ class _Run:
 
     def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> Held:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
-        body = self._model._modules[self._model.base_model_prefix]
-        assert body is not None
         with self._watched(blocks, ids) as held:
-            output = body(input_ids=ids, use_cache=False)
-            self.kind, self.hidden = type(output), output.last_hidden_state.shape[-1]
-            loss = Gradient.apply(output.last_hidden_state)
-            del output
+            output = self._loss.run(ids)
+            states = output.logits if self._loss.whole else output.last_hidden_state
+            self.kind, self.width = type(output), states.shape[-1]
+            if not self._loss.whole:
+                self.hidden = self.width
+            loss = Gradient.apply(states)
+            del output, states
             held.mark("body")
             loss.backward()
         return held
 
     def head(self, tokens: int) -> Held:
         """After `body`."""
-        loss = CausalLoss(self._model, chunk=tokens)
-        states = torch.empty(tokens, self.hidden, dtype=self._model.dtype, device="meta", requires_grad=True)
+        states = torch.empty(tokens, self.width, dtype=self._model.dtype, device="meta", requires_grad=True)
         targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
         with self._watched([], states, targets) as held:
-            summed = loss._summed(self.kind, states, targets)
+            summed = (
+                cross_entropy(states.float(), targets)
+                if self._loss.whole
+                else self._loss.summed(self.kind, states, targets)
+            )
             held.mark("body")
             summed.backward()
         return held
@@ -227,7 +232,7 @@ class _Cut:
 
 
 def count_activations(
-    model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype
+    model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype, whole_logits: bool = False
 ) -> tuple[Activations, Activations]:
     """What `model` (on the meta device, parameters as they train) holds on a GPU and on a CPU, run in `dtype`.
 
@@ -237,9 +242,10 @@ def count_activations(
         parameter.data = parameter.data.to(dtype)
     model.train()
     blocks = blocks or _checkpointed(model)
+    loss = CausalLoss(model, chunk=1, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
-    on_gpu = _count(model, blocks, kernels, operations)
-    return on_gpu, _count(model, blocks, Kernels("cpu"), operations) if kernels.differs else on_gpu
+    on_gpu = _count(loss, blocks, kernels, operations)
+    return on_gpu, _count(loss, blocks, Kernels("cpu"), operations) if kernels.differs else on_gpu
 
 
 def _checkpointed(model: PreTrainedModel) -> list[str]:
@@ -247,15 +253,16 @@ def _checkpointed(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _count(model: PreTrainedModel, blocks: Sequence[str], kernels: Kernels, operations: Operations) -> Activations:
+def _count(loss: CausalLoss, blocks: Sequence[str], kernels: Kernels, operations: Operations) -> Activations:
     """With three or two blocks of each kind where the model runs so, else with all."""
+    model = loss.model
     modules = [model.get_submodule(name) for name in blocks]
     kinds = _kinds(modules)
     failed: Exception = ValueError("no blocks")
     tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
     for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
         for length in _LENGTHS:
-            run = _Run(model, kernels, operations)
+            run = _Run(loss, kernels, operations)
             operations.attempt()
             try:
                 with _only(model, blocks, ran):

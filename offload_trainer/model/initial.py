@@ -106,6 +106,15 @@ def tied_names(model: PreTrainedModel) -> frozenset[str]:
     )
 
 
+def first_names(model: PreTrainedModel) -> dict[str, str]:
+    """Every name of every parameter -> the first of that parameter's names, which is the one that stands for it.
+
+    It may be the one that transformers counts as tied: a head that comes before its body.
+    """
+    firsts = {parameter: name for name, parameter in model.named_parameters()}
+    return {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) -> Iterator[NamedTensor]:
     """Yield each parameter's name and its initial value (fp32, on the CPU), tied ones once.
 
@@ -115,7 +124,7 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
     with _NoteRandomOperations() as noted, _calling(noted.end_phase):
         twin = meta_model(config, trust_remote_code=trust_remote_code)
     names = {module: name for name, module in twin.named_modules()}
-    skip = tied_names(twin)
+    skip, firsts = tied_names(twin), first_names(twin)
     initialised: set[nn.Module] = set()
     for constructors, model in noted.phases:
         with generator.active():
@@ -129,7 +138,7 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
                     continue
                 if value.isnan().any():
                     raise TrainerError(f"transformers gives {name} no initial value of its own; train it from weights")
-                yield name, value
+                yield firsts[name], value
         initialised.add(model)
 
 

@@ -20,7 +20,7 @@ def products_of(model: PreTrainedModel) -> dict[str, float]:
     """By parameter's name: in how many products its elements are, for one token; 0 for biases and norms."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = dict.fromkeys(names.values(), 0.0)
-    active = _experts_a_token(model.config.get_text_config())
+    active = _experts_a_token(of_layer(model.config.get_text_config(), 0))
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
@@ -55,9 +55,18 @@ def attention_widths(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[int
     """For each block, heads x (size of a key + size of a value); 0 where it has no attention."""
     config = model.config.get_text_config()
     return tuple(
-        sum(_width(module, config) for module in model.get_submodule(block).modules() if hasattr(module, "is_causal"))
+        sum(
+            _width(module, of_layer(config, getattr(module, "layer_idx", None)))
+            for module in model.get_submodule(block).modules()
+            if hasattr(module, "is_causal")
+        )
         for block in blocks
     )
+
+
+def of_layer(config: Any, number: int | None) -> Any:
+    """The configuration of one layer, where layers have configurations of their own; else the model's."""
+    return config.per_layer_config[number or 0] if getattr(config, "is_heterogeneous", False) else config
 
 
 def _width(module: nn.Module, config: Any) -> int:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.conversions import Group, loading_groups
-from offload_trainer.model.initial import NamedTensor, tied_names
+from offload_trainer.model.initial import NamedTensor, first_names, tied_names
 from offload_trainer.readback import LENIENT, FileName, is_there, read_back
 from offload_trainer.storage.finite import unusable
 from offload_trainer.storage.tensorfile import TensorFileReader
@@ -117,7 +117,7 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
     names = {name: name for name in given if name in expected}
     names |= {
         other: name
-        for other, name in model.all_tied_weights_keys.items()
+        for other, name in first_names(model).items()
         if other in given and name in expected and name not in given
     }
     misshapen = [

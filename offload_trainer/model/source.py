@@ -30,8 +30,8 @@ from offload_trainer.model.activations import count_activations
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.beside import check_beside, copy_beside
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
-from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.matmuls import attention_widths, products_of
+from offload_trainer.model.loss import CausalLoss, adds_router_loss, comes_apart
+from offload_trainer.model.matmuls import attention_widths, of_layer, products_of
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import (
     match_weights,
@@ -47,6 +47,7 @@ from offload_trainer.readback import one_line
 from offload_trainer.storage.dtypes import DTYPES
 
 BUFFERS = "buffers.safetensors"  # beside a run's config.json
+_UNLIMITED = 2048  # tokens of a row, where a model says nothing
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,13 @@ class ModelSource:
                 trust_remote_code=self.section.trust_remote_code,
             )
         model.tie_weights()
+        if hasattr(model.config, "rescale_every"):
+            model.config.rescale_every = 0  # RWKV divides its weights in place outside training, against fp16's range
+        if reentrant and wants_checkpointing(self.section, self.shape) and adds_router_loss(model):
+            raise UserError(
+                "the routers' loss (output_router_logits) gets no gradient through the reentrant checkpointing that "
+                "stock DeepSpeed needs for weights on NVMe: use --engine tiered"
+            )
         trainable = {weight.name: weight.trainable for weight in self.shape.weights}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable[name])
@@ -93,7 +101,7 @@ class ModelSource:
             if reentrant:
                 # That variant gives no gradients at all where its input needs none: with frozen embeddings.
                 model.enable_input_require_grads()
-        return CausalLoss(model, chunk=self.section.loss_chunk)
+        return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def weights(self) -> Iterator[NamedTensor]:
         """(name, tensor on the CPU) of every parameter, tied ones once; random ones are fp32."""
@@ -156,10 +164,12 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
     _override(config, section.overrides)
     try:
-        config._attn_implementation = section.attention
+        # None: transformers takes SDPA, or eager where a model does not have it.
+        config._attn_implementation = None if section.attention == "auto" else section.attention
         model = meta_model(config, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # of transformers' constructors, which check little
-        raise UserError(f"--model {section.name}: {one_line(error)} (model.attention=eager?)") from error
+        hint = " (model.attention=auto?)" if section.attention == "sdpa" else ""
+        raise UserError(f"--model {section.name}: {one_line(error)}{hint}") from error
     if not random:
         assert directory is not None
         check_beside(directory)
@@ -240,6 +250,8 @@ def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
     idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
     if idle:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
+    if section.checkpointing == "on" and not model.supports_gradient_checkpointing:
+        raise UserError(f"model.checkpointing=on: {type(model).__name__} has none in transformers; leave it auto")
     blocks = block_names(model)
     products = products_of(model)
     spared = spared_names(model)
@@ -263,28 +275,57 @@ def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
     trained = {weight.name for weight in weights if weight.trainable} or set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    on_gpu, on_cpu = _activations(model, blocks, section)
+    counted = _activations(model, blocks, section)
+    whole = counted is None and not comes_apart(model)
+    if whole:
+        counted = _activations(model, blocks, section, whole_logits=True)
+    on_gpu, on_cpu = counted or (None, None)
     text = model.config.get_text_config()
     return ModelShape(
         weights=tuple(weights),
         layers=getattr(text, "num_hidden_layers", None) or len(blocks),
         hidden=getattr(text, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1],
         vocabulary=text.vocab_size,
-        context=getattr(text, "max_position_embeddings", None) or 2048,
+        context=_context(text),
         attention=attention_widths(model, blocks),
         on_gpu=on_gpu,
         on_cpu=on_cpu,
+        can_checkpoint=model.supports_gradient_checkpointing,
+        whole_logits=whole,
+        notes=_notes(model, section, whole_logits=whole),
     )
 
 
+def _context(text: Any) -> int:
+    """Longest row. Some have no limit, or call it -1."""
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    return positions if positions > 0 else _UNLIMITED
+
+
 def _activations(
-    model: PreTrainedModel, blocks: Sequence[str], section: ModelSection
-) -> tuple[Activations, Activations] | tuple[None, None]:
+    model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, whole_logits: bool = False
+) -> tuple[Activations, Activations] | None:
     """Counted, or None for a model that cannot run without values: its plan is an estimate."""
     try:
-        return count_activations(model, blocks, dtype=DTYPES[section.dtype])
+        return count_activations(model, blocks, dtype=DTYPES[section.dtype], whole_logits=whole_logits)
     except Exception:  # of an architecture's own code, which may do anything
-        return None, None
+        return None
+
+
+def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
+    """What its plan has to say of it."""
+    notes, name, text = [], type(model).__name__, model.config.get_text_config()
+    attends = bool(getattr(of_layer(text, 0), "num_attention_heads", None))
+    if section.attention == "auto" and attends and text._attn_implementation == "eager":
+        notes.append(f"attention: eager, since {name} has no SDPA in transformers; its matrices are kept")
+    if section.checkpointing == "auto" and not model.supports_gradient_checkpointing:
+        notes.append(f"gradient checkpointing: off whatever its size, since {name} has none in transformers")
+    if whole_logits:
+        notes.append(
+            f"loss: with the logits of all tokens at once, since {name}'s head cannot be run on a chunk of hidden "
+            "states; model.loss_chunk changes nothing"
+        )
+    return tuple(notes)
 
 
 # As transformers' Trainer tells biases and norms; and the rates at which Mamba's state decays, as its authors do.

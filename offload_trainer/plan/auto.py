@@ -13,7 +13,8 @@ LONGEST_ROW = 1024
 
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
-    return section.checkpointing == "on" or (section.checkpointing == "auto" and shape.parameters >= CHECKPOINTING_FROM)
+    large = shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
+    return section.checkpointing == "on" or (section.checkpointing == "auto" and large)
 
 
 def row_length(wish: int | Literal["auto"], shape: ModelShape) -> int:

@@ -50,16 +50,17 @@ def engine_of(config: TrainConfig, *, world: int = 1) -> Tiered | DeepSpeed | Pl
 def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, saves: bool = True) -> Workload:
     """A step of such a run. `saves`: whether it keeps checkpoints, or an export, where its output goes."""
     model, train, optim = config.model, config.train, config.optim
+    seq_len = row_length(config.data.seq_len, shape)
     return Workload(
         shape=shape,
         dtype=model.dtype,
         micro_batch=train.micro_batch,
         accumulate=train.accumulate,
-        seq_len=row_length(config.data.seq_len, shape),
+        seq_len=seq_len,
         world=world,
         checkpointing=wants_checkpointing(model, shape),
         offload_activations=model.offload_activations,
-        loss_chunk=model.loss_chunk,
+        loss_chunk=train.micro_batch * seq_len if shape.whole_logits else model.loss_chunk,
         sums=optim.accumulate_dtype,
         state=state_format(optim.name, optim.states),
         kernel=optim.kernel,
@@ -199,7 +200,7 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
             work, machine, traffic, one.bounds(), engine=engine, stretch=one.stretch(), on_top=one.on_top()
         ),
         rejected=(),
-        notes=tuple(_notes(work, traffic, machine) + one.notes()),
+        notes=(*work.shape.notes, *_notes(work, traffic, machine), *one.notes()),
     )
 
 

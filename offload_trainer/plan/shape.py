@@ -50,6 +50,9 @@ class ModelShape:
     attention: tuple[int, ...] = ()  # of each block: heads x (size of a key + size of a value)
     on_gpu: Activations | None = None  # what forward and backward hold; None: it could not be counted
     on_cpu: Activations | None = None  # the same with a CPU's kernels
+    can_checkpoint: bool = True  # whether its blocks can be checkpointed
+    whole_logits: bool = False  # whether the loss needs those of all tokens of a micro-batch at once
+    notes: tuple[str, ...] = ()  # what a plan has to say of it
 
     @property
     def parameters(self) -> int:

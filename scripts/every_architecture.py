@@ -1,0 +1,348 @@
+"""Every causal language model of transformers, tiny: trained by the tiered engine beside transformers and plain torch.
+
+    every_architecture.py [--only NAME ...] [--table FILE] [--json FILE]
+
+Each is saved by transformers with weights of its own, and then trained in fp32 for three steps: by transformers' module
+and torch's AdamW, by the tiered engine with all in RAM, and by the tiered engine with weights and state on a drive,
+both with gradient checkpointing where transformers has it. The reference is the loss that transformers gives for
+`labels`, where it is that of the next tokens, else the cross-entropy of its logits. Right is: the first loss within
+1e-5, later ones and that of an evaluation at the end within 1e-4, norms within 1e-4 of themselves, weights within 1e-5
+after steps that took them up to 3e-3 away, and the same bits from both homes; and the first three with the routers'
+loss too, where transformers has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import VOCABULARY, kinds, tiny_config
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from offload_trainer.data.rows import Batch, DataState
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.initial import initial_weights
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.settings import load_config
+from offload_trainer.storage.lease import DriveLease
+from offload_trainer.storage.removal import scratch
+from offload_trainer.telemetry.meters import PhaseClock
+
+STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps: gradients near 0 are no coin tosses
+FIRST, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # how far losses, norms (relative) and weights may be away
+SECONDS = 120  # one architecture may take
+WORDS = (
+    "--lr",
+    str(LR),
+    "--dtype",
+    "fp32",
+    "--steps",
+    str(STEPS),
+    "--micro-batch",
+    str(ROWS),
+    "--seq-len",
+    str(LENGTH),
+)
+OPTIM = (f"optim.eps={EPS}", "optim.weight_decay=0", "optim.clip=0", "optim.betas=[0.9,0.95]", "optim.kernel=torch")
+RAM = ("--params", "cpu", "--ram-fraction", "1")
+DRIVE = ("--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one architecture. `outcome`: right, wrong, refused, traceback, or transformers (does not run)."""
+
+    name: str
+    outcome: str
+    why: str = ""
+    loss: str = ""  # what the reference is: transformers' loss for labels, or the cross-entropy of its logits
+    first: float = 0.0  # difference of the first loss
+    norm: float = 0.0  # relative, the largest of the steps
+    weights: float = 0.0  # the largest of the weights after the steps
+    router: str = ""  # the same with output_router_logits, where transformers then adds a loss
+    drawn: str = ""  # whether weights drawn here have the bits of those that transformers draws, or why none are
+    notes: tuple[str, ...] = ()  # what the plan says of it
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses and norms of the steps, and the weights after them."""
+
+    losses: list[float]  # of the steps, and of the first batch at the end, evaluated
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def batches() -> list[Batch]:
+    """Rows whose every token follows from the one before; the last of a row has no next one."""
+    made, random = [], torch.Generator().manual_seed(5)
+    for number in range(STEPS):
+        columns = [torch.randint(5, VOCABULARY - 5, (ROWS,), generator=random)]
+        for _ in range(LENGTH - 1):
+            columns.append((5 * columns[-1] + 3) % (VOCABULARY - 10) + 5)
+        tokens = torch.stack(columns, 1)
+        targets = functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        made.append(Batch(inputs=tokens, targets=targets, state=DataState(0), seed=number))
+    return made
+
+
+# -- the reference -----------------------------------------------------------------------------------------------------
+
+
+def reference_loss(model: PreTrainedModel, batch: Batch, *, labels: bool | None) -> tuple[torch.Tensor, bool]:
+    """The loss of transformers' own module, and whether it is the one that it gives for labels.
+
+    `labels`: take that one, or not; None: where it is the cross-entropy of the next tokens, and nothing else.
+    """
+    torch.manual_seed(batch.seed)
+    output = model(input_ids=batch.inputs, labels=batch.inputs, use_cache=False)
+    wanted = functional.cross_entropy(output.logits.float().flatten(0, 1), batch.targets.flatten())
+    if labels is None:
+        labels = abs(float((output.loss - wanted).detach())) < FIRST
+    return output.loss if labels else wanted, labels
+
+
+def reference(model: PreTrainedModel, data: Sequence[Batch], *, labels: bool | None = None) -> tuple[Trained, bool]:
+    model.train()
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    losses, norms = [], []
+    for batch in data:
+        loss, labels = reference_loss(model, batch, labels=labels)
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))))
+        losses.append(float(loss.detach()))
+        adam.step()
+        adam.zero_grad()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.eval()  # in which RWKV has other weights
+    with torch.no_grad():
+        losses.append(float(reference_loss(model, data[0], labels=labels)[0]))
+    return Trained(losses, norms, weights), bool(labels)
+
+
+# -- ours --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tiered(model: Path, drive: Path, words: Sequence[str]) -> Iterator[tuple[TieredEngine, Any]]:
+    """The engine as the command builds it, and its plan."""
+    drive.mkdir(exist_ok=True)
+    config = load_config(["--model", str(model), "--nvme", str(drive), "--engine", "tiered", *WORDS, *OPTIM, *words])
+    source = resolve_model(config.model, seed=0)
+    plan = make_plan(config, source.shape, probe_machine(drives=config.placement.nvme, output=str(drive)))
+    lease = DriveLease(drive)
+    work, drives = workload(config, source.shape), [lease.path]
+    engine = TieredEngine(source, work, config.optim, placement=plan.placement, sizes=plan.sizes, drives=drives)  # type: ignore[arg-type]
+    try:
+        yield engine, plan
+    finally:
+        engine.close()
+        lease.close()
+
+
+def ours(model: Path, drive: Path, words: Sequence[str], data: Sequence[Batch]) -> tuple[Trained, Any]:
+    with tiered(model, drive, words) as (engine, plan):
+        steps = [engine.train_step([batch], lr=LR, clock=PhaseClock()) for batch in data]
+        losses = [*(step.loss for step in steps), engine.eval_loss(data[0])]
+        weights = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
+    return Trained(losses, [s.grad_norm or 0.0 for s in steps], weights), plan
+
+
+# -- one architecture --------------------------------------------------------------------------------------------------
+
+
+def examine(name: str, folder: Path) -> Result:
+    """Never raises: what goes wrong is what becomes of it."""
+    start, data = time.monotonic(), batches()
+    config = tiny_config(kinds()[name])
+    try:
+        model = saved(config, folder / "model")
+        how = f"model.checkpointing={'on' if model.supports_gradient_checkpointing else 'auto'}"
+        expected, labels = reference(model, data)
+    except Exception as error:
+        return Result(name, "transformers", one_line(error))
+    loss = "labels" if labels else "logits"
+    try:
+        in_ram, plan = ours(folder / "model", folder / "drive", (*RAM, how), data)
+        on_drive, _ = ours(folder / "model", folder / "drive", (*DRIVE, how), data)
+        router = with_router_loss(name, folder, how, data) if labels and hasattr(config, "output_router_logits") else ""
+    except (UserError, TrainerError) as error:
+        return Result(name, "refused", one_line(error), loss)
+    except Exception as error:
+        traceback.print_exc()
+        return Result(name, "traceback", one_line(error), loss)
+    apart = differences(in_ram, expected)
+    wrong = too_far(*apart)
+    if not same_bits(in_ram, on_drive):
+        wrong.append("homes have other bits")
+    if router not in ("", "right"):
+        wrong.append(f"with the routers' loss: {router}")
+    outcome, notes = (
+        "wrong" if wrong else "right",
+        tuple(n for n in plan.notes if n.startswith(("attention:", "loss:", "gradient checkpointing:"))),
+    )
+    seconds = round(time.monotonic() - start, 1)
+    return Result(name, outcome, "; ".join(wrong), loss, *apart, router, drawn(config), notes, seconds)
+
+
+def saved(config: Any, folder: Path) -> PreTrainedModel:
+    """transformers' module with weights drawn by transformers, as it reads them back from where it saved them."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def with_router_loss(name: str, folder: Path, how: str, data: Sequence[Batch]) -> str:
+    """ "right", what is wrong, or "" where transformers adds nothing for output_router_logits."""
+    model = saved(tiny_config(kinds()[name], output_router_logits=True), folder / "router")
+    with torch.no_grad():
+        wanted, added = (reference_loss(model, data[0], labels=labels)[0] for labels in (False, True))
+    if torch.equal(wanted, added):
+        return ""
+    expected, _ = reference(model, data, labels=True)
+    found, _ = ours(folder / "router", folder / "drive", (*RAM, how), data)
+    return "; ".join(too_far(*differences(found, expected))) or "right"
+
+
+def drawn(config: Any) -> str:
+    """ "equal", or why there are no random weights for it."""
+    torch.manual_seed(0)
+    theirs = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
+    try:
+        found = dict(initial_weights(config, seed=0))
+    except TrainerError as error:
+        return one_line(error)
+    same = found.keys() == theirs.keys() and all(torch.equal(found[key], theirs[key]) for key in theirs)
+    return "equal" if same else "other bits"
+
+
+def differences(found: Trained, expected: Trained) -> tuple[float, float, float]:
+    """Of the first loss (the others' a tenth), of norms, of weights."""
+    losses = [abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)]
+    norms = [abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True)]
+    if found.weights.keys() != expected.weights.keys():
+        return losses[0], max(norms), float("inf")
+    weights = [float((found.weights[name] - value).abs().max()) for name, value in expected.weights.items()]
+    return max(losses[0], max(losses) / 10), max(norms), max(weights)
+
+
+def too_far(loss: float, norm: float, weights: float) -> list[str]:
+    found = (("losses", loss, FIRST), ("norms", norm, NORM), ("weights", weights, WEIGHT))
+    return [f"{what} {apart:.1e} away" for what, apart, most in found if not apart <= most]
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    return (one.losses, one.norms) == (other.losses, other.norms) and all(
+        torch.equal(value, other.weights[name]) for name, value in one.weights.items()
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """Of transformers' and our own failures what they say, without this run's directories."""
+    text = re.sub(r"\S*/architecture-\S*/model", "DIRECTORY", " ".join(str(error).split()))[:300]
+    return text if isinstance(error, UserError | TrainerError) else f"{type(error).__name__}: {text}"
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def in_a_child(name: str) -> Result:
+    """In a process of its own: one that crashes or hangs does not end the table."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)
+        with scratch(f"architecture-{name}") as folder:
+            result = examine(name, folder)
+        os.write(write, json.dumps(asdict(result)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not told:
+        return Result(name, "traceback", f"the process ended with status {status}")
+    return Result(**json.loads(told))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llama")
+    parser.add_argument("--table", type=Path, help="the page to write")
+    parser.add_argument("--json", type=Path)
+    wishes = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    results = []
+    for name in wishes.only or kinds():
+        results.append(in_a_child(name))
+        print(f"{name:28} {results[-1].outcome:12} {results[-1].why}", flush=True)
+    if wishes.json:
+        wishes.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    if wishes.table:
+        wishes.table.write_text(table(results))
+    print(counts(results))
+    sys.exit(any(result.outcome in ("wrong", "traceback") for result in results))
+
+
+def counts(results: Sequence[Result]) -> str:
+    runs = [result for result in results if result.outcome != "transformers"]
+    right = sum(result.outcome == "right" for result in runs)
+    others = [f"{sum(r.outcome == o for r in runs)} {o}" for o in ("refused", "wrong", "traceback")]
+    return f"{right} of {len(runs)} right, {', '.join(others)}; {len(results) - len(runs)} do not run in transformers"
+
+
+def table(results: Sequence[Result]) -> str:
+    """The page: what the columns are, a row for each, and those that are not right with the reason."""
+    lines = [
+        "# Every causal language model of transformers",
+        "",
+        f"Written by `scripts/every_architecture.py --table docs/architectures.md`: transformers "
+        f"{transformers.__version__}, torch {torch.__version__}. {counts(results)}.",
+        "",
+        *(" ".join(part.split()) + "\n" for part in str(__doc__).split("\n\n")[2:]),
+        "`reference`: which loss of transformers. `loss`, `norm`, `weights`: how far away. `router`: whether the "
+        "routers' loss is right too. `drawn`: whether random weights have the bits of transformers'. Names are those "
+        "of transformers' configurations, each with its defaults shrunk by `scripts/tiny_models.py`.",
+        "",
+        "| architecture | | reference | loss | norm | weights | router | drawn | the plan says |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        if r.outcome != "transformers":
+            figures = " | ".join(
+                f"{x:.0e}" if r.outcome in ("right", "wrong") else "" for x in (r.first, r.norm, r.weights)
+            )
+            drawn_ = r.drawn if r.drawn in ("equal", "") else "no"
+            said = "; ".join([*(note.split(",")[0] for note in r.notes), *([r.why] if r.why else [])])
+            lines.append(f"| {r.name} | {r.outcome} | {r.loss} | {figures} | {r.router} | {drawn_} | {said} |")
+    lines += ["", "## What transformers itself does not run", "", "| architecture | its error |", "| --- | --- |"]
+    lines += [f"| {r.name} | {r.why.replace('|', ' ')} |" for r in results if r.outcome == "transformers"]
+    lines += ["", "## Random weights that are not drawn here", "", "| architecture | why |", "| --- | --- |"]
+    lines += [f"| {r.name} | {r.drawn.replace('|', ' ')} |" for r in results if r.drawn not in ("equal", "")]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -3,11 +3,7 @@
 session = offload_trainer.load("Qwen/Qwen3-8B", nvme=["/mnt/ssd"])      or offload(module): docs/library.md
 """
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-import offload_trainer.offload as _room
 
 __version__ = "0.1.0"
 __all__ = ["NonFiniteGradient", "Session", "TrainerError", "UserError", "load", "offload"]
@@ -18,24 +14,12 @@ if TYPE_CHECKING:
     from offload_trainer.session.start import load, offload
 
 
-class _OffloadRoom(ModuleType):
-    """The room `offload/`, which has the name of the library's function: calling it is calling that."""
-
-    def __call__(self, *args: Any, **keys: Any) -> Any:
-        from offload_trainer.session.start import offload
-
-        return offload(*args, **keys)
-
-
-sys.modules[_room.__name__].__class__ = _OffloadRoom
-
-
 def __getattr__(name: str) -> Any:
     """The library on first use: a plan, or a command's --help, needs none of it."""
-    if name == "load":
-        from offload_trainer.session.start import load
+    if name in ("load", "offload"):
+        from offload_trainer.session import start
 
-        return load
+        return getattr(start, name)
     if name == "Session":
         from offload_trainer.session.session import Session
 

@@ -22,17 +22,17 @@ from offload_trainer.packages import OPTIONAL, REQUIRED
 ROOT = Path(__file__).resolve().parent.parent
 _LINKED = ("torch", "functorch", "nvidia", "triton")  # beginnings of what torch's wheels install
 TESTS = (
-    "tests/test_settings.py",
-    "tests/test_model.py",  # transformers' own weights, losses, checkpointing
-    "tests/test_against_torch.py",
-    "tests/test_packages.py::test_a_whole_run_without_the_optional_ones",  # train, resume, export
-    "tests/test_export.py::test_round_trip",  # in and out, as transformers loads and saves
-    "tests/test_gguf.py::test_f32_has_all_bits_and_the_same_logits",
-    "tests/test_moments.py::test_8_bit_is_bitsandbytes",
-    "tests/test_telemetry.py::test_tensorboard_has_the_numbers",
-    "tests/test_hf.py",
-    "tests/test_trl.py",
-    "tests/test_peft.py",
+    "tests/house/test_settings.py",
+    "tests/model/test_model.py",  # transformers' own weights, losses, checkpointing
+    "tests/offloading/test_against_torch.py",
+    "tests/house/test_packages.py::test_a_whole_run_without_the_optional_ones",  # train, resume, export
+    "tests/export/test_export.py::test_round_trip",  # in and out, as transformers loads and saves
+    "tests/export/test_gguf.py::test_f32_has_all_bits_and_the_same_logits",
+    "tests/optim/test_moments.py::test_8_bit_is_bitsandbytes",
+    "tests/run/test_telemetry.py::test_tensorboard_has_the_numbers",
+    "tests/library/test_hf.py",
+    "tests/library/test_trl.py",
+    "tests/library/test_peft.py",
 )
 
 

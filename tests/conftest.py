@@ -9,13 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from forks import COMMAND, Fork, Forks
+from safetensors.torch import load_file
 
 # An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
 TINY = [
@@ -137,3 +139,40 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
+
+
+LIMIT = 3 << 29  # bytes: 1.5 GiB
+
+
+@pytest.fixture
+def box() -> Iterator[Path]:
+    """A memory cgroup with LIMIT; skipped where this user may not make one."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}"
+    name = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"
+    try:
+        folder.mkdir()
+        (folder / name).write_text(str(LIMIT))
+    except OSError as error:
+        if folder.is_dir():
+            folder.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield folder
+    for _ in range(50):
+        try:
+            folder.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def assert_same_run(run: Run, expected: Run) -> None:
+    """Bit for bit: every step's loss, norm and rate, and the final masters and moments."""
+    for key in ("step", "tokens", "loss", "grad_norm", "lr"):
+        assert [step[key] for step in run.steps] == [step[key] for step in expected.steps], key
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        place = f"checkpoints/step-00000020/{kind}.safetensors"
+        one, other = load_file(run.output / place), load_file(expected.output / place)
+        assert one.keys() == other.keys()
+        for name, tensor in other.items():
+            assert torch.equal(one[name], tensor), f"{kind} {name}"

@@ -140,7 +140,7 @@ def arm(moment: Moment) -> None:
     from offload_trainer import checkpoint, trainer
     from offload_trainer.engine.tiered import TieredEngine
     from offload_trainer.export import final
-    from offload_trainer.offload.state import TieredSnapshot
+    from offload_trainer.offloading.state import TieredSnapshot
     from offload_trainer.optim import kernel_cache
     from offload_trainer.run import launch, planning
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offload.device import Read, Return
+from offload_trainer.offloading.device import Read, Return
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, bytes_of
 

@@ -12,10 +12,10 @@ import torch
 from offload_trainer.engine.op_builder import load_async_io
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import DTYPES
-from offload_trainer.offload.cuda import CudaDevice
-from offload_trainer.offload.device import CpuDevice, Device
-from offload_trainer.offload.drives import Drives
-from offload_trainer.offload.model import Layout
+from offload_trainer.offloading.cuda import CudaDevice
+from offload_trainer.offloading.device import CpuDevice, Device
+from offload_trainer.offloading.drives import Drives
+from offload_trainer.offloading.model import Layout
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.protocol import Kernel

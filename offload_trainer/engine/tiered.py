@@ -1,6 +1,6 @@
 """The tiered engine behind the `Engine` protocol: the run's configuration, loss and loss scale around `OffloadedModel`.
 
-What it is made of is in `offload/`; what is put where, and how large buffers are, in `plan/`.
+What it is made of is in `offloading/`; what is put where, and how large buffers are, in `plan/`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from offload_trainer.engine.parts import Say, opened
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
-from offload_trainer.offload.device import Device
-from offload_trainer.offload.model import OffloadedModel
-from offload_trainer.offload.norms import clip_factor
-from offload_trainer.offload.state import TieredSnapshot
+from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.model import OffloadedModel
+from offload_trainer.offloading.norms import clip_factor
+from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.optim.rules import hyper_of
 from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.sizes import TierSizes

@@ -25,7 +25,7 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, final_card, model_card
 from offload_trainer.model.source import BUFFERS, resolve_model
-from offload_trainer.offload.page_index import DESCRIPTION, read_store
+from offload_trainer.offloading.page_index import DESCRIPTION, read_store
 from offload_trainer.readback import LENIENT, Count, Steps, is_there, read_back, shown
 from offload_trainer.storage.finite import unusable
 from offload_trainer.storage.lease import is_alive, kept

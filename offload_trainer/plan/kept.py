@@ -1,6 +1,6 @@
 """What gradient checkpointing keeps of a micro-batch: each block's input, in host memory or on drives if asked.
 
-The engine (`offload/activations.py`) is built with these numbers, and the plan counts with them.
+The engine (`offloading/activations.py`) is built with these numbers, and the plan counts with them.
 """
 
 from __future__ import annotations

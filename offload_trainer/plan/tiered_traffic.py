@@ -1,6 +1,6 @@
 """Bytes that a step of the tiered engine moves, phase by phase. Pure arithmetic.
 
-They are exact: weights are fetched by the same rings (`plan/rings.py`), gradients walked as `offload/gradients.py`
+They are exact: weights are fetched by the same rings (`plan/rings.py`), gradients walked as `offloading/gradients.py`
 walks them. What is fetched ahead of its phase counts where it is needed.
 """
 

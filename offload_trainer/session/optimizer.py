@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import UserError
-from offload_trainer.offload.parameter import OffloadedParameter
+from offload_trainer.offloading.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.plan.formats import UpdateRule
 

@@ -23,7 +23,7 @@ from offload_trainer.export.directory import DTYPES, EXPORT, check_destination, 
 from offload_trainer.export.sources import Source
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest
-from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.readback import LENIENT, is_there, read_back
 from offload_trainer.retention import WORK
 from offload_trainer.session.optimizer import OffloadedOptimizer

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import NonFiniteGradient, UserError
-from offload_trainer.offload.model import OffloadedModel
-from offload_trainer.offload.norms import clip_factor
+from offload_trainer.offloading.model import OffloadedModel
+from offload_trainer.offloading.norms import clip_factor
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
 from offload_trainer.plan.plan import Plan

@@ -18,17 +18,17 @@ COLUMNS = {"check": "check", "found": "found"}
 
 # Whole files whose tests compute: on a machine with a GPU they do it there. The quickest first.
 COMPUTING = (
-    "tests/test_against_torch.py",
-    "tests/test_gradients.py",
-    "tests/test_streams.py",
-    "tests/test_shares.py",
-    "tests/test_stored_moments.py",
-    "tests/test_update_page.py",
-    "tests/test_dropout.py",
-    "tests/test_checkpoint.py",
-    "tests/test_tiered.py",
-    "tests/test_moments.py",
-    "tests/test_adam_kernels.py",
+    "tests/offloading/test_against_torch.py",
+    "tests/offloading/test_gradients.py",
+    "tests/run/test_streams.py",
+    "tests/offloading/test_shares.py",
+    "tests/optim/test_stored_moments.py",
+    "tests/optim/test_update_page.py",
+    "tests/model/test_dropout.py",
+    "tests/run/test_checkpoint.py",
+    "tests/offloading/test_tiered.py",
+    "tests/optim/test_moments.py",
+    "tests/optim/test_adam_kernels.py",
 )
 
 

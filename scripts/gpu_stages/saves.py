@@ -62,7 +62,7 @@ def save(stage: Stage, case: str, words: list[str]) -> None:
 
 def kill(stage: Stage, *, count: int) -> None:
     """SIGKILL at random moments; what the runs end with must be the uninterrupted one's, bit for bit."""
-    script = str(ROOT / "scripts" / "kill_and_resume.py")
+    script = str(ROOT / "soak" / "kill_and_resume.py")
     try:
         done = stage.command([sys.executable, script, "--kills", str(count)], env={"KILL_DIRECTORY": str(stage.drive)})
         last = _LAST_LINE.search(done.stdout)

@@ -29,7 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in place of this directory: bench_step, gpu_stages
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # bench_step, bench_save
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in place of this directory: gpu_stages
 
 from offload_trainer.errors import explain
 

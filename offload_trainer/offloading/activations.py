@@ -1,0 +1,233 @@
+"""What gradient checkpointing keeps, away from the device: the inputs of blocks, in host memory or on drives.
+
+    forward   input ──stream of its own──> host buffer (──> drive)      its memory on the device is free once copied
+    backward  (drive ──>) host buffer ──stream of its own──> device     one block ahead of its recomputation
+
+In host memory each input has a buffer. For drives a few buffers make a ring, in which input n passes through buffer
+n % count: in the forward it is taken once its bytes are on the drive, in the backward read ahead of need once the input
+before has left it. What computes waits for no copy out; the host waits where more than a few are under way. Blocks are
+expected back from the last to the first; any other order is right too, and waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload_trainer.offloading.device import Device, Return
+from offload_trainer.offloading.store import offsets
+from offload_trainer.plan.kept import INPUTS_UNDER_WAY, KeptInputs
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
+
+
+class Hooks(Protocol):
+    """What autograd saves otherwise."""
+
+    def pack(self, tensor: torch.Tensor) -> Any: ...
+
+    def unpack(self, saved: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An input that is away: its number within the forward."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass
+class _Buffer:
+    """Host memory and the input that is in it, or on its way into it."""
+
+    memory: torch.Tensor  # uint8
+    ring: bool = False  # one of those before the drives
+    number: int | None = None
+    filled: Future = field(default_factory=done)
+    readers: list[Future] = field(default_factory=list)  # what still reads from it
+
+    def of(self, kept: _Kept) -> torch.Tensor:
+        return self.memory[: kept.size].view(kept.dtype)
+
+    @property
+    def free(self) -> Future:
+        """Done when nothing that was begun with it is under way."""
+        return together([self.filled, *self.readers])
+
+
+class Activations:
+    """Keeps the inputs of one forward until its backward has had them."""
+
+    def __init__(
+        self,
+        inputs: KeptInputs,
+        *,
+        device: Device,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+        otherwise: Hooks | None = None,
+    ) -> None:
+        """`inputs`: what is to be expected; more and larger ones stay in host memory. No `files`: all do.
+
+        The files hold `inputs.homes(len(files))`; `otherwise` gets whatever else autograd saves with them.
+        """
+        self._device, self._transfers, self._otherwise = device, transfers, otherwise
+        self._inputs, self._files = inputs, tuple(files)
+        self._homes = inputs.homes(len(files))
+        self._offsets = offsets([inputs.size] * len(self._homes), self._homes)
+        count = inputs.buffers if files else inputs.count
+        memory = host_buffer(count * inputs.size, pinned=device.is_cuda)
+        made = [_Buffer(memory[n * inputs.size :][: inputs.size], ring=bool(files)) for n in range(count)]
+        self._ring = made if files else []
+        self._own = {} if files else dict(enumerate(made))
+        self._kept: list[_Kept] = []  # of this forward, by number
+        self._written: dict[int, Future] = {}
+        self._leaving: deque[Future] = deque()  # copies from the device, the oldest first
+        self._coming: dict[int, tuple[torch.Tensor, Return]] = {}
+
+    def attach(self, model: nn.Module) -> None:
+        """Let `model`'s checkpointed blocks keep their inputs here."""
+        for module in model.modules():
+            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+            if checkpoint is not None:
+                setattr(module, "_gradient_checkpointing_func", self._keeping(checkpoint))  # noqa: B010
+
+    def _keeping(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's `checkpoint`, what it keeps of its arguments kept here."""
+
+        def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return checkpoint(function, *args, **words)
+            # Masks and positions need no gradient; blocks share them, and they stay.
+            wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
+
+            def pack(tensor: torch.Tensor) -> Any:
+                if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
+                    return self._keep(tensor)
+                return self._otherwise.pack(tensor) if self._otherwise else tensor.detach()
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                return checkpoint(function, *args, **words)
+
+        return keeping
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around each forward that a backward follows: what it keeps takes the place of the last one's."""
+        self._kept.clear()
+        self._coming.clear()
+        yield
+        self._look_ahead(len(self._kept) - 1)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _keep(self, tensor: torch.Tensor) -> _Kept:
+        kept = _Kept(len(self._kept), tensor.shape, tensor.dtype)
+        self._kept.append(kept)
+        buffer = self._buffer(kept)
+        buffer.free.wait()
+        buffer.number, buffer.readers = kept.number, []
+        buffer.filled = self._device.keep(tensor.detach().view(-1), buffer.of(kept))
+        if buffer.ring:
+            buffer.readers.append(self._write(kept, buffer))
+        self._leaving.append(buffer.filled)
+        if len(self._leaving) > INPUTS_UNDER_WAY:
+            self._leaving.popleft().wait()  # or the device's memory would fill with what waits to leave it
+        return kept
+
+    def _buffer(self, kept: _Kept) -> _Buffer:
+        if self._ring and kept.number < self._inputs.count and kept.size <= self._inputs.size:
+            return self._ring[kept.number % len(self._ring)]
+        buffer = self._own.get(kept.number)
+        if buffer is None or buffer.memory.numel() < kept.size:
+            if buffer is not None:
+                buffer.free.wait()
+            buffer = self._own[kept.number] = _Buffer(host_buffer(kept.size, pinned=self._device.is_cuda))
+        return buffer
+
+    def _place(self, kept: _Kept, buffer: _Buffer) -> tuple[DriveFile, int, torch.Tensor]:
+        size = -(-kept.size // SECTOR) * SECTOR
+        return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
+
+    def _write(self, kept: _Kept, buffer: _Buffer) -> Future:
+        """Start its bytes on their way to the drive, once they are in the buffer."""
+        place = self._place(kept, buffer)
+        written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
+        return written
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Kept):
+            saved: torch.Tensor = self._otherwise.unpack(kept) if self._otherwise else kept
+            return saved
+        coming = self._coming.pop(kept.number) if kept.number in self._coming else self._bring(kept)
+        values, returned = coming
+        returned.arrival.wait()
+        self._look_ahead(kept.number - 1)
+        return values.view(kept.shape)
+
+    def _look_ahead(self, number: int) -> None:
+        if number >= 0 and not self._coming:
+            self._coming[number] = self._bring(self._kept[number])
+
+    def _bring(self, kept: _Kept) -> tuple[torch.Tensor, Return]:
+        """Start an input on its way back, and the next one to come through its buffer on its way there."""
+        buffer = self._buffer(kept)
+        if buffer.number != kept.number:
+            self._read(kept, buffer)
+        values = torch.empty(kept.shape.numel(), dtype=kept.dtype, device=self._device.place)
+        after = self._device.mark()
+        returned = self._device.bring_back(buffer.of(kept), values, after=after, ready=buffer.filled)
+        buffer.readers.append(returned.left)
+        ahead = kept.number - len(self._ring)
+        if buffer.ring and ahead >= 0 and self._buffer(self._kept[ahead]) is buffer:
+            self._read(self._kept[ahead], buffer)
+        return values, returned
+
+    def _read(self, kept: _Kept, buffer: _Buffer) -> None:
+        """Fill the buffer from the drive, as soon as nothing else needs it."""
+        place = self._place(kept, buffer)
+        before = together([buffer.free, self._written[kept.number]])
+        buffer.number, buffer.readers = kept.number, []
+        buffer.filled = _after(before, lambda: self._transfers.read(*place))
+
+    def close(self) -> None:
+        """Wait for what is under way, whatever becomes of it."""
+        for buffer in (*self._ring, *self._own.values()):
+            with suppress(Exception):
+                buffer.free.wait()
+
+
+def _after(before: Future, start: Callable[[], Future]) -> Future:
+    """`start()` once `before` is done, on the thread that saw it; done with it, or with what went wrong."""
+    future = Future()
+
+    def go_on(error: BaseException | None) -> None:
+        if error is None:
+            try:
+                start().then(future.finish_part)
+                return
+            except BaseException as caught:
+                error = caught
+        future.finish_part(error)
+
+    before.then(go_on)
+    return future
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Autograd saves an alias: the same memory in the same shape."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -1,0 +1,30 @@
+"""A run's private directories on drives, as homes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from offload_trainer.offloading.store import size_of_home
+from offload_trainer.storage.transfer import DriveFile, Transfers
+
+
+class Drives:
+    """Private directories on drives, and what moves bytes to and from the files in them."""
+
+    def __init__(self, directories: Sequence[Path], transfers: Transfers) -> None:
+        self.directories, self.transfers = tuple(directories), transfers
+        self._files = ExitStack()
+
+    def files(self, name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
+        """A file on each drive for those of several things, of `sizes` bytes, that have their home there."""
+        made = []
+        for home, directory in enumerate(self.directories):
+            made.append(DriveFile(directory / name, size_of_home(sizes, homes, home)))
+            self._files.callback(made[-1].close)
+        return made
+
+    def close(self) -> None:
+        self.transfers.close()  # it may still move bytes in the files
+        self._files.close()

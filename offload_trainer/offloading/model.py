@@ -1,0 +1,383 @@
+"""A model whose weights, gradients and optimizer state have homes of their own: on the device, in RAM, on drives.
+
+    forward, backward   Stream brings the weights that are away; each gradient goes to Gradients as autograd makes it
+    norm, step          the norm of the sums, then Updater walks the pages, and new weights go to their homes
+    snapshot, load      the state by the weight's name
+
+Where something lives never changes a bit of the result. No configuration, data or loss is known here: a module, where
+each of its weights goes, and what updates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.activations import Activations
+from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.drives import Drives
+from offload_trainer.offloading.gradients import Gradients
+from offload_trainer.offloading.page_index import PageIndex
+from offload_trainer.offloading.parameter import offload_parameter
+from offload_trainer.offloading.state import TieredSnapshot, TieredState
+from offload_trainer.offloading.store import PageStore
+from offload_trainer.offloading.stream import Stream
+from offload_trainer.offloading.update import Updater
+from offload_trainer.offloading.weights import Weights
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.protocol import Kernel, Stretch
+from offload_trainer.optim.rules import Hyper
+from offload_trainer.optim.state_files import EngineState
+from offload_trainer.plan.formats import StateFormat
+from offload_trainer.plan.kept import KeptInputs
+from offload_trainer.plan.layout import Homes, Unit
+from offload_trainer.plan.routes import routes_of
+from offload_trainer.plan.sizes import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
+from offload_trainer.storage.host_memory import return_now
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies, and in what form."""
+
+    units: tuple[Unit, ...]
+    homes: Homes
+    dtype: torch.dtype  # of the weights that the model computes with
+    gradient_dtype: torch.dtype  # of a step's sums
+    format: StateFormat  # of the optimizer state
+    page_buffers: int  # pages in memory on their way to or from a drive
+    unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
+    ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
+
+
+class OffloadedModel:
+    """Hooks on `module` that bring its weights and take its gradients, and the update over what they have taken."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        layout: Layout,
+        *,
+        device: Device,
+        drives: Drives,
+        kernels: tuple[Kernel, Kernel],
+        seed: int,
+    ) -> None:
+        """`parameters` of `module` by the name of their weight, one for each use; their memory is replaced.
+
+        What they hold is lost: `put` sets it. `kernels`: the CPU's, and the one for pages that live on `device`. `seed`
+        is of the rounding of moments that are not fp32. Device and drives are closed by whoever made them, after this.
+        """
+        self.units, self.parameters = layout.units, parameters
+        self._module, self._device, self._drives, self._seed = module, device, drives, seed
+        trainable = {place.weight.name: place.weight.trainable for unit in layout.units for place in unit.places}
+        self.trained = [name for name in parameters if trainable[name]]
+        self.fixed = [name for name in parameters if not trainable[name]]
+        self.steps = dict.fromkeys(self.trained, 0)  # of each weight, that changed it
+        self.last = True  # whether gradients that come now are of the step's last micro-batch
+        self.taken = 0  # gradients, ever
+        self.adds_up = True  # whether several micro-batches may be added up
+        self.closed = False
+        self.account: PageIndex | None = None
+        self.activations: Activations | None = None
+        with ExitStack() as stack:
+            self._make_homes(layout, stack)
+            self.updater = Updater(
+                self.store,
+                self.weights,
+                self.gradients,
+                kernels[0],
+                device=device,
+                device_kernel=kernels[1],
+                routes=routes_of(layout.homes, is_gpu=device.is_cuda),
+                slots=layout.page_buffers,
+            )
+            self.state = TieredState(layout.units, self.store, self.weights)
+            self.places = self.state.places
+            self._give_memory()
+            self.stream = self._make_stream(layout.unit_buffers, stack)
+            for name in self.trained:
+                for parameter in parameters[name]:
+                    hook = parameter.register_post_accumulate_grad_hook(self._hand_over(name))
+                    stack.callback(hook.remove)
+            self._open = stack.pop_all()
+
+    # -- putting together ---------------------------------------------------------------------------------------------
+
+    def _make_homes(self, layout: Layout, stack: ExitStack) -> None:
+        """Files on the drives, and the homes of state, weights and gradients in them and in memory."""
+        units, homes, transfers = layout.units, layout.homes, self._drives.transfers
+        pages = [layout.format.page_bytes(page.elements) for page in homes.pages]
+        self.store = PageStore(
+            homes.pages,
+            format=layout.format,
+            files=self._drives.files("state", pages, [page.home for page in homes.pages]),
+            transfers=transfers,
+            device=self._device,
+        )
+        weights = [unit.elements * layout.dtype.itemsize for unit in units]
+        self.weights = Weights(
+            units,
+            homes.weights,
+            dtype=layout.dtype,
+            device=self._device,
+            files=self._drives.files("weights", weights, homes.weights),
+            transfers=transfers,
+        )
+        sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
+        self.gradients = Gradients(
+            units,
+            homes.gradients,
+            dtype=layout.gradient_dtype,
+            device=self._device,
+            files=self._drives.files("gradients", sums, homes.gradients),
+            transfers=transfers,
+            stagings=GRADIENT_BUFFERS,
+            ring_bytes=layout.ring_bytes,
+            in_flight_bytes=GRADIENTS_IN_FLIGHT,
+            order=self.trained,
+        )
+        stack.callback(self.gradients.close)
+
+    def _give_memory(self) -> None:
+        """Parameters on their units' memory, where that stays on the device; the stream gives it to the others."""
+        for name, uses in self.parameters.items():
+            unit, place = self.places[name]
+            resident = self.weights.resident(unit.index)
+            if resident is not None:
+                for parameter in uses:
+                    parameter.data = resident[place.start :][: place.weight.numel].view(place.weight.shape)
+
+    def _make_stream(self, blocks: int, stack: ExitStack) -> Stream | None:
+        if all(self.weights.resident(unit.index) is not None for unit in self.units):
+            return None
+        stream = Stream(self.weights, self.parameters, device=self._device, blocks=blocks)
+        stack.callback(stream.close)
+        unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
+        model = self._module
+        stream.attach(model, {n: unit_of[p] for n, p in model.named_parameters(remove_duplicate=False)})
+        return stream
+
+    def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
+        first_of_blocks = next((n for n in self.trained if self.places[n][0].block), None)
+
+        def hook(parameter: nn.Parameter) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self._refuse_another(name)
+            self.taken += 1
+            self.gradients.add(name, gradient, last=self.last)
+            if name == first_of_blocks:
+                return_now()  # what autograd needs next, for the embeddings, is its largest
+
+        return hook
+
+    def _refuse_another(self, name: str) -> None:
+        """UserError for a second micro-batch's gradient where sums have the 16 bits of one."""
+        if not self.adds_up and self.gradients.has(name):
+            raise UserError(
+                f"{name} got a second gradient before its step, and accumulate=1 keeps the sums in 16 bits: load the "
+                "model with accumulate=2, or leave that out, for sums in fp32"
+            )
+
+    def keep_inputs(self, inputs: KeptInputs, *, on_drives: bool) -> None:
+        """Keep away from the device what gradient checkpointing keeps: in host memory, or on the drives."""
+        drives = self._drives.directories if on_drives else ()
+        homes = inputs.homes(len(drives))
+        files = self._drives.files("activations", [inputs.size] * inputs.count, homes) if drives else []
+        kept = Activations(
+            inputs, device=self._device, files=files, transfers=self._drives.transfers, otherwise=self.stream
+        )
+        self._open.callback(kept.close)
+        kept.attach(self._module)
+        self.activations = kept
+
+    def keep_account(self, *, model: Path) -> None:
+        """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
+        drives, pages, format = self._drives.directories, self.store.pages, self.store.format
+        self.account = PageIndex(drives, units=self.units, pages=pages, format=format, model=model)
+        self._open.callback(self.account.close)
+
+    @torch.no_grad()
+    def put(self, values: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        """Weights to their homes, one at a time: (name, as the model computes with it, as its master begins)."""
+        for name, weight, master in values:
+            unit, place = self.places[name]
+            self.weights.put(unit.index, place.start, weight.reshape(-1))
+            if place.weight.trainable:
+                self.store.put("master", unit.index, place.start, place.weight.numel, master.float().reshape(-1))
+        self.state.put_away()
+
+    # -- weights that are read outside their modules ------------------------------------------------------------------
+
+    def guard_reads(self) -> None:
+        """From now on whoever reads a parameter gets its values, wherever they are (`parameter.py`)."""
+        for name, uses in self.parameters.items():
+            for parameter in uses:
+                offload_parameter(parameter, name, self)
+
+    def lend(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        if self.closed:
+            raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
+        if self.stream is None:
+            return nullcontext()
+        places = {name: self.places[name] for name in names}
+        return self.stream.lend({name: (unit.index, place.start) for name, (unit, place) in places.items()})
+
+    def has_gradient(self, name: str) -> bool:
+        return self.gradients.has(name)
+
+    def trains(self, name: str) -> bool:
+        return name in self.steps
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A copy of one weight as the model computes with it, on the CPU."""
+        return self.state.weight(name)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, *, then: bool) -> Iterator[None]:
+        """Around each forward; `then`: whether a backward follows."""
+        keeping = self.activations.forward() if self.activations and then else nullcontext()
+        with self._passing(backward=False, then=then), keeping:
+            yield
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Around each backward; `last`: it is the step's last, so the norms of its sums count."""
+        self.last = last
+        with self._passing(backward=True, then=None if last else False):
+            if last:
+                self.updater.read_ahead()
+            return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
+            yield
+            self.gradients.end_of_backward(last=last)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around a forward, whatever makes a loss of it, and the backward, where nobody says which of them it is."""
+        if last:
+            self.updater.read_ahead()
+        if self.stream is None:
+            yield
+            return
+        self.stream.then_after_backward = None if last else False
+        with self.stream.saving():
+            yield
+        self.stream.end_backward()
+
+    def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
+        return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
+
+    def norm(self) -> float:
+        """Global norm of the sums as they are; infinite or NaN if one of them is."""
+        self.gradients.finish()
+        return self.gradients.norm()
+
+    def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
+        """The update of the weights in `rules` that got a gradient, with `scale` times their sums; after `norm`.
+
+        `clear` follows. Raises TrainerError where a drive fails; the state is then partly of the step before.
+        """
+        arrived = self.gradients.arrived & rules.keys()
+        self._note(updating=True)
+        for name in arrived:
+            self.steps[name] += 1
+        if self.stream:
+            self.stream.forget()
+        stretches = [self._stretches(unit, arrived, rules) for unit in self.units]
+        self.updater.update(stretches, scale=scale, noise=self._noise())
+        self._note(updating=False)
+
+    def clear(self) -> None:
+        """Let go of the sums: the next step begins."""
+        self.gradients.clear()
+
+    def drop(self) -> None:
+        """`clear` at any time: what is on its way arrives first."""
+        self.gradients.finish()
+        self.gradients.clear()
+
+    def begin(self) -> None:
+        """A forward follows: what it needs first is started."""
+        if self.stream:
+            self.stream.begin()
+        return_now()
+
+    @property
+    def steps_done(self) -> int:
+        return max(self.steps.values(), default=0)
+
+    def _note(self, *, updating: bool) -> None:
+        if self.account:
+            self.account.note(self.steps_done, updating=updating)
+
+    def _stretches(self, unit: Unit, arrived: frozenset[str], rules: Mapping[str, Hyper]) -> list[Stretch]:
+        """The unit's elements that are updated, as long as they are updated alike."""
+        places = [place for place in unit.places if place.weight.trainable]
+        ends = [place.start for place in places[1:]] + [unit.trained]
+        found: list[Stretch] = []
+        for place, end in zip(places, ends, strict=False):
+            name = place.weight.name
+            if name not in arrived:
+                continue
+            alike = (rules[name], self.steps[name])
+            if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == alike:
+                found[-1] = Stretch(found[-1].start, end, *alike)
+            else:
+                found.append(Stretch(place.start, end, *alike))
+        return found
+
+    def _noise(self) -> Noise | None:
+        if not self.store.format.moments.stochastic:
+            return None
+        return Noise(seed=self._seed, step=self.steps_done)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole fp32 master on the CPU) one at a time; weights that are fixed last, as fp32."""
+        for name in self.trained:
+            yield name, self.state.master(name)
+        for name in self.fixed:
+            yield name, self.state.weight(name).float()
+        self.state.put_away()
+
+    def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
+        """The state of now, to be written once; the update waits for pages that are not written yet."""
+        most = self.steps_done
+        state = EngineState(
+            optimizer_steps=most,
+            loss_scale=loss_scale,
+            good_steps=good_steps,
+            states=self.store.format.moments.name,
+            rule=self.store.format.rule.name,
+            weight_steps={name: count for name, count in self.steps.items() if count != most},
+        )
+        return TieredSnapshot(self.state, state, self.updater.snapshot())
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> EngineState:
+        """Go on from what a snapshot has written, of this or another layout."""
+        self.drop()
+        self.updater.forget_ahead()
+        state = self.state.load(directory)
+        self.steps = {name: state.steps_of(name) for name in self.trained}
+        if self.stream:
+            self.stream.forget()
+        return state
+
+    def close(self) -> None:
+        """Wait for what is under way; what was taken from the device and the drives stays theirs."""
+        self.closed = True
+        self._open.close()

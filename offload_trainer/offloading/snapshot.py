@@ -1,0 +1,69 @@
+"""The optimizer state of one moment, read out page by page while training goes on.
+
+    reader   page 0, 1, 2, ... in order; drives and the device are read one page ahead
+    update   waits at a page that has not been read yet (`wait_for`)
+
+Only the update changes a page, so the forward, the backward and all updates of pages that have been read go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.store import PageStore
+from offload_trainer.plan.sizes import SAVE_BUFFERS
+from offload_trainer.storage.transfer import Future
+
+
+class PageSnapshot:
+    """The pages of `store` as they are now."""
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+        self._read = 0  # pages that may change again: those before this one
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def wait_for(self, number: int) -> None:
+        """Return when page `number` may be changed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._read > number)
+
+    def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Each page's number and fields (views, until the next page is asked for). TrainerError once it is closed."""
+        away = deque(n for n in range(len(self._store.pages)) if self._store.in_memory(n) is None)
+        free = self._store.buffers(SAVE_BUFFERS)
+        arriving: deque[tuple[torch.Tensor, Future]] = deque()
+        for number in range(len(self._store.pages)):
+            while free and away:
+                following, buffer = away.popleft(), free.pop()
+                future = self._store.read(following, buffer[: self._store.bytes_of(following)])
+                arriving.append((buffer, future))
+            if self._closed:
+                raise TrainerError("the state was let go of before it was written")
+            inside = self._store.in_memory(number)
+            if inside is not None:
+                yield number, self._store.fields(number, inside)
+                self._may_change(number)
+            else:
+                buffer, future = arriving.popleft()
+                future.wait()
+                self._may_change(number)  # what follows reads the copy
+                yield number, self._store.fields(number, buffer)
+                free.append(buffer)
+
+    def _may_change(self, number: int) -> None:
+        with self._changed:
+            self._read = number + 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing waits for this snapshot any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,174 @@
+"""The tiered engine's state by the weight's name: out to files while training goes on, and back from them.
+
+    PageSnapshot ── page by page ──> master, exp_avg, exp_avg_sq (and scales), each written end to end
+    files ── page by page ──> pages, and the 16-bit weights made from the masters
+
+A page is a stretch of a unit, so walking pages in order walks each file in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.snapshot import PageSnapshot
+from offload_trainer.offloading.store import PageStore
+from offload_trainer.offloading.weights import Weights
+from offload_trainer.optim.state_files import (
+    EngineState,
+    StateFile,
+    StoredKind,
+    fixed_file,
+    read_engine_state,
+    read_tensors,
+    refuse_to_save,
+    write_engine_state,
+    write_files,
+)
+from offload_trainer.optim.stored import stored_moment
+from offload_trainer.plan.layout import Place, Unit
+from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
+
+
+class TieredState:
+    """Masters and moments in `store`, 16-bit weights in `weights`, both laid out as `units`."""
+
+    def __init__(self, units: Sequence[Unit], store: PageStore, weights: Weights) -> None:
+        self.units, self.store, self.weights = units, store, weights
+        self.places: dict[str, tuple[Unit, Place]] = {
+            place.weight.name: (unit, place) for unit in units for place in unit.places
+        }
+
+    def names(self, *, trainable: bool) -> list[str]:
+        """In the order of the pages."""
+        return [name for name, (_, place) in self.places.items() if place.weight.trainable == trainable]
+
+    def shapes(self, *, trainable: bool) -> dict[str, tuple[int, ...]]:
+        return {name: self.places[name][1].weight.shape for name in self.names(trainable=trainable)}
+
+    def entry(self, field: str, name: str) -> TensorEntry:
+        """How one field of a weight is stored."""
+        weight = self.places[name][1].weight
+        kind = self.store.format.fields[field]
+        shape = weight.shape if kind.per == 1 else (kind.entries(weight.numel),)
+        return TensorEntry(name, DTYPES[kind.dtype], shape)
+
+    def master(self, name: str) -> torch.Tensor:
+        """A copy of one master: fp32, whole."""
+        unit, place = self.places[name]
+        values = self.store.get("master", unit.index, place.start, place.weight.numel)
+        return values.view(place.weight.shape)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A copy of one weight, in the run's dtype."""
+        unit, place = self.places[name]
+        return self.weights.get(unit.index, place.start, place.weight.numel).view(place.weight.shape)
+
+    def fixed_files(self) -> list[StateFile]:
+        shapes = {name: (shape, self.weights.dtype) for name, shape in self.shapes(trainable=False).items()}
+        return fixed_file(shapes, self.weight)
+
+    def pieces(self, number: int) -> Iterator[tuple[str, slice]]:
+        """The weights on a page, each with its stretch of the page's elements."""
+        page = self.store.pages[number]
+        for place in self.units[page.unit].places:
+            first = max(place.start, page.start)
+            last = min(place.start + place.weight.numel, page.start + page.elements)
+            if place.weight.trainable and first < last:
+                yield place.weight.name, slice(first - page.start, last - page.start)
+
+    # -- back from files ----------------------------------------------------------------------------------------------
+
+    def load(self, directory: Path) -> EngineState:
+        """Set everything to what `directory` holds, whichever engine wrote it and however it stored moments."""
+        ours = self.store.format
+        state = read_engine_state(directory, rule=ours.rule)
+        shapes, theirs = self.shapes(trainable=True), state.format
+        with ExitStack() as stack:
+            stored = {kind: stack.enter_context(StoredKind(directory, kind, shapes=shapes)) for kind in ours.rule.kinds}
+            for kind, held in stored.items():
+                if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
+                    raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
+            for number, fields in self.store.replaced():
+                self._fill_page(number, fields, stored, converted=theirs != ours)
+        fixed = self.shapes(trainable=False)
+        if fixed:
+            for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
+                unit, place = self.places[name]
+                self.weights.put(unit.index, place.start, tensor.reshape(-1))
+        self.put_away()
+        return state
+
+    def _fill_page(
+        self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
+    ) -> None:
+        """Set a page, which is all zero, and the 16-bit weights made from its masters."""
+        moments = self.store.format.rule.moments
+        for moment in moments:  # what pads a weight shares its last scale
+            stored_moment(moment, fields).start_at_zero()
+        page = self.store.pages[number]
+        for name, stretch in self.pieces(number):
+            start = page.start + stretch.start
+            within, count = start - self.places[name][1].start, stretch.stop - stretch.start
+            fields["master"][stretch].copy_(stored["master"].in_fp32(name, within, count))
+            for moment in moments:
+                here, source = stored_moment(moment, fields, stretch), stored[moment.name]
+                if converted:
+                    here.write(source.in_fp32(name, within, count))
+                    continue
+                values, scales = source.as_stored(name, within, count)
+                here.values.copy_(values)
+                if here.scales is not None and scales is not None:
+                    here.scales.copy_(scales)
+            self.weights.put(page.unit, start, fields["master"][stretch])
+
+    def put_away(self) -> None:
+        """What was put has reached its home, and no memory is held for it."""
+        self.store.put_away()
+        self.weights.put_away()
+
+
+@dataclass(frozen=True)
+class TieredSnapshot:
+    """The state of one moment. The engine's update waits for the pages that are not written yet, nothing else does."""
+
+    held: TieredState
+    state: EngineState
+    pages: PageSnapshot
+    behind: bool = True
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """One file a field, all of them end to end at once. TrainerError where the disk or a drive refuses."""
+        names = self.held.names(trainable=True)
+        writers = {
+            field: TensorFileWriter(
+                directory / f"{field}.safetensors", [self.held.entry(field, name) for name in names]
+            )
+            for field in self.held.store.format.fields
+        }
+        with ThreadPoolExecutor(len(writers)) as threads:
+            for number, fields in self.pages.pages():
+                list(threads.map(lambda field: self._append(writers[field], field, number, fields[field]), writers))  # noqa: B023 - waited for
+        written = {f"{field}.safetensors": asdict(writer.close()) for field, writer in writers.items()}
+        written |= write_files(directory, self.held.fixed_files(), writes=True)
+        self.held.weights.put_away()
+        write_engine_state(directory, self.state)
+        return written
+
+    def _append(self, writer: TensorFileWriter, field: str, number: int, values: torch.Tensor) -> None:
+        kind = self.held.store.format.fields[field]
+        for name, stretch in self.held.pieces(number):
+            stored = values[stretch.start // kind.per : kind.entries(stretch.stop)]
+            refuse_to_save(name, stored, field=field)
+            writer.append(name, stored)
+
+    def close(self) -> None:
+        self.pages.close()

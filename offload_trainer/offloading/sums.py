@@ -1,0 +1,151 @@
+"""Sums of gradients in host memory and on drives: a thread of their own adds to them.
+
+    ring ──job, in the order of arrival──> sums in host memory
+                                           staging ──a unit at a time──> drive (and back, for the next micro-batch)
+
+All that waits, for copies, drives and additions, waits there, and so does what takes time in host memory. Once
+something went wrong nothing more is added, and everybody who waits is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload_trainer.offloading.store import UnitStore
+from offload_trainer.plan.layout import Unit
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import Future, Workers, ending
+
+# Elements. From here on torch starts a team of threads, which on a CPU would take the cores from what computes.
+_ALONE = (1 << 15) - 1
+
+
+@dataclass
+class _Staging:
+    """Host memory in which a unit's sums are collected before they go to their drive."""
+
+    buffer: torch.Tensor
+    unit: int | None = None
+    writing: Future | None = None
+
+
+class HostSums:
+    """Adds to the sums in `store`, whose homes are host memory (RAM) or drives."""
+
+    def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, alone: bool) -> None:
+        """`stagings`: buffers for blocks whose sums go to a drive; all other units share one.
+
+        `alone`: without a team of threads, since the cores compute.
+        """
+        self._units, self._store, self._alone = tuple(units), store, alone
+        away = [unit for unit in units if store.homes[unit.index] >= 0]
+        self._stagings = {
+            True: self._make([unit for unit in away if unit.block], stagings),
+            False: self._make([unit for unit in away if not unit.block], 1),
+        }
+        self._written: set[int] = set()  # units whose sums so far are on their drive
+        self._error: BaseException | None = None
+        self._worker = Workers(1, "sums")
+
+    def _make(self, units: Sequence[Unit], count: int) -> list[_Staging]:
+        dtype = self._store.dtype
+        size = max((unit.trained for unit in units), default=0) * dtype.itemsize
+        return [_Staging(host_buffer(size).view(dtype)) for _ in range(min(count, len(units)))]
+
+    def put(self, work: Callable[[], object], future: Future) -> None:
+        """Do `work` after all that was put before; then, or with what went wrong here, the future ends."""
+
+        def unless_broken() -> None:
+            if self._error is not None:
+                raise self._error
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+                raise
+
+        self._worker.put(ending(future, unless_broken))
+
+    def finish(self) -> None:
+        """Everything is added and in its home when this returns. Raises what went wrong on the way."""
+        future = Future()
+        self.put(self._send_all, future)
+        future.wait()
+
+    def clear(self) -> None:
+        """The next step begins. After `finish`."""
+        self._written.clear()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def add(self, unit: int, start: int, values: torch.Tensor, *, first: bool) -> None:
+        """Add to a unit's sums from element `start` on, or, if these are the first, let them be the sums."""
+        target = self.collecting(unit)[start : start + values.numel()]
+        size = _ALONE if self._alone else max(1, values.numel())
+        for part, more in zip(target.split(size), values.split(size), strict=True):
+            part.copy_(more) if first else part.add_(more)
+
+    def collecting(self, unit: int) -> torch.Tensor:
+        """Host memory in which the unit's sums are now."""
+        inside = self._store.host(unit)
+        if inside is not None:
+            return inside
+        ring = self._stagings[self._units[unit].block]
+        staging = next((staging for staging in ring if staging.unit == unit), None)
+        if staging is None:
+            self._send(ring[-1])  # most likely complete; what still comes is added to it later
+            staging = ring[0]
+            ring.append(ring.pop(0))  # the one used longest ago is first
+            self._settle(staging)
+            self._begin(self._units[unit], staging, ring)
+        return staging.buffer[: self._units[unit].trained]
+
+    def _begin(self, unit: Unit, staging: _Staging, ring: Sequence[_Staging]) -> None:
+        """Bring a unit's sums so far from the drive, if there are any."""
+        sums = staging.buffer[: unit.trained]
+        if unit.index in self._written:
+            for other in ring:
+                self._settle(other)
+            self._store.read(unit.index, 0, sums).wait()
+        else:
+            _clear_between(unit, sums)
+        staging.unit = unit.index
+
+    def _send(self, staging: _Staging) -> None:
+        """Start a unit's sums on their way to their drive."""
+        if staging.unit is None:
+            return
+        sums = staging.buffer[: self._units[staging.unit].trained]
+        staging.writing = self._store.write(staging.unit, 0, sums)
+        self._written.add(staging.unit)
+        staging.unit = None
+
+    def _settle(self, staging: _Staging) -> None:
+        """What was in this buffer is on its drive."""
+        if staging.writing is not None:
+            staging.writing.wait()
+            staging.writing = None
+
+    def _send_all(self) -> None:
+        stagings = [staging for ring in self._stagings.values() for staging in ring]
+        for staging in stagings:
+            self._send(staging)
+        for staging in stagings:
+            self._settle(staging)
+
+
+def _clear_between(unit: Unit, sums: torch.Tensor) -> None:
+    """Zeros where no weight lies: the update reads these elements too, and they share scales with weights.
+
+    A weight itself begins with its first gradient, and without one nobody reads it.
+    """
+    places = [place for place in unit.places if place.weight.trainable]
+    starts = [place.start for place in places[1:]] + [unit.trained]
+    for place, start in zip(places, starts, strict=True):
+        sums[place.start + place.weight.numel : start].zero_()

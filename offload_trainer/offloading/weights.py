@@ -1,0 +1,86 @@
+"""The run's 16-bit weights, by unit: on the device, in host memory, or on drives.
+
+What the update rounds out of the masters goes through here (`direct`, or `commit` of a buffer), and what the model
+computes with comes from here (`resident`, or a `Stream` that fetches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.store import UnitStore
+from offload_trainer.plan.layout import DEVICE, RAM, Unit
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+
+
+class Weights:
+    """One flat tensor in `dtype` for each unit."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        homes: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: Device,
+        files: Sequence[DriveFile],
+        transfers: Transfers,
+    ) -> None:
+        self.homes, self.dtype, self.units = tuple(homes), dtype, tuple(units)
+        self._device = device
+        away = [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes, strict=True)]
+        places = [RAM if home == DEVICE else home for home in homes]
+        self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=device.is_cuda)
+        self._starts: dict[int, int] = {}
+        end = 0
+        for unit, home in zip(units, homes, strict=True):
+            if home == DEVICE:
+                self._starts[unit.index] = end
+                end += unit.elements
+        if device.is_cuda:
+            self._resident = torch.zeros(end, dtype=dtype, device=device.place)
+        else:
+            self._resident = host_buffer(end * dtype.itemsize).view(dtype)
+
+    def resident(self, unit: int) -> torch.Tensor | None:
+        """The unit's elements where they live on the device."""
+        if self.homes[unit] != DEVICE:
+            return None
+        return self._resident[self._starts[unit] :][: self.units[unit].elements]
+
+    def direct(self, unit: int) -> torch.Tensor | None:
+        """The unit's elements where the CPU can write them in place; None: `commit` what is new."""
+        if self.homes[unit] == DEVICE:
+            return None if self._device.is_cuda else self.resident(unit)
+        return self.store.host(unit)
+
+    def commit(self, unit: int, start: int, values: torch.Tensor) -> Future:
+        """Bring new weights (host memory, untouched until the future is done) from element `start` on to their home."""
+        resident = self.resident(unit)
+        if resident is not None:
+            return self._device.upload(values, resident[start : start + values.numel()])
+        return self.store.write(unit, start, values)
+
+    # -- single weights -----------------------------------------------------------------------------------------------
+
+    def get(self, unit: int, start: int, count: int) -> torch.Tensor:
+        """A copy of `count` elements on the CPU."""
+        resident = self.resident(unit)
+        if resident is not None:
+            return resident[start : start + count].to("cpu", copy=True)
+        return self.store.get(unit, start, count)
+
+    def put(self, unit: int, start: int, values: torch.Tensor) -> None:
+        """Set elements from `start` on. Then `put_away`."""
+        resident = self.resident(unit)
+        if resident is not None:
+            resident[start : start + values.numel()].copy_(values)
+        else:
+            self.store.put(unit, start, values)
+
+    def put_away(self) -> None:
+        self.store.put_away()

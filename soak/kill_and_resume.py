@@ -1,0 +1,163 @@
+"""SIGKILL a small run at random moments, over and over, and hold what it ends with against one that was left alone.
+
+    python soak/kill_and_resume.py --kills 200 --seed 0
+
+A run is killed while it starts, trains, saves, prunes or exports, and started again by the same command, with another
+placement of its state at times. After every kill each checkpoint that has a manifest must be whole. When a run gets to
+its end its losses, gradient norms and rates, the masters and both moments, and the export must be those of the
+uninterrupted run, bit for bit. `soak.py` does the same with everything else that can end or disturb a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from trials import (
+    Command,
+    Difference,
+    checkpoints_in,
+    compare_export,
+    compare_state,
+    finish,
+    load_libraries,
+    moment,
+    rows,
+    verify_checkpoint,
+    what_was_hit,
+)
+
+from offload_trainer.storage.removal import Workplace, scratch
+
+STEPS, EVERY, KEEP = 12, 2, 2
+PLACEMENTS = (
+    ["--ram-fraction", "1"],
+    ["--gpu-fraction", "1"],
+    ["--gpu-fraction", "0.4", "--ram-fraction", "0.3"],
+    ["--optimizer", "nvme", "--ram-fraction", "0.5"],
+    ["--optimizer", "nvme"],
+    ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
+    ["--params", "cpu", "--ram-fraction", "0.25"],
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
+    load_libraries()
+    with scratch("kills-", directory=named and Path(named)) as folder:
+        try:
+            Trial(folder, random.Random(wishes.seed)).carry_out(wishes.kills)
+        except Difference as found:
+            raise SystemExit(str(found)) from None
+
+
+class Trial:
+    """Runs, kills and comparisons under one directory."""
+
+    def __init__(self, folder: Path, dice: random.Random) -> None:
+        self.folder, self.dice = folder, dice
+        self.drive = folder / "drive"
+        self.drive.mkdir()
+        self.log = folder / "log.txt"
+        self.found: Counter[str] = Counter()  # what a kill hit
+        self.finished = self.made = self.exports = 0
+        self.reference = folder / "uninterrupted"
+
+    def carry_out(self, kills: int) -> None:
+        start = time.monotonic()
+        self.finish(self.words(self.reference, PLACEMENTS[0]))
+        self.finish(["export", self.reference, self.reference / "hf", "--dtype", "fp32"])
+        output = None
+        while sum(self.found.values()) < kills:
+            if output is None:
+                self.made += 1
+                place = Workplace(self.folder / f"trial-{self.made}", what="the run in")
+                output = place.path / "run"
+            if self.dice.random() < 0.65:
+                self.kill_training(output)
+                continue
+            self.finish(self.words(output, self.dice.choice(PLACEMENTS)))
+            for _ in range(self.dice.randrange(3)):
+                self.kill_export(output)
+            self.compare(output)
+            place.close()
+            output = None
+        if output is not None:
+            self.finish(self.words(output, self.dice.choice(PLACEMENTS)))
+            self.compare(output)
+        print(
+            f"{sum(self.found.values())} kills, {self.finished} runs, {time.monotonic() - start:.0f} s; hit: ", end=""
+        )
+        print(", ".join(f"{count} {what}" for what, count in self.found.most_common()))
+
+    def words(self, output: Path, placement: list[str]) -> list[object]:
+        small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
+        often = ["--steps", STEPS, "--save-every", EVERY, f"save.keep={KEEP}", "train.eval_every=0"]
+        names = ["--nvme", self.drive, "--output", output, f"data.cache={self.folder / 'cache'}"]
+        more = ["placement.threads=1", "tiered.page_size=65536", "train.deterministic=true"]
+        return [*small, *often, *names, *placement, *more]
+
+    def finish(self, words: list[object]) -> None:
+        finish(words, log=self.log)
+
+    def kill(self, words: list[object], when: Callable[[], bool]) -> bool:
+        """Run a command and kill it once `when` holds; whether it was still alive."""
+        command = Command(words, log=self.log)
+        if command.wait_for(when):
+            command.send(signal.SIGKILL)
+        if command.wait() not in (0, -signal.SIGKILL):
+            raise Difference(f"exit {command.code}: {command}")
+        return command.code != 0
+
+    def kill_training(self, output: Path) -> None:
+        _, when = moment(self.dice, output, steps=STEPS)
+        if not self.kill(self.words(output, self.dice.choice(PLACEMENTS)), when):
+            return
+        self.found[what_was_hit(output, self.log.read_text())] += 1
+        for checkpoint in checkpoints_in(output / "checkpoints").values():
+            verify_checkpoint(checkpoint)
+
+    def kill_export(self, output: Path) -> None:
+        destination = output / f"hf-{self.exports}"
+        words = ["export", output, destination, "--dtype", "fp32"]
+        delay, due = self.dice.uniform(0, 0.05), []
+
+        def when() -> bool:
+            if not due and destination.with_name(f".{destination.name}.tmp").exists():
+                due.append(time.monotonic() + delay)
+            return bool(due) and time.monotonic() >= due[0]
+
+        if self.kill(words, when):
+            self.found["in an export"] += 1
+        if destination.exists():
+            compare_export(destination, self.reference / "hf")
+            self.exports += 1  # the next one goes elsewhere
+
+    def compare(self, output: Path) -> None:
+        """The run's numbers, state and export are the uninterrupted one's."""
+        ours, theirs = (rows(directory / "metrics.jsonl") for directory in (output, self.reference))
+        if ours != theirs:
+            raise Difference(f"{output}: {ours}\nuninterrupted: {theirs}")
+        last = f"checkpoints/step-{STEPS:08d}"
+        compare_state(output / last, self.reference / last)
+        left = [path.name for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
+        if left:
+            raise Difference(f"{output}: left over: {left}")
+        destination = output / f"hf-{self.exports}"
+        self.finish(["export", output, destination, "--dtype", "fp32"])
+        compare_export(destination, self.reference / "hf")
+        self.finished += 1
+        print(f"run {self.made}: the same; {sum(self.found.values())} kills so far", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Conversations and a tokenizer with a template for them."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import start  # noqa: F401 - sets what forks need
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>"]
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+CHATS = [
+    (f"What follows {word}?", f"{word} and {word[::-1]}.") for word in ("one", "two", "three", "four", "five", "six")
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="<end>", model_max_length=128
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def chats() -> Dataset:
+    return Dataset.from_list(
+        [
+            {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]}
+            for asked, told in CHATS
+        ]
+    )
+
+
+def preferences() -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": asked}],
+                "chosen": [{"role": "assistant", "content": told}],
+                "rejected": [{"role": "assistant", "content": told[::-1]}],
+            }
+            for asked, told in CHATS
+        ]
+    )

@@ -1,0 +1,375 @@
+"""Weights in and out: transformers saves, the engine imports, the export is what transformers saved, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import _COMMON, ARCHITECTURES, reference
+from bench_of_engines import batches, engine, masters, model_directory, train
+from checkpoints import checkpoint_of
+from conftest import KILL, TINY, ask, call, call_and_kill
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
+from workplaces import died
+
+import offload_trainer.plan.layout as layout
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.export.weights import export
+from offload_trainer.model.source import resolve_model
+from offload_trainer.offloading.page_index import read_store
+from offload_trainer.storage.lease import DriveLease, is_alive, kept
+
+ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "SMALL", 0)
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype is tensor.dtype
+        assert torch.equal(ours[name], tensor), name
+
+
+# A router's correction is a buffer that is saved with the weights; the first block has no experts.
+GLM = Glm4MoeConfig(
+    **{**_COMMON, "num_hidden_layers": 3},
+    head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
+    first_k_dense_replace=1, tie_word_embeddings=False,
+)  # fmt: skip
+ROUND = [*ARCHITECTURES, "llama, tied", "qwen3, untied", "glm4moe, buffers"]
+
+
+def architecture(name: str) -> Any:
+    if name.startswith("glm"):
+        return GLM
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    twin = ARCHITECTURES["llama, untied" if name.startswith("llama") else "qwen3, tied"]
+    return type(twin).from_dict(twin.to_dict() | {"tie_word_embeddings": name.endswith(", tied")})
+
+
+@pytest.mark.parametrize("home", [ON_DRIVE, ["--ram-fraction", "1"]], ids=["on the drive", "in RAM"])
+@pytest.mark.parametrize("name", ROUND)
+def test_round_trip(name: str, home: list[str], tmp_path: Path, drive: Path) -> None:
+    """transformers -> ours -> export -> transformers in fp32, no step taken: names, layout and every bit."""
+    model = reference(architecture(name))
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if key.endswith("e_score_correction_bias"):
+                value.copy_(torch.tensor([5.0, -5.0, 3.0, 1.0]))
+    model.save_pretrained(tmp_path / "given", max_shard_size="20kB")
+    assert len(list((tmp_path / "given").glob("*.safetensors"))) > 1
+    words = ["model.scratch=false", "--dtype", "fp32", "model.attention=eager", *home]
+    with engine(tmp_path / "given", *words, drives=[drive]) as made:
+        run = checkpoint_of(made, tmp_path / "given", tmp_path / "run")
+    done = export(run, tmp_path / "out", dtype="fp32", shard_bytes=30_000, check=True)
+    assert done.compared > 0
+    assert_equal(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "given"))  # as on the hub, experts apart
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_equal(dict(loaded.state_dict()), dict(model.state_dict()))
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_16_bit_come_in_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = reference(ARCHITECTURES["llama, untied"]).to(dtype)
+    model.save_pretrained(tmp_path)
+    with engine(tmp_path, "model.scratch=false", "--dtype", "fp32", "model.attention=eager") as made:
+        assert_equal(masters(made), {name: value.float() for name, value in model.state_dict().items()})
+
+
+def rewrite(directory: Path, change: Any) -> None:
+    held = load_file(directory / "model.safetensors")
+    save_file(dict(change(held)), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama, untied", lambda held: ((key.removeprefix("model."), value) for key, value in held.items())),
+        ("gpt2", lambda held: ((key.removeprefix("transformer."), value) for key, value in held.items())),
+        ("qwen3, tied", lambda held: ((key.replace("model.embed_tokens", "lm_head"), v) for key, v in held.items())),
+        ("qwen3, tied", lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}),
+        ("gpt2", lambda held: held | {"transformer.h.0.attn.bias": torch.zeros(1, 1, 64, 64)}),
+    ],
+    ids=["no prefix", "no prefix, gpt2", "tied under its other name", "tied twice", "an old buffer"],
+)
+def test_other_spellings_of_a_checkpoint(name: str, change: Any, tmp_path: Path) -> None:
+    """What transformers' own loader takes is taken, and gives the same weights."""
+    model = reference(ARCHITECTURES[name])
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path, change)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    source = resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+    assert_equal(dict(source.weights()), dict(expected.named_parameters()))
+    assert_equal(dict(source.weights()), dict(model.named_parameters()))
+
+
+def test_a_head_of_its_own_in_a_model_that_ties_it(tmp_path: Path) -> None:
+    """transformers would keep both; training the one that config.json means would lose the other without a word."""
+    reference(ARCHITECTURES["qwen3, tied"]).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1})
+    with pytest.raises(UserError, match=r"lm_head\.weight and model\.embed_tokens\.weight hold different values"):
+        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+
+
+def test_experts_that_are_not_all_there(tmp_path: Path) -> None:
+    reference(ARCHITECTURES["mixtral, experts"]).save_pretrained(tmp_path)
+    gone = next(key for key in load_file(tmp_path / "model.safetensors") if "experts.2.w1" in key)
+    rewrite(tmp_path, lambda held: ((key, value) for key, value in held.items() if key != gone))
+    with pytest.raises(UserError, match=r"experts\.0\.w1|gate_up_proj is"):
+        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no safetensors", "a shard is missing"])
+def test_files_that_are_not_whole(damage: str, tmp_path: Path) -> None:
+    reference(ARCHITECTURES["llama, untied"]).save_pretrained(tmp_path, max_shard_size="20kB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    data = shard.read_bytes()
+    if damage == "a shard is missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(data[:-8] if damage == "cut short" else b"no header" * 20)
+    with pytest.raises(UserError, match=shard.name):
+        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+
+
+# -- exports ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tmp_path: Path, drive: Path) -> Iterator[Path]:
+    """The run directory of three steps of a small model."""
+    model = model_directory(tmp_path / "model", "gpt2")
+    with engine(model, *ON_DRIVE, drives=[drive]) as made:
+        train(made, batches(3))
+        yield checkpoint_of(made, model, tmp_path / "run", step=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_shards_an_index_and_the_dtype(dtype: torch.dtype, trained: Path, tmp_path: Path) -> None:
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    done = export(trained, tmp_path / "out", dtype=name, shard_bytes=100_000, check=True)
+    assert done.compared >= 30
+    held = load_file(trained / "checkpoints/step-00000003/master.safetensors")
+    assert_equal(tensors_in(tmp_path / "out"), {name: value.to(dtype) for name, value in held.items()})
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert all(path.stat().st_size < 100_000 or len(load_file(path)) == 1 for path in files)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.numel() for value in held.values()) * dtype.itemsize
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype is dtype
+
+
+def test_the_check_finds_what_differs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that changes one value."""
+    from offload_trainer.export import directory
+
+    put = directory.TensorFileWriter.write
+
+    def wrong(self: Any, name: str, tensor: torch.Tensor) -> None:
+        if name == "transformer.wte.weight":
+            tensor = tensor.clone()
+            tensor[3, 5] += 1
+        put(self, name, tensor)
+
+    monkeypatch.setattr(directory.TensorFileWriter, "write", wrong)
+    with pytest.raises(TrainerError, match=r"transformer\.wte\.weight holds other values"):
+        export(trained, tmp_path / "out", dtype="fp32", check=True)
+
+
+def test_the_check_finds_what_is_missing(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, and nothing is left under the export's name."""
+    from offload_trainer.export import directory
+
+    write = directory._write_shards
+
+    def without_one(weights: Any, place: Path, **rest: Any) -> None:
+        write(weights, place, **rest)
+        held = load_file(place / "model.safetensors")
+        del held["transformer.ln_f.bias"]
+        held["transformer.ln_f.weight"] = held["transformer.ln_f.weight"].half()
+        save_file(held, place / "model.safetensors")
+
+    monkeypatch.setattr(directory, "_write_shards", without_one)
+    with pytest.raises(TrainerError, match=r"ln_f\.weight is \('F16'.*ln_f\.bias is missing"):
+        export(trained, tmp_path / "out", dtype="fp32", check=True)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_models_with_code_of_their_own_are_exported_as_they_are(trained: Path, tmp_path: Path) -> None:
+    """No rules apply, and none of the code is run or asked for."""
+    for config in trained.rglob("config.json"):
+        held = json.loads(config.read_text()) | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+        config.write_text(json.dumps(held))
+    manifest = trained / "checkpoints/step-00000003/MANIFEST.json"
+    told = json.loads(manifest.read_text())
+    data = (manifest.parent / "model/config.json").read_bytes()
+    told["files"]["model/config.json"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    manifest.write_text(json.dumps(told))
+    export(trained, tmp_path / "out", dtype="fp32", check=True)
+    assert_equal(tensors_in(tmp_path / "out"), load_file(manifest.parent / "master.safetensors"))
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(trained: Path, tmp_path: Path) -> None:
+    (trained / "checkpoints/step-00000003/model/leak").symlink_to("/etc/hostname")
+    with pytest.raises(UserError, match="leak is a link"):
+        export(trained, tmp_path / "out", dtype="fp32", check=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_overflow_fp16_are_all_named(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model", "gpt2")
+    with engine(model, "--ram-fraction", "1") as made:
+        for name, value in (("transformer.h.1.mlp.c_fc.weight", 1e5), ("transformer.wpe.weight", -7e4)):
+            unit, place = made.offloaded.places[name]
+            made.offloaded.store.put("master", unit.index, place.start + 256, 1, torch.tensor([value]))
+        run = checkpoint_of(made, model, tmp_path / "run")
+    with pytest.raises(UserError, match=r"2 weights.*wpe\.weight \(largest 7e\+04\).*c_fc\.weight \(largest 1e\+05\)"):
+        export(run, tmp_path / "out", dtype="fp16", check=False)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+    export(run, tmp_path / "out", dtype="bf16", check=True)
+
+
+def test_a_checkpoint_is_exported_without_its_run(trained: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    (trained / "checkpoints/step-00000003").rename(moved)
+    assert export(moved, tmp_path / "out", dtype="fp32", check=True).bytes > 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_checkpoint_that_is_being_read_is_not_pruned(trained: Path, tmp_path: Path) -> None:
+    from offload_trainer.checkpoint import reading
+    from offload_trainer.retention import complete_checkpoints, prune
+
+    root = trained / "checkpoints"
+    for step in (4, 5):
+        (root / f"step-{step:08d}").mkdir()
+        manifest = {"format": 2, "step": step, "identity": {}, "layout": {}, "files": {}}
+        (root / f"step-{step:08d}/MANIFEST.json").write_text(json.dumps(manifest))
+    with reading(root / "step-00000003"):
+        prune(root, keep=1)
+        assert [path.name for path in complete_checkpoints(root)] == ["step-00000003", "step-00000005"]
+    prune(root, keep=1)
+    assert [path.name for path in complete_checkpoints(root)] == ["step-00000005"]
+
+
+# -- page files of a run that died -----------------------------------------------------------------------------------
+
+
+def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
+    """Two drives; at rest exactly the masters, and within an update only when asked for."""
+    model = model_directory(tmp_path / "model", "gpt2")
+    drives = [drive / "a", drive / "b"]
+    for made_drive in drives:
+        made_drive.mkdir(exist_ok=True)
+    (tmp_path / "m").mkdir()
+    with engine(model, *ON_DRIVE, drives=drives) as made:
+        leases = [next((one / "offload-trainer").glob("run-*")) for one in drives]
+        made.offloaded.keep_account(model=tmp_path / "m")
+        with pytest.raises(UserError, match="died before its first update"):
+            read_store(leases[0])
+        train(made, batches(3))
+        for lease in leases:
+            stored = read_store(lease)
+            assert (stored.step, stored.updating) == (3, False)
+            assert_equal(dict(stored.weights()), masters(made))
+        made.offloaded.account.note(3, updating=True)
+        assert read_store(leases[1]).updating
+
+
+def test_page_files_are_kept_while_they_are_read(tmp_path: Path) -> None:
+    """A new lease removes what a dead run left, but not from under a reader; and a reader of another user sees life."""
+    with DriveLease(tmp_path) as alive:
+        assert is_alive(alive.path)
+        dead = died(DriveLease(tmp_path)._place)
+        with kept(dead), DriveLease(tmp_path) as another:
+            assert not is_alive(dead)
+            assert another.removed == []
+            assert dead.exists()
+        with DriveLease(tmp_path) as another:
+            assert another.removed == [dead]
+
+
+def test_after_a_restart_of_the_machine_nothing_is_sure(tmp_path: Path, drive: Path) -> None:
+    model = model_directory(tmp_path / "model", "gpt2")
+    with engine(model, *ON_DRIVE, drives=[drive]) as made:
+        lease = next((drive / "offload-trainer").glob("run-*"))
+        made.offloaded.keep_account(model=tmp_path)
+        train(made, batches(1))
+        assert not read_store(lease).updating
+        told = json.loads((lease / "store.json").read_text())
+        (lease / "store.json").write_text(json.dumps(told | {"boot": "another"}))
+        assert read_store(lease).updating
+
+
+def test_masters_in_memory_went_with_the_run(tmp_path: Path, drive: Path) -> None:
+    model = model_directory(tmp_path / "model", "gpt2")
+    with engine(model, "--optimizer", "nvme", "--ram-fraction", "0.5", drives=[drive]) as made:
+        lease = next((drive / "offload-trainer").glob("run-*"))
+        made.offloaded.keep_account(model=tmp_path)
+        train(made, batches(1))
+        with pytest.raises(UserError, match=r"of .* masters were in memory and went with the run"):
+            read_store(lease)
+
+
+def test_export_of_page_files_after_a_kill(tmp_path: Path, drive: Path) -> None:
+    """The command: refused while the run lives; after SIGKILL the masters that the same run has when left alone."""
+    here = drive / "killed"
+    here.mkdir()
+    words = ["--nvme", here, *TINY, "--optimizer", "nvme", "optim.schedule=constant", "optim.warmup_steps=0"]
+    found: list[Path] = []
+
+    def when(lines: list[str]) -> bool:
+        if len(lines) >= 6 and not found:
+            found.append(next((here / "offload-trainer").glob("run-*")))
+            with pytest.raises(UserError, match="its run is alive"):
+                export(found[0], tmp_path / "never", dtype="fp32", check=False)
+        return bool(found)
+
+    output = tmp_path / "out"
+    assert call_and_kill(*words, "--steps", 900, "--save-every", 0, output=output, when=when, number=KILL).code == -9
+    stored = read_store(found[0])
+    (tmp_path / "hf").mkdir()
+    refused = ask("export", found[0], tmp_path / "hf", "--dtype", "fp32", "--check")
+    if stored.updating:
+        assert "died within an update" in refused.stderr
+        done = ask("export", found[0], tmp_path / "hf", "--dtype", "fp32", "--check", "--mixed")
+    else:
+        done = refused
+    assert done.returncode == 0, done.stderr
+    assert "tensors equal" in done.stdout
+    steps = stored.step + stored.updating
+    whole = call(*words, "--steps", steps, "--save-every", 1, "save.keep=2", output=tmp_path / "whole")
+    either = [
+        load_file(whole.output / f"checkpoints/step-{step:08d}/master.safetensors") for step in (stored.step, steps)
+    ]
+    for name, tensor in tensors_in(tmp_path / "hf").items():
+        assert ((tensor == either[0][name]) | (tensor == either[1][name])).all(), name
+    with safe_open(tmp_path / "hf/model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(either[0])

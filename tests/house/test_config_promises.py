@@ -1,0 +1,338 @@
+"""Each key of docs/config.md: a run on which it would be seen if nobody read it, or the test that would show it.
+
+A row here is a short run in this process with the key and one without, and what must differ between the two. A key
+that is ignored makes them the same run, and the row fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import model_directory
+from conftest import TINY
+from plans import SHAPES, machine
+
+from offload_trainer import trainer
+from offload_trainer.engine import parts
+from offload_trainer.engine.ds_config import deepspeed_config
+from offload_trainer.errors import UserError
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.plan.zero import Placement, zero_sizes
+from offload_trainer.run import launch
+from offload_trainer.run.launch import prepare_process
+from offload_trainer.run.train import train_run
+from offload_trainer.settings import all_keys, load_config
+from offload_trainer.storage import transfer
+
+BASE = [*TINY, "--steps", "4", "--lr", "1e-2", "train.eval_every=0", "optim.schedule=constant", "optim.warmup_steps=0"]
+DRIVE = ["--nvme", "ONE", "--optimizer", "nvme"]
+AWAY = ["--nvme", "ONE", "--params", "nvme"]
+CHECKPOINTED = ["model.checkpointing=on"]
+FP16 = ["--dtype", "fp16", "optim.initial_loss_scale=1024", "optim.loss_scale_window=2"]
+WSD = ["optim.schedule=wsd"]
+
+# key: the words of both runs, those of the second, and what must differ
+RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
+    "model.name": ([], ["--model", "MODEL", "--scratch", "--tokenizer", "builtin"], "weights"),
+    "model.overrides": ([], ["model.overrides.n_layer=3"], "weights"),
+    "model.dtype": ([], ["--dtype", "fp32"], "losses"),
+    "model.attention": ([], ["model.attention=eager"], "attention"),
+    "model.checkpointing": ([], CHECKPOINTED, "forwards of a block"),
+    "model.offload_activations": (["--nvme", "ONE", *CHECKPOINTED], ["model.offload_activations=nvme"], "files"),
+    "model.loss_chunk": ([], ["model.loss_chunk=7"], "forwards of the head"),
+    "model.freeze": ([], ["model.freeze=wpe"], "trained"),
+    "data.path": ([], ["--data", "TEXT"], "losses"),
+    "data.seq_len": ([], ["--seq-len", "24"], "tokens"),
+    "data.validation": ([], ["data.validation=0.2"], "rows"),
+    "data.shuffle": ([], ["data.shuffle=false"], "losses"),
+    "data.cache": ([], ["data.cache=CACHE"], "cache"),
+    "data.tokenizer": (["--data", "TEXT"], ["--tokenizer", "TOKENIZER"], "tokens of the text"),
+    "optim.lr": ([], ["--lr", "2e-2"], "rates"),
+    "optim.name": ([], ["optim.name=lion"], "losses"),
+    "optim.betas": ([], ["optim.betas=[0.8, 0.95]"], "losses"),
+    "optim.eps": ([], ["optim.eps=1e-3"], "losses"),
+    "optim.states": ([], ["optim.states=8bit"], "checkpoint"),
+    "optim.kernel": (["optim.kernel=torch"], ["optim.kernel=native"], "kernel"),
+    "optim.weight_decay": ([], ["optim.weight_decay=0.9"], "masters"),
+    "optim.clip": ([], ["optim.clip=0.01"], "masters"),
+    "optim.schedule": ([], ["optim.schedule=linear"], "rates"),
+    "optim.warmup_steps": ([], ["optim.warmup_steps=3"], "rates"),
+    "optim.decay_steps": (WSD, ["optim.decay_steps=3"], "rates"),
+    "optim.final_lr_ratio": (["optim.schedule=linear"], ["optim.final_lr_ratio=0.5"], "rates"),
+    "optim.accumulate_dtype": (["--accumulate", "3"], ["optim.accumulate_dtype=model"], "norms"),
+    "optim.initial_loss_scale": (FP16, ["optim.initial_loss_scale=512"], "scales"),
+    "optim.loss_scale_window": (FP16, ["optim.loss_scale_window=1"], "scales"),
+    "train.steps": ([], ["--steps", "3"], "tokens"),
+    "train.micro_batch": ([], ["--micro-batch", "3"], "tokens"),
+    "train.accumulate": ([], ["--accumulate", "2"], "tokens"),
+    "train.seed": ([], ["--seed", "1"], "losses"),
+    "train.eval_every": ([], ["train.eval_every=2"], "evaluated"),
+    "train.eval_rows": ([], ["train.eval_rows=5"], "validation loss"),
+    "train.sample_every": ([], ["train.sample_every=2"], "samples"),
+    "train.sample_prompt": (["train.sample_every=2"], ["train.sample_prompt=King"], "samples"),
+    "train.sample_tokens": (["train.sample_every=2"], ["train.sample_tokens=3"], "samples"),
+    "placement.engine": ([], ["--engine", "plain"], "engine"),
+    "placement.params": (["--nvme", "ONE", "tiered.unit_buffers=1"], ["--params", "nvme"], "files"),
+    "placement.optimizer": (["--nvme", "ONE"], ["--optimizer", "nvme"], "files"),
+    "placement.nvme": (DRIVE, ["--nvme", "TWO"], "files"),
+    "placement.gradients": (DRIVE, ["placement.gradients=nvme"], "files"),
+    "placement.gpu_fraction": (["--nvme", "ONE", "--ram-fraction", "0"], ["--gpu-fraction", "0.5"], "files"),
+    "placement.ram_fraction": (DRIVE, ["--ram-fraction", "0.5"], "files"),
+    "placement.threads": ([], ["placement.threads=2"], "threads"),
+    "save.output": ([], ["--output", "OTHER"], "output"),
+    "save.every": (["save.keep=9"], ["--save-every", "3"], "saved"),
+    "save.keep": (["--save-every", "1"], ["save.keep=3"], "saved"),
+    "save.tensorboard": ([], ["save.tensorboard=true"], "run directory"),
+    "tiered.page_size": (DRIVE, ["tiered.page_size=4096"], "pages"),
+    "tiered.page_buffers": ([*DRIVE, "tiered.page_size=4096"], ["tiered.page_buffers=3"], "page buffers"),
+    "tiered.unit_buffers": ([*AWAY, "model.overrides.n_layer=5"], ["tiered.unit_buffers=2"], "unit buffers"),
+    "tiered.io_threads": (DRIVE, ["tiered.io_threads=2"], "readers"),
+    "tiered.io_block_bytes": (DRIVE, ["tiered.io_block_bytes=4096"], "largest request"),
+    "tiered.drive_speeds": ([*DRIVE, "--nvme", "TWO"], ["tiered.drive_speeds=[1.0, 3.0]"], "files"),
+}
+
+_TOKENS = "data/test_data_token_files.py"
+# Keys that other tests show, by id.
+ELSEWHERE = {
+    "model.scratch": "model/test_model.py::test_a_directory_without_weights_asks_for_scratch",
+    "data.validation_path": f"{_TOKENS}::test_validation_from_a_file_of_its_own_takes_nothing_from_the_training",
+    "data.token_dtype": "data/test_data_token_files.py::test_what_may_be_either_needs_the_key",
+    "data.text_field": "data/test_data_prepare.py::test_documents_become_their_tokens_with_end_of_text_behind_each",
+    "optim.nonfinite": "offloading/test_nonfinite.py::test_a_skipped_step_changes_nothing",
+    "train.deterministic": "engine/test_plain.py::test_a_gpu_takes_the_same_bits_where_that_is_asked_for",
+    "train.tokens_per_step": "plan/test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
+    "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
+    "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
+    "tiered.checksums": "offloading/test_tiered.py::test_a_changed_block_is_found_with_checksums",
+    "model.trust_remote_code": "house/test_config_promises.py::test_a_models_own_code_runs_where_it_is_allowed",
+    "placement.force": "house/test_config_promises.py::test_force_lets_a_plan_pass_that_does_not_fit",
+    "placement.gpus": "house/test_config_promises.py::test_ranks_are_started",
+}
+
+# DeepSpeed's sizes: that it is told of them is all that is seen here.
+STOCK = {
+    "sub_group_size": "123456",
+    "reduce_bucket_size": "234567",
+    "prefetch_bucket_size": "345678",
+    "max_live_parameters": "45678901",
+    "param_buffer_count": "77",
+    "optimizer_buffer_count": "16",
+    "pipeline_read": "false",
+    "pipeline_write": "false",
+    "aio_block_size": "524288",
+    "aio_queue_depth": "7",
+    "aio_threads": "3",
+}
+
+UNSEEN = {}
+
+
+def test_every_key_has_a_row() -> None:
+    rows = [*RUNS, *ELSEWHERE, *(f"deepspeed.{name}" for name in STOCK), *UNSEEN]
+    assert sorted(rows) == sorted(all_keys())
+    for key, test in ELSEWHERE.items():
+        file, _, name = test.partition("::")
+        source = (Path(__file__).parents[1] / file).read_text()
+        assert re.search(rf"^def {name}\(", source, re.MULTILINE), f"{key}: {test} is not there"
+
+
+@pytest.fixture(scope="module")
+def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
+    """`observe(words...)`: what is seen of a run with these words.
+
+    Never kept for another row: what a run leaves in the process (fp16 changes how products are taken) reaches the next.
+    """
+    held, patch = dict(os.environ), pytest.MonkeyPatch()
+    threads = torch.get_num_threads()
+
+    def seen(*words: str) -> dict[str, Any]:
+        return _observed(tmp_path_factory.mktemp("run"), list(words), patch)
+
+    yield seen
+    patch.undo()
+    os.environ.clear()
+    os.environ.update(held)
+    torch.set_num_threads(threads)
+
+
+def _observed(folder: Path, words: list[str], patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for name in ("ONE", "TWO"):
+        (folder / name).mkdir()
+    (folder / "TEXT").write_text("It was the best of times, it was the worst of times. " * 400)
+    model_directory(folder / "MODEL", "gpt2")
+    shape = json.loads((folder / "MODEL/config.json").read_text())
+    (folder / "MODEL/config.json").write_text(json.dumps(shape | {"vocab_size": 2048}))
+    _small_tokenizer(folder / "TOKENIZER")
+    named = {name: str(folder / name) for name in ("ONE", "TWO", "TEXT", "MODEL", "TOKENIZER", "CACHE", "OTHER")}
+    given = [named.get(word, _put(word, named)) for word in words]
+    config = load_config([*BASE, "--output", str(folder / "out"), *given])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        patch.delenv(name, raising=False)
+    facts: dict[str, Any] = {"threads": prepare_process(config.process)}
+    train = trainer.train
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(trainer, "train", lambda *given, **more: _trained(train, given, more, facts, inner, folder))
+        train_run(config)
+    output = next(path for path in (folder / "OTHER", folder / "out") if path.exists())
+    facts |= _left_behind(output) | {"output": output.name, "cache": (folder / "CACHE").exists()}
+    return facts
+
+
+def _put(word: str, named: dict[str, str]) -> str:
+    key, equals, value = word.partition("=")
+    return f"{key}={named[value]}" if equals and value in named else word
+
+
+def _small_tokenizer(directory: Path) -> None:
+    """One id for each letter."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate([*map(chr, range(32, 127)), "<end>"])}
+    made = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(directory)
+
+
+def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, Any], patch: Any, folder: Path) -> Any:
+    """The run's loop, with what is seen of it on the way."""
+    job = given[0]
+    engine, calls, requests = job.engine, {"block": 0, "head": 0}, []
+    model = engine._module.model
+    count = lambda name: lambda *_: calls.__setitem__(name, calls[name] + 1)  # noqa: E731
+    hooks = [model.transformer.h[0].attn.register_forward_pre_hook(count("block"))]
+    hooks.append(model.lm_head.register_forward_hook(count("head")))
+    preadv = os.preadv
+
+    def counted(descriptor: int, parts: Any, at: int) -> int:
+        requests.append(sum(map(len, parts)))
+        return preadv(descriptor, parts, at)
+
+    patch.setattr(transfer.os, "preadv", counted)
+    samples: list[str] = []
+    say = job.say
+    job.say = lambda line: (samples.append(line) if " sample: " in line else None, say(line))
+    state = train(*given, **more)
+    patch.undo()
+    for hook in hooks:
+        hook.remove()
+    facts |= {
+        "engine": type(engine).__name__,
+        "attention": model.config._attn_implementation,
+        "weights": sorted((name, tuple(tensor.shape)) for name, tensor in engine.named_master_parameters()),
+        "trained": len([name for name, parameter in model.named_parameters() if parameter.requires_grad]),
+        "masters": [zlib.crc32(tensor.numpy().tobytes()) for _, tensor in engine.named_master_parameters()],
+        "forwards of a block": calls["block"],
+        "forwards of the head": calls["head"],
+        "rows": (len(job.train_rows._rows), len(job.validation_rows._rows)),
+        "tokens of the text": len(job.train_rows._tokens),
+        "samples": samples,
+        "largest request": max(requests, default=0),
+        "files": {
+            str(path.relative_to(folder).parts[0]) + "/" + path.name: path.stat().st_blocks
+            for swap in job.swaps
+            for path in swap.iterdir()
+            if path.suffix != ".json"
+        },
+    }
+    if facts["engine"] == "TieredEngine":
+        facts["kernel"] = type(engine.offloaded.updater._kernel).__name__
+        facts["pages"] = len(engine.offloaded.store.pages)
+        facts["page buffers"] = len(engine.offloaded.updater._slots)
+        stream = engine.offloaded.stream
+        facts["unit buffers"] = [slot.size for slot in stream._rings.slots] if stream else []
+        facts["readers"] = len(getattr(getattr(engine.offloaded._drives.transfers, "_readers", None), "_threads", []))
+    return state
+
+
+def _left_behind(output: Path) -> dict[str, Any]:
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [json.loads(line) for line in (output / "evaluations.jsonl").read_text().splitlines()]
+    newest = max((output / "checkpoints").glob("step-*"))
+    return {
+        "losses": [step["loss"] for step in steps],
+        "norms": [step["grad_norm"] for step in steps],
+        "rates": [step["lr"] for step in steps],
+        "scales": [step["loss_scale"] for step in steps],
+        "tokens": [step["tokens"] for step in steps],
+        "evaluated": [evaluation["step"] for evaluation in evaluations],
+        "validation loss": evaluations[-1]["validation_loss"],
+        "saved": sorted(path.name for path in (output / "checkpoints").glob("step-*")),
+        "checkpoint": sorted(path.name for path in newest.iterdir()),
+        "run directory": sorted(path.name for path in output.iterdir()),
+    }
+
+
+@pytest.mark.parametrize("key", RUNS)
+def test_a_run_without_it_would_be_another(key: str, observe: Callable[..., dict[str, Any]]) -> None:
+    base, words, fact = RUNS[key]
+    without = observe(*base)[fact]
+    assert observe(*base, *words)[fact] != without
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_deepspeed_is_told(name: str) -> None:
+    def told(*words: str) -> dict[str, Any]:
+        config = load_config(["--engine", "deepspeed", "--nvme", "/ssd", "--save-every", "0", *words])
+        params = "cpu" if name == "prefetch_bucket_size" else "nvme"
+        placement = Placement(params, "nvme")
+        work, section = workload(config, SHAPES["gpt2-medium"]), config.deepspeed
+        sizes = zero_sizes(work.shape, section, placement, world=1, item_bytes=2)
+        words = {"accelerator": "cuda", "swap_directory": "/ssd/run"}
+        return deepspeed_config(work, config.optim, section, placement, sizes, **words)
+
+    assert STOCK[name] in json.dumps(told(f"deepspeed.{name}={STOCK[name]}"))
+    assert told(f"deepspeed.{name}={STOCK[name]}") != told()
+
+
+def test_the_backend_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine opens its files with; DeepSpeed's kernel itself: tests/offloading/test_tiered.py."""
+    monkeypatch.setattr(parts, "load_async_io", lambda: None)
+    monkeypatch.setattr(parts, "async_io_handle", lambda *_, **__: lambda: None)
+    names = []
+    for io in ("threads", "async_io"):
+        config = load_config(["--nvme", "/ssd", "--optimizer", "nvme", f"tiered.io={io}"])
+        made = parts._transfers(make_plan(config, SHAPES["gpt2"], machine()).sizes)
+        names.append(type(made).__name__)
+        made.close()
+    assert names == ["ThreadedTransfers", "CheckedTransfers"]
+
+
+def test_a_models_own_code_runs_where_it_is_allowed(tmp_path: Path) -> None:
+    auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('of its own')\n")
+    config = load_config(["--model", str(tmp_path), "--scratch", "model.trust_remote_code=true"])
+    with pytest.raises((UserError, ValueError)):
+        resolve_model(config.model, seed=0)
+    assert (tmp_path / "ran").exists()
+
+
+def test_force_lets_a_plan_pass_that_does_not_fit() -> None:
+    for words, passes in (([], False), (["--force"], True)):
+        config = load_config(["--save-every", "0", *words])
+        plan = make_plan(config, SHAPES["gpt2-10b"], machine(ram=10**9))
+        if passes:
+            plan.refuse(force=config.placement.force)
+        else:
+            with pytest.raises(UserError, match="does not fit"):
+                plan.refuse(force=config.placement.force)
+
+
+def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch.os, "execv", lambda _, words: started.append(" ".join(words)))
+    for words in ([], ["--gpus", "3", "--engine", "deepspeed"]):
+        launch.start_ranks(words, count=load_config(words).placement.gpus)
+    assert len(started) == 1
+    assert "--nproc-per-node 3" in started[0]

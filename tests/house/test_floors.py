@@ -1,0 +1,92 @@
+"""The house: a module imports only from lower floors or its own room, and each library has one room."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
+
+# From the ground up; a floor of several rooms is one whose rooms do not know each other.
+HOUSE = (
+    ("packages", "units", "streams"),
+    ("errors",),
+    ("readback", "places", "signals"),
+    ("identity", "config"),
+    ("schedule", "manifest", "plan"),
+    ("settings",),
+    ("storage", "ranks"),
+    ("optim", "retention"),
+    ("offloading",),
+    ("machine", "model", "data", "telemetry"),
+    ("engine",),
+    ("checkpoint",),
+    ("trainer", "export"),
+    ("run",),
+    ("session",),
+    ("hf",),
+    ("usage",),
+    ("cli",),
+    ("__main__", ""),
+)
+FLOORS = {name: number for number, floor in enumerate(HOUSE) for name in floor}
+ROOMS = {
+    "deepspeed": {"engine", "optim"},  # in optim/ its count of Adam optimizers
+    "transformers": {"model", "data", "hf"},
+    "peft": {"hf"},
+    "bitsandbytes": {"engine"},
+    "gguf": {"export"},
+}
+LIBRARY_FREE = {"packages", "units", "streams", "errors", "readback", "places", "signals", "config", "schedule", "plan"}
+LIBRARY_FREE |= {"settings"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Every module named in an import, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(module: str) -> str:
+    """The room a module is in: its package, or itself."""
+    name = module.split(".")[0]
+    assert name in FLOORS, f"{module} stands on no floor: add it to HOUSE and to docs/design.md"
+    return name
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_go_down(module: str) -> None:
+    here = room(module)
+    for name in imports(modules()[module]):
+        target = name.removeprefix("offload_trainer.")
+        if not name.startswith("offload_trainer.") or target not in modules():
+            continue  # another library; a name inside a module, whose module is in the set too
+        there = room(target)
+        assert here == there or FLOORS[there] < FLOORS[here], f"{module} ({FLOORS[here]}) imports {target}"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_each_library_has_its_room(module: str) -> None:
+    heads = {name.split(".")[0] for name in imports(modules()[module])}
+    for library, rooms in ROOMS.items():
+        assert library not in heads or module.split(".")[0] in rooms, f"{module} imports {library}"
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if room(name) in LIBRARY_FREE])
+def test_plans_need_no_libraries(module: str) -> None:
+    heads = {name.split(".")[0] for name in imports(modules()[module])}
+    assert not heads & {"torch", "numpy", "transformers", "deepspeed", "psutil"}

@@ -1,0 +1,337 @@
+"""Numbers that are printed, each against a count that knows nothing of how it was made."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Run, call
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload_trainer.config import ModelSection
+from offload_trainer.data.sources import BUILTIN_CORPUS
+from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.machine import cache
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.source import ModelSource, resolve_model
+from offload_trainer.plan.machine import Rate, Rates
+from offload_trainer.telemetry.record import EvalRecord, StepRecord
+
+# -- floating-point operations: torch's counter ------------------------------------------------------------------------
+
+_SMALL = {"vocab_size": 331, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 64}
+_HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2, tied": {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 4, "n_positions": 64},
+    "qwen3, untied, heads of 40 of 24": {
+        **_HEADS,
+        **{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 200, "head_dim": 40},
+        "tie_word_embeddings": False,
+    },
+    "gemma2, tied": {**_HEADS, "model_type": "gemma2", "hidden_size": 64, "intermediate_size": 96, "head_dim": 24},
+    "mixtral, 2 of 8": {
+        **_HEADS,
+        **{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    },
+    "qwen3-moe, 2 of 16": {
+        **_HEADS,
+        **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 48},
+        **{"head_dim": 24, "num_experts": 16, "num_experts_per_tok": 2},
+    },
+    "deepseek-v3, keys of 32 and values of 20": {
+        **_HEADS,
+        **{"model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 48},
+        **{"num_key_value_heads": 4, "n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+        **{"first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 32, "kv_lora_rank": 16},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 20},
+    },
+}
+FROZEN = {
+    "gpt2, tied": [
+        r"wte|wpe",
+        r"wte|wpe|h\.0\.",
+        r"mlp",
+        r"h\.[12]\.|ln_f",
+        r"wpe|h\.|ln_f",
+        r"wte|wpe|h\.[01]\.|attn",
+    ],
+    "qwen3, untied, heads of 40 of 24": [r"embed", r"^model", r"lm_head", r"embed|layers\.[01]\.", r"proj"],
+    "mixtral, 2 of 8": [r"embed|gate", r"experts", r"embed|layers\.0\."],
+}
+CASES = [(name, "") for name in MODELS] + [(name, pattern) for name, some in FROZEN.items() for pattern in some]
+ROWS, LENGTH = 2, 48
+
+
+def source_of(folder: Path, name: str, frozen: str) -> ModelSource:
+    (folder / "config.json").write_text(json.dumps(_SMALL | MODELS[name]))
+    freeze = (frozen,) if frozen else ()
+    return resolve_model(ModelSection(name=str(folder), scratch=True, attention="eager", freeze=freeze), seed=0)
+
+
+def counted_flops(source: ModelSource) -> tuple[int, int]:
+    """Forward and backward of transformers' own model, by torch's counter.
+
+    Attention as plain products: of a fused one the counter takes what its backward computes twice. Experts in a loop,
+    as the grouped product of a CPU is not in the counter's table.
+    """
+    source.config._experts_implementation = "eager"
+    module = source.build(dtype=torch.float32)
+    trained = [weight.name for weight in source.shape.weights if weight.trainable]
+    assert trained == [name for name, parameter in module.model.named_parameters() if parameter.requires_grad]
+    for parameter in module.model.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.02)
+    tokens = torch.randint(331, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as forward:
+        loss = module(tokens[:, :-1], tokens[:, 1:])
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize(("name", "frozen"), CASES)
+def test_flops_are_torchs(name: str, frozen: str, tmp_path: Path) -> None:
+    """Exactly; also of frozen weights, whose gradients nobody computes, nor what lies before all that is trained."""
+    source = source_of(tmp_path, name, frozen)
+    shape = source.shape
+    forward, backward = counted_flops(source)
+    tokens = ROWS * LENGTH
+    assert tokens * shape.forward_flops(seq_len=LENGTH) == pytest.approx(forward, rel=1e-6)
+    assert tokens * shape.backward_flops(seq_len=LENGTH) == pytest.approx(backward, rel=1e-6)
+    assert shape.flops_per_token(seq_len=LENGTH) == shape.forward_flops(seq_len=LENGTH) + shape.backward_flops(
+        seq_len=LENGTH
+    )
+
+
+# -- parameters: transformers' own count -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_transformers(name: str, tmp_path: Path) -> None:
+    shape = source_of(tmp_path, name, "").shape
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert shape.parameters == shape.trainable == model.num_parameters()
+    assert shape.largest == max(parameter.numel() for parameter in model.parameters())
+
+
+# -- a run: each number of its records
+
+ROOT = Path(__file__).resolve().parents[2]
+PEAK = 1e12  # FLOP/s, as if products had been timed
+STEPS, MICRO, SEQ, EVAL_ROWS = 6, 8, 128, 16
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A finished run of the demo's configuration, and what it was made of, by transformers alone."""
+
+    run: Run
+    wall: float
+    ids: torch.Tensor
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run.output / "evaluations.jsonl").read_text().splitlines()]
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        return json.loads((self.run.output / "plan.json").read_text())
+
+    def rows(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, cut from the text's ids."""
+        held = self.ids[first * SEQ : (first + count) * SEQ + 1]
+        return held[:-1].view(count, SEQ), held[1:].view(count, SEQ)
+
+    @property
+    def held_out(self) -> int:
+        """The first row of the last 5 %."""
+        rows = (len(self.ids) - 1) // SEQ
+        return rows - int(0.05 * rows)
+
+    def model(self) -> Any:
+        """As it begins: transformers' own random weights, in bf16."""
+        config = AutoConfig.from_pretrained(self.run.output / "model", attn_implementation="eager")
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16()
+
+
+def loss_of(model: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    logits = model(rows[0]).logits.float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[1].flatten())
+
+
+@pytest.fixture(scope="module")
+def counted(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> Counted:
+    """With all that a long run does: a drive, validations, samples, saves."""
+    folder = tmp_path_factory.mktemp("numbers")
+    words = ["--steps", STEPS, "train.eval_every=3", "train.sample_every=2", "--save-every", 3, "data.shuffle=false"]
+    words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", "optim.warmup_steps=0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
+        patch.setenv("OMP_NUM_THREADS", "2")
+        here = probe_machine(drives=(), output=str(folder))
+        cache.keep_rates(replace(here, rates=Rates(matmul={"bf16": Rate(PEAK, "measured", "for a test")})))
+        start = time.perf_counter()
+        run = call(ROOT / "configs/demo.yaml", *words, output=folder / "run")
+        wall = time.perf_counter() - start
+    tokenizer = load_tokenizer("builtin")
+    text = BUILTIN_CORPUS.read_text("utf-8")
+    return Counted(run, wall, torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
+
+
+def is_the_step(c: Counted) -> None:
+    assert [step["step"] for step in c.run.steps] == list(range(1, STEPS + 1))
+
+
+def is_tokens(c: Counted) -> None:
+    assert [step["tokens"] for step in c.run.steps] == [number * MICRO * SEQ for number in range(1, STEPS + 1)]
+
+
+def is_transformers_loss(c: Counted) -> None:
+    assert c.run.losses[0] == pytest.approx(float(loss_of(c.model(), c.rows(0, MICRO)).detach()), abs=5e-3)
+
+
+def is_transformers_norm(c: Counted) -> None:
+    model = c.model()
+    loss_of(model, c.rows(0, MICRO)).backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    assert c.run.steps[0]["grad_norm"] == pytest.approx(norm, rel=0.02)
+
+
+def is_the_cosine(c: Counted) -> None:
+    rates = [1e-4 + 9e-4 * (1 + math.cos(math.pi * done / (STEPS - 1))) / 2 for done in range(STEPS)]
+    assert [step["lr"] for step in c.run.steps] == pytest.approx(rates)
+
+
+def is_one(c: Counted) -> None:
+    assert {step["loss_scale"] for step in c.run.steps} == {1.0}
+
+
+def is_within_the_wall_clock(c: Counted) -> None:
+    assert 0 < sum(step["seconds"] for step in c.run.steps) < c.wall
+
+
+def is_tokens_over_seconds(c: Counted) -> None:
+    for step in c.run.steps:
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(MICRO * SEQ)
+
+
+def is_torchs_flops_over_the_peak(c: Counted) -> None:
+    model = c.model()
+    with FlopCounterMode(display=False) as flops:
+        loss_of(model, c.rows(0, MICRO)).backward()
+    for step in c.run.steps:
+        assert step["mfu"] * step["seconds"] * PEAK == pytest.approx(flops.get_total_flops(), rel=1e-6)
+
+
+def is_within_the_step(c: Counted) -> None:
+    for step in c.run.steps:
+        assert set(step["phases"]) == {"data", "forward", "backward", "update"}
+        assert 0 < sum(step["phases"].values()) <= step["seconds"]
+
+
+def is_half_of_the_state(c: Counted) -> None:
+    """12 bytes a parameter each way, and what pads weights and pages; a save reads once more."""
+    state = 12 * c.model().num_parameters()
+    for key in ("nvme_read_bytes", "nvme_written_bytes"):
+        counts = [step[key] for step in c.run.steps[2:]]
+        if None not in counts:
+            assert sorted(counts)[len(counts) // 2] == pytest.approx(state / 2, rel=0.02)
+
+
+def is_what_was_planned(c: Counted) -> None:
+    """Within 15 %: processors, threads and the moment of a save make that much of a difference to a small model."""
+    peaks = [step["host_rss_bytes"] for step in c.run.steps]
+    assert peaks == sorted(peaks)
+    assert peaks[-1] == pytest.approx(c.plan["tiers"]["ram"]["need"], rel=0.15)
+
+
+def is_nothing_without_a_device(c: Counted) -> None:
+    assert torch.cuda.is_available() or {step["device_peak_bytes"] for step in c.run.steps} == {0}
+
+
+def is_false(c: Counted) -> None:
+    assert {step["skipped"] for step in c.run.steps} == {False}
+
+
+def is_every_third(c: Counted) -> None:
+    assert [record["step"] for record in c.evaluations] == [3, 6]
+
+
+def is_transformers_loss_of_the_masters(c: Counted) -> None:
+    model = c.model()
+    held = load_file(c.run.output / f"checkpoints/step-{STEPS:08d}/master.safetensors")
+    model.load_state_dict({name: value.bfloat16() for name, value in held.items()}, strict=False)
+    with torch.no_grad():
+        loss = float(loss_of(model, c.rows(c.held_out, EVAL_ROWS)))
+    assert c.evaluations[-1]["validation_loss"] == pytest.approx(loss, abs=5e-3)
+
+
+def is_e_to_the_loss(c: Counted) -> None:
+    for record in c.evaluations:
+        assert record["perplexity"] == pytest.approx(math.e ** record["validation_loss"])
+
+
+def is_of_the_bytes_of_those_rows(c: Counted) -> None:
+    """The text up to the last predicted token less the text up to the first."""
+    first, last = c.held_out * SEQ + 1, (c.held_out + EVAL_ROWS) * SEQ + 1
+    said = [len(load_tokenizer("builtin").decode(c.ids[:end]).encode()) for end in (first, last)]
+    for record in c.evaluations:
+        bits = record["validation_loss"] * EVAL_ROWS * SEQ / math.log(2)
+        assert record["bits_per_byte"] == pytest.approx(bits / (said[1] - said[0]), rel=1e-9)
+
+
+NUMBERS: dict[type, dict[str, Callable[[Counted], None]]] = {
+    StepRecord: {
+        "step": is_the_step,
+        "tokens": is_tokens,
+        "loss": is_transformers_loss,
+        "grad_norm": is_transformers_norm,
+        "lr": is_the_cosine,
+        "loss_scale": is_one,
+        "seconds": is_within_the_wall_clock,
+        "tokens_per_second": is_tokens_over_seconds,
+        "mfu": is_torchs_flops_over_the_peak,
+        "phases": is_within_the_step,
+        "nvme_read_bytes": is_half_of_the_state,
+        "nvme_written_bytes": is_half_of_the_state,
+        "host_rss_bytes": is_what_was_planned,
+        "device_peak_bytes": is_nothing_without_a_device,
+        "skipped": is_false,
+    },
+    EvalRecord: {
+        "step": is_every_third,
+        "validation_loss": is_transformers_loss_of_the_masters,
+        "perplexity": is_e_to_the_loss,
+        "bits_per_byte": is_of_the_bytes_of_those_rows,
+    },
+}
+
+
+def test_every_number_of_a_record_is_counted_here() -> None:
+    """A new key needs a count of its own in the table. Report, card and TensorBoard print these and no others."""
+    for record, table in NUMBERS.items():
+        assert set(table) == {field.name for field in fields(record)}
+
+
+@pytest.mark.parametrize(("record", "key"), [(record, key) for record, table in NUMBERS.items() for key in table])
+def test_a_number_is_its_independent_count(record: type, key: str, counted: Counted) -> None:
+    NUMBERS[record][key](counted)
+
+
+def test_planned_drive_bytes_are_the_kernels(counted: Counted) -> None:
+    moved = [one for one in counted.plan["traffic"] if one["place"] != "device"]
+    for way, key in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
+        counts = sorted(step[key] for step in counted.run.steps[2:] if step[key] is not None)
+        if counts:
+            assert counts[len(counts) // 2] == pytest.approx(sum(one[way] for one in moved), rel=0.005)

@@ -1,0 +1,173 @@
+"""Packages of every installation and of some: bounds that are said once, and what happens where one is missing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import TINY, environment
+
+from offload_trainer import packages
+from offload_trainer.engine import op_builder
+from offload_trainer.errors import TrainerError, UserError, explain
+from offload_trainer.model.presets import preset_shape
+from offload_trainer.packages import OPTIONAL, REQUIRED, explain_import, is_installed, to_install, too_old
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.machine import MachineProfile, read_machine
+from offload_trainer.run import doctor, launch
+from offload_trainer.settings import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LIBRARIES = {"deepspeed", "bitsandbytes", "gguf", "tensorboard", "accelerate", "trl", "peft", "datasets"}
+
+
+def bounds(requirements: list[str]) -> dict[str, str]:
+    return dict(line.split(">=") for line in requirements if ">=" in line)
+
+
+def test_bounds_are_pyprojects() -> None:
+    assert bounds(PROJECT["dependencies"]) == REQUIRED
+    assert len(PROJECT["dependencies"]) == len(REQUIRED)
+    extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "test" for line in lines]
+    assert bounds(extras) == OPTIONAL
+
+
+def test_no_module_imports_a_library_of_some_wishes_when_it_is_imported() -> None:
+    """But for annotations: what stands outside functions and `if TYPE_CHECKING`."""
+    for path in (ROOT / "offload_trainer").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & LIBRARIES, path
+
+
+REFUSING = """
+import importlib.util
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in {names} else found(name, package)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def run_without(names: set[str], *words: object) -> subprocess.CompletedProcess[str]:
+    """`offload-train WORDS` in a process that cannot import these."""
+    code = REFUSING.format(names=names) + "sys.argv[0] = 'offload-train'\n"
+    code += "from offload_trainer.__main__ import main; raise SystemExit(main())"
+    argv = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=500)
+
+
+def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> None:
+    """Trained, saved, gone on with, exported, and the machine examined: nothing asks for what is not there."""
+    words = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--save-every", 1, "--output", tmp_path / "out"]
+    for steps in (1, 2):
+        done = run_without(LIBRARIES, *words, "--steps", steps)
+        assert done.returncode == 0, done.stderr
+    exported = run_without(LIBRARIES, "export", tmp_path / "out", tmp_path / "weights", "--dtype", "bf16")
+    assert exported.returncode == 0, exported.stderr
+    looked = run_without(LIBRARIES, "doctor", "--json")
+    assert looked.returncode == 0, looked.stdout
+    found = next(check for check in json.loads(looked.stdout) if check["name"] == "deepspeed")
+    assert (found["state"], found["found"]) == ("ok", "not installed (only --engine deepspeed needs it)")
+    said = json.loads((tmp_path / "out/machine.json").read_text())
+    assert said["packages"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        (["--engine", "deepspeed"], "deepspeed"),
+        (["--gpus", "2"], "deepspeed"),
+        (["tiered.io=async_io"], "deepspeed"),
+    ],
+)
+def test_a_wish_for_a_missing_one_is_refused_in_one_line(words: list[str], package: str, tmp_path: Path) -> None:
+    done = run_without(LIBRARIES, *TINY, *words, "--output", tmp_path / "out")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    install = f"pip install '{package}>={OPTIONAL[package]}'"
+    assert re.fullmatch(rf"offload-train: .* needs {package}, which is not installed: {re.escape(install)}.*", line)
+    assert not (tmp_path / "out").exists()
+
+
+def machine(*installed: str) -> MachineProfile:
+    """A GPU on which a small model fits whole."""
+    return replace(read_machine("h200"), packages=installed)
+
+
+def test_auto_never_picks_what_is_not_installed() -> None:
+    shape = preset_shape("gpt2", item_bytes=2)
+    assert shape
+    config = load_config(["--model", "gpt2"])
+    assert make_plan(config, shape, machine()).engine == "tiered"
+    eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.states=8bit"])
+    with pytest.raises(UserError, match=r"--engine deepspeed needs deepspeed, which is not installed: pip install"):
+        make_plan(eight, shape, machine())
+    with pytest.raises(
+        UserError, match=r"states=8bit with --engine deepspeed needs bitsandbytes, .*'bitsandbytes>=0\.50\.2'"
+    ):
+        make_plan(eight, shape, machine("deepspeed"))
+    assert make_plan(eight, shape, machine("deepspeed", "bitsandbytes")).engine == "deepspeed"
+    unknown = replace(machine(), packages=None)  # a machine that is only described
+    assert make_plan(eight, shape, unknown).engine == "deepspeed"
+
+
+def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "is_installed", lambda name: False)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="--gpus 2 needs deepspeed"):
+        launch.start_ranks([], count=2)
+
+
+def test_one_that_is_there_and_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed raises an exception of its own where a GPU's toolkit is missing."""
+    monkeypatch.setattr(op_builder, "is_installed", lambda name: True)
+    broken = "--engine deepspeed needs deepspeed, which is installed and cannot be imported: CUDA_HOME does not exist"
+    with pytest.raises(TrainerError, match=broken), op_builder.importing("deepspeed", wish="--engine deepspeed"):
+        raise RuntimeError("CUDA_HOME does not exist")
+
+
+@pytest.mark.parametrize("package", ["pydantic", "PyYAML", "torch", "transformers", "safetensors", "psutil"])
+def test_what_every_run_needs_is_named(package: str, tmp_path: Path) -> None:
+    module = {"PyYAML": "yaml"}.get(package, package)
+    done = run_without({module}, *TINY, "--steps", "1", "--output", tmp_path / "out")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == f"offload-train: the package {package} is not installed: " + to_install(
+        package
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_one_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 4 has no `core_model_loading`."""
+    monkeypatch.setattr(packages, "version", lambda name: {"transformers": "4.57.6", "torch": "2.9.0+cu128"}[name])
+    assert too_old("transformers") == "4.57.6"
+    assert too_old("torch") is None
+    error = ModuleNotFoundError("No module named ...", name="transformers.core_model_loading")
+    assert explain(error) == "transformers 4.57.6 is too old: pip install 'transformers>=5.8'"
+    monkeypatch.setattr(doctor, "too_old", lambda name: "4.57.6" if name == "transformers" else None)
+    (check,) = doctor._packages()
+    assert (check.state, check.fix) == ("failure", "pip install 'transformers>=5.8'")
+
+
+def test_a_bug_of_ours_keeps_its_traceback() -> None:
+    assert explain_import(ModuleNotFoundError("no", name="offload_trainer.nowhere")) is None
+    assert explain_import(ImportError("cannot import name", name="json")) is None
+    assert not is_installed("no_such_module")

@@ -1,0 +1,299 @@
+"""JSON that is read back: typed, within limits, and refused in one line wherever it is anything else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved import save
+
+import offload_trainer
+from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
+from offload_trainer.data.tokenfile import TokenFile
+from offload_trainer.errors import UserError
+from offload_trainer.export.card import checkpoint_card
+from offload_trainer.machine import cache
+from offload_trainer.manifest import Manifest
+from offload_trainer.model.pretrained import checkpoint_files
+from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.readback import file_bytes, parsed, read_back, shown
+
+WRONG = {
+    "": "not JSON",
+    "[": "not JSON",
+    "[]": "should be",
+    "null": "should be",
+    "{}": "step is missing",
+    '{"step": 1, "tokens": 0, "data_position": "0"}': "data_position should be a valid integer, and is '0'",
+    '{"step": true, "tokens": 0, "data_position": 0}': "step should be a valid integer, and is True",
+    '{"step": -1, "tokens": 0, "data_position": 0}': "step should be greater than or equal to 0, and is -1",
+    '{"step": 1.0, "tokens": 0, "data_position": 0}': "step should be a valid integer",
+    '{"step": 1e999, "tokens": 0, "data_position": 0}': "the number 1e999, which is not finite",
+    '{"step": NaN, "tokens": 0, "data_position": 0}': "NaN, which is not a number",
+    '{"step": 1, "step": 2, "tokens": 0, "data_position": 0}': "step twice",
+    '{"step": ' + "9" * 5000 + "}": "an integer of 5000 digits",
+    "[" * 100_000: "nested deeper",
+    '{"a":' * 70 + "1" + "}" * 70: "nested deeper",
+    "\ufeff{}": "not JSON",
+    '{"step": "\\u001b[31m\\u0000", "tokens": 0, "data_position": 0}': r"and is '\\x1b\[31m\\x00'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:30])
+def test_what_is_not_of_its_kind_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=WRONG[text]) as refused:
+        parsed(text, TrainState)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/", "..", "../a", "a/../../b", "/etc/passwd", "a\0", "a\nb", "a" * 300, "\udce4", "\x1b[2J"]
+)
+def test_names_in_files_stay_below_and_can_be_printed(name: str) -> None:
+    files = {name: {"bytes": 1, "crc32": 1}}
+    told = {"format": 2, "step": 1, "identity": {}, "layout": {}, "files": files}
+    with pytest.raises(ValueError, match="the name of a file"):
+        parsed(json.dumps(told), Manifest)
+    assert shown(name).isprintable()
+
+
+def test_what_is_not_a_file_is_not_waited_for_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "held").write_text("{}")
+    (tmp_path / "link").symlink_to("held")
+    (tmp_path / "large").write_bytes(b" " * 1001)
+    (tmp_path / "utf16").write_bytes('{"a": 1}'.encode("utf-16"))
+    for name, wrong in {
+        "directory": "it is a directory",
+        "fifo": "not a regular file",
+        "link": "it is a link",
+        "large": "1001 bytes, and at most 1000",
+        "utf16": "byte 0 is not UTF-8",
+        "nowhere": "it is not there",
+    }.items():
+        with pytest.raises(UserError, match=rf"{name} cannot be read: .*{wrong}.*\. Mend it"):
+            read_back(tmp_path / name, dict[str, Any], fix="Mend it", most_bytes=1000)
+    assert read_back(tmp_path / "link", dict[str, Any], fix="", links=True) == {}
+    assert len(file_bytes(tmp_path / "large", most=1001)) == 1001
+
+
+RECORD = RunRecord(identity={}, layout={}, run={"config": {"model": {}, "optim": {}, "train": {}}}, model=Path())
+
+
+def _edit(checkpoint: Path, change: Callable[[dict[str, Any]], Any], *, name: str = "MANIFEST.json") -> None:
+    """Change one file; what the manifest says of it stays true."""
+    held = json.loads((checkpoint / name).read_text())
+    change(held)
+    (checkpoint / name).write_text(json.dumps(held))
+    if name != "MANIFEST.json":
+        data = (checkpoint / name).read_bytes()
+        _edit(checkpoint, lambda told: told["files"].update({name: {"bytes": len(data), "crc32": zlib.crc32(data)}}))
+
+
+MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a number beyond floats": (
+        lambda c: (c / "MANIFEST.json").write_text('{"format": 2, "files": {"a": {"bytes": 1e999, "crc32": 0}}}'),
+        "1e999",
+    ),
+    "deep": (lambda c: (c / "MANIFEST.json").write_text("[" * 100_000), "nested deeper"),
+    "NUL": (lambda c: _edit(c, lambda m: m["files"].update({"a\0b": {"bytes": 1, "crc32": 1}})), "name of a file"),
+    "a long name": (lambda c: _edit(c, lambda m: m["files"].update({"a" * 300: {"bytes": 1, "crc32": 1}})), "name of"),
+    "a directory in place of a file": (
+        lambda c: _edit(c, lambda m: m["files"].update({"model": {"bytes": 4096, "crc32": 1}})),
+        "model is not a file",
+    ),
+    "a directory in its own place": (
+        lambda c: ((c / "MANIFEST.json").unlink(), (c / "MANIFEST.json").mkdir()),
+        "it is a directory",
+    ),
+    "a circle of links": (
+        lambda c: ((c / "state.json").unlink(), (c / "state.json").symlink_to("state.json")),
+        "state.json cannot be read",
+    ),
+    "a pipe": (lambda c: ((c / "MANIFEST.json").unlink(), os.mkfifo(c / "MANIFEST.json")), "not a regular file"),
+    "a link": (
+        lambda c: ((c / "MANIFEST.json").rename(c / "other"), (c / "MANIFEST.json").symlink_to("other")),
+        "it is a link",
+    ),
+    "no identity": (lambda c: _edit(c, lambda m: m.pop("identity")), "identity is missing"),
+    "a state of text": (lambda c: _edit(c, lambda s: s.update(step="2"), name="state.json"), "step should be"),
+    "a run of nothing": (lambda c: _edit(c, lambda r: r.update(config=[]), name="run.json"), "config should be"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_damaged_checkpoints_are_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    checkpoint = save(tmp_path, 2)
+    change, wrong = MANIFESTS[name]
+    change(checkpoint)
+    with pytest.raises(UserError, match=wrong) as refused:  # noqa: PT012 - whichever of them comes to it
+        with reading(find_checkpoint(tmp_path)):
+            check_resume(checkpoint, RECORD)
+        read_state(checkpoint)
+    assert "and the same command goes on from the one before it" in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """With the generators that states used to hold, and keys that this version does not know."""
+    checkpoint = save(tmp_path, 2)
+    _edit(checkpoint, lambda state: state.update(random=["AAAA"]), name="state.json")
+    _edit(checkpoint, lambda manifest: manifest.update(more=1))
+    assert check_resume(checkpoint, RECORD) == []
+    assert read_state(checkpoint).step == 2
+
+
+def test_a_card_is_refused_where_the_run_record_says_nothing_of_use(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 2)
+    assert "Trained weights" in checkpoint_card(checkpoint, dtype="fp16")
+    _edit(checkpoint, lambda run: run.update(config={"model": {"name": 1}}), name="run.json")
+    with pytest.raises(UserError, match=r"run\.json cannot be read: config.model.name should be"):
+        checkpoint_card(checkpoint, dtype="fp16")
+
+
+# -- machines --------------------------------------------------------------------------------------------------------
+
+MACHINE = MachineProfile(
+    gpu=None,
+    gpu_bytes=0,
+    ram_bytes=10**9,
+    cores=2,
+    drives=(),
+    output=DriveFacts("out", 10**9, "ext4"),
+    rates=Rates(memory=Rate(1e9, "measured", "a triad")),
+)
+CACHES = {
+    "not JSON": ("{torn", "it is not JSON"),
+    "a list of machines": ('{"machines": []}', "machines should be"),
+    "an entry that is none": ('{"machines": {"KEY": 1}}', "should be"),
+    "a rate of another version": ('{"machines": {"KEY": {"rates": {"warp": {"value": 1}}}}}', "warp is not known to"),
+    "a speed of nothing": (
+        '{"machines": {"KEY": {"rates": {"memory": {"value": 0, "origin": "measured", "source": ""}}}}}',
+        "rates.memory.value should be greater than",
+    ),
+    "ratios of text": ('{"machines": {"KEY": {"rates": {}, "ratios": {"tiered.update": ["1"]}}}}', "valid number"),
+    "deep": ("[" * 100_000, "nested deeper"),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    text, wrong = CACHES[name]
+    cache.cache_file().write_text(text.replace("KEY", cache.fingerprint(MACHINE)))
+    found = cache.with_cached_rates(MACHINE)
+    assert found.rates == Rates()
+    (note,) = found.notes
+    assert wrong in note
+    assert note.isprintable()
+    cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # of a machine that was not timed: nothing is kept
+    cache.keep_rates(MACHINE)
+    for _ in range(2):
+        cache.keep_ratios(MACHINE, {"tiered.update": 1.5})
+    again = cache.with_cached_rates(MACHINE)
+    assert again.notes == ()
+    assert again.rates.memory == MACHINE.rates.memory
+    assert again.rates.corrections == {"tiered.update": 1.5}
+
+
+def test_entries_of_other_machines_and_versions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    other = {"rates": {"warp": 9}, "more": [1]}
+    cache.cache_file().write_text(json.dumps({"machines": {"other": other}, "drives": {}}))
+    assert cache.with_cached_rates(MACHINE).notes == ()
+    cache.keep_rates(MACHINE)
+    assert json.loads(cache.cache_file().read_text())["machines"]["other"] == other
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"cores": 0}, "cores should be greater than or equal to 1"),
+        ({"ram_bytes": -1}, "ram_bytes should be"),
+        ({"gpu": "\u001b[2J"}, r"gpu should be text of one line that can be printed, and is '\\x1b"),
+        ({"warp": 1}, "warp is not known"),
+        ({"rates": {"memory": {"value": 1e-300, "origin": "measured", "source": ""}}}, "rates.memory.value should be"),
+        ({"drives": [{}]}, "drives.0.directory is missing"),
+    ],
+)
+def test_a_described_machine_is_of_its_kind(change: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(MACHINE.to_json()))
+    assert read_machine(str(path)) == MACHINE
+    path.write_text(json.dumps(MACHINE.to_json() | change))
+    with pytest.raises(UserError, match=wrong):
+        read_machine(str(path))
+    with pytest.raises(UserError, match="it is a directory"):
+        read_machine(str(tmp_path))
+
+
+# -- beside tokens and weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "wrong"),
+    [
+        ('{"dtype": "uint16", "tokens": 2, "crc32": 5}', "crc32 should be"),
+        ('{"dtype": "uint16", "tokens": 2, "crc32": ["a"]}', r"crc32\.0 should be"),
+        ('{"dtype": "uint16", "tokens": -2}', "tokens should be"),
+        ('{"dtype": "uint16", "tokens": 2, "tokenizer": "a\\u0000"}', "tokenizer should be"),
+        ('{"dtype": "uint16", "tokens": 2, "vocabulary": 0}', "vocabulary should be"),
+        ("[]", "it should be"),
+    ],
+)
+def test_a_sidecar_of_other_types_is_refused(sidecar: str, wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "t.bin").write_bytes(bytes(4))
+    (tmp_path / "t.bin.json").write_text(sidecar)
+    with pytest.raises(UserError, match=rf"t\.bin\.json cannot be read: {wrong}.*make them again"):
+        TokenFile.open(tmp_path / "t.bin")
+
+
+def test_a_directory_as_a_token_file(tmp_path: Path) -> None:
+    (tmp_path / "t.bin").mkdir()
+    with pytest.raises(UserError, match="it is a directory; a token file is"):
+        TokenFile.open(tmp_path / "t.bin")
+
+
+@pytest.mark.parametrize(
+    "index",
+    ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "{}", "[]", '{"weight_map": {"a": "../b"}}', "[" * 10**6, "\0"],
+)
+def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"index\.json cannot be read: .*It is no index of shards"):
+        checkpoint_files(tmp_path)
+
+
+# Where the package parses JSON otherwise, and why.
+ELSEWHERE = {
+    "data/documents.py": "users' own text, a line at a time",
+    "data/sources.py": "whether a user's text looks like JSON",
+    "data/token_bytes.py": "what a tokenizer in memory says of itself",
+    "data/tokenizer.py": "what a tokenizer in memory says of itself",
+    "export/final.py": "a record in memory, as it would be read back",
+    "hf.py": "whether the Trainer's own state was written to its end",
+    "storage/tensorfile.py": "a header that the safetensors library has checked",
+    "readback.py": "",
+}
+
+
+def test_all_json_of_ours_goes_through_the_one_reader() -> None:
+    package = Path(offload_trainer.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json"
+            if (named and "dump" not in node.attr) or (isinstance(node, ast.ImportFrom) and node.module == "json"):
+                found.add(path.relative_to(package).as_posix())
+    assert found == ELSEWHERE.keys()

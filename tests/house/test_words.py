@@ -1,0 +1,148 @@
+"""What the program says: help for every command, words that fit the machine, and nothing of a file that steers."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from plans import SHAPES, machine, wish
+
+from offload_trainer import cli
+from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.errors import UserError
+from offload_trainer.export.card import model_card
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.plan.choose import _slower, make_plan
+from offload_trainer.run.directory import Log
+from offload_trainer.settings import FLAGS, load_config
+from offload_trainer.units import shown
+from offload_trainer.usage import help_text
+
+STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
+
+
+@pytest.mark.parametrize("command", [None, *cli._COMMANDS])
+def test_help_of_every_command(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*([command] if command else []), "--help"]) == 0
+    told = capsys.readouterr().out
+    assert told == help_text(command) + "\n"
+    assert command in told if command else all(name in told for name in cli._COMMANDS)
+    for name, flag in FLAGS.items() if command != "export" else ():
+        assert re.search(rf"^  {name}( {re.escape(flag.metavar)})?  +[^ ]", told, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS)
+def test_help_knows_each_switch(command: str) -> None:
+    """Those that the code of a command takes, and no others."""
+    import ast
+    import inspect
+
+    source = inspect.getsource(cli._COMMANDS[command])
+    source += inspect.getsource(cli.export_wish) if command == "export" else ""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    taken = {
+        word.value
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in ("_take", "_value", "_count")
+        for word in call.args
+        if isinstance(word, ast.Constant) and str(word.value).startswith("--")
+    }
+    named = set(re.findall(r"^  (--[a-z-]+)", help_text(command), re.MULTILINE))
+    assert named - (set() if command == "export" else set(FLAGS)) == taken
+
+
+def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian", "--steps", "3"]) == 2
+    assert "neither a command" in (told := capsys.readouterr().err)
+    assert "did you mean train?" in told
+    assert cli.main(["absent.yaml"]) == 2
+    assert "absent.yaml: No such file" in capsys.readouterr().err
+
+
+def test_an_export_in_a_type_that_the_file_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "runs/default", "y.gguf", "--dtype", "bf16"]) == 2
+    assert "--dtype bf16: a GGUF file can be had with --dtype fp16, fp32, q8_0" in capsys.readouterr().err
+
+
+def test_a_plan_without_a_gpu_speaks_of_none() -> None:
+    told = make_plan(wish("--save-every", "5", "save.keep=2"), SHAPES["gpt2"], machine()).describe()
+    assert "gpu" not in told.lower().replace("note: no gpu here", "")
+    assert "2 kept and the one being written, 1.49 GB each" in told
+    assert "offload-train bench" in told
+    assert " 0 B " not in told[told.index("seconds a step") :]
+    assert not re.search(r"\b\d{7,}\b", told)
+
+
+@pytest.mark.parametrize("step", [1.6, 1.7, 1.701, 1.72, 3.0])
+def test_why_a_slower_plan_was_not_chosen(step: float) -> None:
+    """Never that a step takes 1.7 s and not 1.7 s."""
+    told = _slower(step, 1.7)
+    assert "1.7 s, not 1.7 s" not in told
+    assert ("longer" in told) == (step > 1.71)
+
+
+def test_what_files_hold_reaches_no_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"--output={STEERING}x", f"optim.lr={STEERING}"]) == 2
+    Log(loud=True).say(f"note: {STEERING}")
+    said = capsys.readouterr().err
+    assert "\\x1b[2J" in said
+    assert all(letter.isprintable() for letter in said.replace("\n", ""))
+    assert shown("größer 日本\n") == "größer 日本\n"
+
+
+def test_a_card_shows_names_as_they_stand(tmp_path: Path) -> None:
+    config = {
+        "model": {"name": f"a|b<img src=x>`{STEERING}", "dtype": "bf16", "overrides": {}},
+        "optim": {
+            "lr": 1.0,
+            "betas": [0.9, 0.9],
+            "weight_decay": 0.0,
+            "clip": 1.0,
+            "schedule": "cosine",
+            "states": "fp32",
+        },
+        "data": {"path": ["[x](y)\n| Seed | 7 |"]},
+        "train": {"steps": 3, "seed": 0},
+    }
+    card = model_card(tmp_path, dtype="fp32", source="a run", run={"config": config, "random": True})
+    assert "a\\|b\\<img src=x\\>\\`" in card
+    assert "\\[x\\](y) \\| Seed \\| 7 \\|" in card
+    assert card.count("| Seed |") == 1
+    assert all(letter.isprintable() for letter in card.replace("\n", ""))
+
+
+def test_a_hub_tokenizer_that_is_not_to_be_had_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def nothing(name: str, **_: object) -> str:
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
+    with pytest.raises(UserError, match="neither a directory here nor to be had from the hub"):
+        load_tokenizer("someone/something")
+    assert asked == ["someone/something"]
+
+
+def test_a_drive_whose_directory_for_page_files_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out by the plan, before the output is written."""
+    here = tmp_path / "offload-trainer"
+    here.touch()
+    with pytest.raises(UserError, match="is a link or a file of yours"):
+        probe_machine(drives=[str(tmp_path)], output=str(tmp_path / "out"))
+    here.unlink()
+    here.mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != here and real(path, mode))
+    with pytest.raises(UserError, match="offload-trainer: not writable for this user"):
+        probe_machine(drives=[str(tmp_path)], output=str(tmp_path / "out"))
+
+
+def test_names_that_are_no_utf8_are_refused() -> None:
+    for words in (["--output", "out\udcff"], ["--data", "\udcff.txt"]):
+        with pytest.raises(UserError, match=r"\\udcff.*not UTF-8"):
+            load_config(words)
+    with pytest.raises(UserError, match="not UTF-8"):
+        cli.export_wish(["run", "out\udcff"])

@@ -1,0 +1,202 @@
+"""transformers' Trainer over offloaded weights and state, against the stock one: logs and weights to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import start
+from trained import assert_same, told, weights
+from trainers import HOMES, STEPS, loaded, model_folder, ours, rows, stock
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from offload_trainer import offload
+from offload_trainer.errors import UserError
+from offload_trainer.hf import attach
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """What the stock Trainer logs with clipping, and where its checkpoints are."""
+    output = tmp_path_factory.mktemp("stock")
+    trainer = stock(folder, output)
+    trainer.train()
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert len(norms) == STEPS
+    assert max(norms) > 0.5
+    trainer.save_model(str(output / "final"))
+    return told(trainer), output
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_logs_and_weights_are_the_stock_trainers(
+    home: str, folder: Path, reference: tuple[list[dict[str, Any]], Path], drive: Path, tmp_path: Path
+) -> None:
+    """20 steps of two micro-batches, clipped, cosine, evaluated and saved every five."""
+    expected, theirs = reference
+    with loaded(folder, drive, home=home) as model:
+        trainer = ours(model, tmp_path)
+        trainer.train()
+        assert told(trainer) == expected
+        trainer.save_model(str(tmp_path / "final"))
+    for name in ("final", "checkpoint-5", "checkpoint-20"):
+        assert_same(weights(tmp_path / name), weights(theirs / name))
+    state = json.loads((tmp_path / "checkpoint-20/trainer_state.json").read_text())
+    assert state["global_step"] == STEPS
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_without_clipping(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+    """The norm is logged all the same."""
+    words = {"max_grad_norm": 0.0, "max_steps": 6}
+    expected = stock(folder, tmp_path / "stock", **words)
+    expected.train()
+    with loaded(folder, drive, home=home) as model:
+        trainer = ours(model, tmp_path / "ours", **words)
+        trainer.train()
+        assert told(trainer) == told(expected)
+        assert all("grad_norm" in entry for entry in told(trainer) if "loss" in entry)
+        trainer.save_model()
+    expected.save_model()
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
+
+
+@pytest.mark.parametrize(("when", "whole"), [("step:12", 10), ("saving:10", 5)])
+def test_killed_and_resumed(
+    when: str,
+    whole: int,
+    folder: Path,
+    reference: tuple[list[dict[str, Any]], Path],
+    drive: Path,
+    tmp_path: Path,
+) -> None:
+    """From the newest checkpoint that was written to its end, in another home than it was written from."""
+    script = Path(__file__).parent.with_name("trainers.py")
+    said = tmp_path / "said"
+    code = start(script, folder, tmp_path / "run", drive, "drive", when, stdout=said, stderr=said).wait(timeout=300)
+    assert code == -9, said.read_text()
+    assert (tmp_path / "run/checkpoint-10").is_dir()
+    expected, theirs = reference
+    with loaded(folder, drive, home="resident") as model:
+        trainer = ours(model, tmp_path / "run")
+        if whole != 10:
+            with pytest.raises(UserError, match=r"checkpoint-10 cannot be resumed: its trainer_state\.json is missing"):
+                trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-10"))
+        resumed: list[int] = []
+        trainer.add_callback(_Beginning(resumed))
+        trainer.train(resume_from_checkpoint=True)
+        assert resumed == [whole]
+        assert told(trainer)[:-1] == expected[:-1]  # the last line's train_loss is of this process's steps alone
+    assert_same(weights(tmp_path / "run/checkpoint-20"), weights(theirs / "checkpoint-20"))
+
+
+class _Beginning(TrainerCallback):
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append(state.global_step)
+
+
+def test_the_best_model_is_loaded_at_the_end(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """The worst, so that it is not the last."""
+    words = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    words |= {"max_steps": 6, "eval_steps": 2, "save_steps": 2, "save_total_limit": 1}
+    expected = stock(folder, tmp_path / "stock", **words)
+    expected.train()
+    with loaded(folder, drive) as model:
+        trainer = ours(model, tmp_path / "ours", **words)
+        trainer.train()
+        assert Path(trainer.state.best_model_checkpoint).name == Path(expected.state.best_model_checkpoint).name
+        assert not trainer.state.best_model_checkpoint.endswith("-6")
+        assert trainer.evaluate()["eval_loss"] == expected.evaluate()["eval_loss"]
+        trainer.save_model()
+    expected.save_model()
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
+
+
+def test_a_module_in_memory(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """Offloaded as it is, and attached; nothing was read from a directory."""
+    words = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+    expected = stock(folder, tmp_path / "stock", **words)
+    expected.train()
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with offload(module, nvme=drive, seq_len=24, micro_batch=2, page_size=8192, **HOMES["drive"]) as session:
+        trainer = ours(attach(session), tmp_path / "ours", **words)
+        trainer.train()
+        assert told(trainer) == told(expected)
+    assert_same(weights(tmp_path / "ours/checkpoint-4"), weights(tmp_path / "stock/checkpoint-4"))
+
+
+def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) -> None:
+    """For whoever hashes, saves or compares it, with the Trainer or without."""
+    with loaded(folder, drive) as model:
+        found = model.state_dict()
+        expected = weights(folder)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+            assert found[name].cpu().numpy().tobytes() == tensor.numpy().tobytes()
+            assert torch.equal(found[name], tensor)
+            assert found[name].is_contiguous()
+        with pytest.raises(UserError, match=r"data_ptr of an offloaded weight"):
+            found["lm_head.weight"].data_ptr()
+        torch.save(found, folder / "whole.pt")
+    assert_same(torch.load(folder / "whole.pt"), expected)
+
+
+def test_saved_twice_into_the_same_directory(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """What else is there stays; shards of an earlier save, and what a killed one has left, go."""
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    with loaded(folder, drive) as model:
+        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=r"not variant='fp16'"):
+            model.save_pretrained(tmp_path, variant="fp16")
+    names = {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert_same(weights(tmp_path), weights(folder))
+
+
+def test_predictions(folder: Path, drive: Path, tmp_path: Path) -> None:
+    with loaded(folder, drive) as model:
+        theirs = stock(folder, tmp_path / "stock").predict(rows(5)).predictions
+        assert (ours(model, tmp_path / "ours").predict(rows(5)).predictions == theirs).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"bf16": True, "use_cpu": True}, r"bf16=True: .*autocast.*bf16=False"),
+        ({"optim": "adafactor"}, r"optim='adafactor': AdamW alone, adamw_torch or adamw_torch_fused"),
+        ({"torch_compile": True}, r"torch_compile=True"),
+        (
+            {"per_device_train_batch_size": 3},
+            r"3 rows in a micro-batch, and the plan counts 2: load\(\.\.\., micro_batch=3\)",
+        ),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size=True"),
+        ({"bf16_full_eval": True, "use_cpu": True}, r"bf16_full_eval=True"),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            r"gradient_checkpointing_kwargs: use_reentrant=True",
+        ),
+        (
+            {"save_only_model": True, "load_best_model_at_end": True},
+            r"save_only_model with load_best_model_at_end",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    words: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    with loaded(folder, drive) as model, pytest.raises(UserError, match=said):
+        ours(model, tmp_path, **words)

@@ -1,0 +1,57 @@
+"""What a Trainer's run and a LoRA run over a base on the drive hold is what the plan says, in a memory cgroup too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import environment
+from trainers import model_folder
+
+SCRIPT = Path(__file__).parent.with_name("measured.py")
+RUNS = ("trainer", "lora")
+
+
+@cache
+def base(folder: Path) -> Path:
+    """118 MB in bf16; to train it whole takes 940 MB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    return model_folder(folder / "model", **sizes, num_key_value_heads=8, vocab_size=8192)
+
+
+@cache
+def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
+    """Bytes of host memory that the plan counts, and that were held; `before`: words before the command."""
+    drive, output = folder / "drive", folder / f"{what}{len(before)}"
+    drive.mkdir(exist_ok=True)
+    words = [*before, sys.executable, SCRIPT, what, base(folder), output, drive]
+    env = environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env, timeout=500)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("measured")
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_no_more_is_held_than_the_plan_says(what: str, folder: Path) -> None:
+    """And not much less: most of it is there."""
+    found = measured(what, folder)
+    assert 0.6 * found["plan"] < found["peak"] <= found["plan"], found
+
+
+@pytest.mark.box
+@pytest.mark.parametrize("what", RUNS)
+def test_it_runs_where_there_is_no_more(what: str, folder: Path, box: Path) -> None:
+    limit = measured(what, folder)["plan"]
+    for name in ("memory.limit_in_bytes", "memory.max"):
+        if (box / name).exists():
+            (box / name).write_text(str(limit))
+    measured(what, folder, "sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box")

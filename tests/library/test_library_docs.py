@@ -1,0 +1,76 @@
+"""The code of docs/library.md and of the README runs as it stands, on a small model and with a drive that is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import VOCABULARY, batches, model_directory
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import offload_trainer as ot
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOP, OWN = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model and a drive."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drive").mkdir()
+    folder = model_directory(tmp_path / "model", "qwen3")
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(folder)
+    return tmp_path
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    code = code.replace("Qwen/Qwen3-8B", "model").replace("/mnt/ssd", "drive").replace("% 100", "% 4")
+    exec(compile(code, "library.md", "exec"), names)
+    return names
+
+
+def micro_batches_from(start: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    rows = [{"input_ids": batch.inputs, "labels": batch.inputs} for batch in batches(2 * 12, rows=1)]
+    for step in range(start, 12):
+        yield rows[2 * step : 2 * step + 2]
+
+
+def test_the_loop_trains_and_goes_on_from_its_save(here: Path) -> None:
+    assert len(LOOP.strip().splitlines()) <= 25
+    first = run(LOOP, STEPS=12, batches_from=micro_batches_from)
+    assert (first["start"], first["step"]) == (0, 12)
+    assert first["scheduler"].last_epoch == 12
+    AutoModelForCausalLM.from_pretrained(here / "trained")
+    again = run(LOOP.replace('"trained"', '"again"'), STEPS=12, batches_from=micro_batches_from)
+    assert again["start"] == 12
+    files = [(here / name / "model.safetensors").read_bytes() for name in ("trained", "again")]
+    assert files[0] == files[1]
+
+
+def test_a_module_of_ones_own(here: Path) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY))
+    data = [(batch.inputs.flatten(), batch.targets.flatten()) for batch in batches(20)]
+
+    def loss() -> float:
+        with torch.no_grad():
+            return nn.functional.cross_entropy(module(data[0][0]), data[0][1]).item()
+
+    before = loss()
+    names = run(OWN + "    after = loss()\n", module=module, data=data, ot=ot, torch=torch, loss=loss)
+    assert names["after"] < before
+
+
+@pytest.mark.parametrize("code", README)
+def test_the_readmes_code(code: str, here: Path) -> None:
+    rows = [{"input_ids": batch.inputs, "labels": batch.inputs} for batch in batches(3)]
+    names = run(code, batches=rows)
+    assert names["optimizer"].param_groups[0]["lr"] == 1e-5

@@ -1,0 +1,126 @@
+"""PEFT's LoRA over a base whose weights are away: against PEFT on the model in memory, to the last bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from trained import assert_same, told
+from trainers import HOMES, Ours, arguments, loaded, model_folder, rows
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from offload_trainer.errors import UserError
+from offload_trainer.hf import save_merged, session_of
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.run.planning import plan_elsewhere, plan_run
+from offload_trainer.settings import load_config
+
+ADAPTERS = "adapter_model.safetensors"
+FROZEN = {"freeze": ["."]}
+
+
+def lora(**changes: Any) -> LoraConfig:
+    words: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    return LoraConfig(**(words | {"lora_dropout": 0.1, "task_type": "CAUSAL_LM"} | changes))
+
+
+def adapted(model: Any) -> PeftModel:
+    torch.manual_seed(7)
+    return get_peft_model(model, lora())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Plain PEFT, trained by the stock Trainer."""
+    output = tmp_path_factory.mktemp("stock")
+    model = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    trainer = Trainer(model, arguments(output), train_dataset=rows(48), eval_dataset=rows(6))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_logs_and_adapters_are_plain_pefts(
+    home: str, folder: Path, reference: Trainer, drive: Path, tmp_path: Path
+) -> None:
+    """Dropout of the adapters too; exported merged and apart."""
+    with loaded(folder, drive, home=home, **FROZEN) as base:
+        model = adapted(base)
+        plan = session_of(model).plan
+        assert not session_of(model).trained
+        assert not any(item.bytes for item in plan.items if item.name.startswith(("state", "gradients")))
+        trainer = Ours(model, arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
+        trainer.train()
+        assert told(trainer) == told(reference)
+        for name in ("checkpoint-5", "checkpoint-20"):
+            theirs = load_file(Path(reference.args.output_dir) / name / ADAPTERS)
+            assert_same(load_file(tmp_path / name / ADAPTERS), theirs)
+        save_merged(model, tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    apart = PeftModel.from_pretrained(plain, tmp_path / "checkpoint-20")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert_same(merged.state_dict(), apart.merge_and_unload().state_dict())
+
+
+class Stops(TrainerCallback):
+    """After the save of step 10."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 10
+
+
+def test_resumed(folder: Path, reference: Trainer, drive: Path, tmp_path: Path) -> None:
+    def run(home: str, **resume: Any) -> Trainer:
+        with loaded(folder, drive, home=home, **FROZEN) as base:
+            trainer = Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
+            if not resume:
+                trainer.add_callback(Stops())
+            trainer.train(**resume)
+            return trainer
+
+    run("drive")
+    again = run("resident", resume_from_checkpoint=True)
+    assert told(again)[:-1] == told(reference)[:-1]
+    theirs = load_file(Path(reference.args.output_dir) / "checkpoint-20" / ADAPTERS)
+    assert_same(load_file(tmp_path / "checkpoint-20" / ADAPTERS), theirs)
+
+
+def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
+    with loaded(folder, drive) as base, pytest.raises(UserError, match=r"freeze"):
+        Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "cannot be copied"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa"}, "."),
+        ({"init_lora_weights": "olora"}, "."),
+    ],
+)
+def test_adapters_that_change_or_copy_the_base_are_refused(
+    changes: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """Where they try it, or by the Trainer."""
+    with loaded(folder, drive, **FROZEN) as base, pytest.raises(UserError, match=said):
+        Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
+
+
+def test_a_run_of_the_command_that_trains_nothing_is_refused(folder: Path) -> None:
+    """So is the plan of one elsewhere."""
+    config = load_config(["--model", str(folder), "model.freeze=['.']"])
+    for planned in (plan_run, partial(plan_elsewhere, machine=read_machine("h200"))):
+        with pytest.raises(UserError, match="leaves nothing to train"):
+            planned(config)

@@ -1,0 +1,648 @@
+"""The library: a loop of plain PyTorch over an offloaded model, held against torch.optim.AdamW on the same model."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import VOCABULARY, batches, model_directory
+from conftest import run_script
+from late import LateDevice, LateTransfers
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import offload_trainer as ot
+import offload_trainer.plan.layout as layout
+from offload_trainer.export.weights import export
+from offload_trainer.offloading.store import UnitStore
+from offload_trainer.session import saving
+from offload_trainer.storage import removal
+from offload_trainer.storage.tensorfile import TensorFileWriter
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
+STEPS, ACCUMULATE = 20, 3
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"params": "gpu"},
+    "in RAM": {"params": "cpu", "unit_buffers": 2},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "SMALL", 0)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+class Tower(nn.Module):
+    """No transformers model: blocks of two kinds of weights, one of which is used without calling its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY + 13, 32)
+        self.floors = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
+        )
+        self.scale = nn.Parameter(torch.ones(32))
+        self.head = nn.Linear(32, VOCABULARY + 13, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        for floor in self.floors:
+            x = x + floor(x)
+        return functional.linear(x * self.scale, self.head.weight)
+
+
+def transformers_model(folder: Path) -> nn.Module:
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(model_directory(folder / "qwen3", "qwen3"))
+    config.vocab_size = (
+        VOCABULARY + 13
+    )  # a multiple of 16, or torch's fused update rounds the last elements another way
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def tower(folder: Path) -> nn.Module:
+    torch.manual_seed(3)
+    return Tower()
+
+
+MODELS: dict[str, Callable[[Path], nn.Module]] = {"transformers": transformers_model, "any module": tower}
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    found = model(input_ids=batch.inputs)
+    logits = found if isinstance(found, torch.Tensor) else found.logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1, "lr": 1e-2},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-3, "eps": 1e-6},
+    ]
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    """It changes the rates and the first beta of each group, each in its own way."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[2e-2, 5e-3], total_steps=STEPS + 1)
+
+
+def trained(
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    clip: Callable[[float], torch.Tensor],
+    session: ot.Session | None = None,
+    start: int = 0,
+    steps: int = STEPS,
+) -> Iterator[tuple[float, float, list[float]]]:
+    """The loop that both run: (loss, norm, rates) of each step."""
+    data = batches(STEPS * ACCUMULATE)
+    for step in range(start, steps):
+        losses = []
+        for number in range(ACCUMULATE):
+            loss = loss_of(model, data[step * ACCUMULATE + number])
+            losses.append(loss.detach())
+            if session is None:
+                (loss / ACCUMULATE).backward()
+            else:
+                with session.micro_batch(last=number == ACCUMULATE - 1):
+                    (loss / ACCUMULATE).backward()
+        norm = clip(0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        yield float(sum(losses)), float(norm), [group["lr"] for group in optimizer.param_groups]
+
+
+def by_torch(model: nn.Module) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2, fused=True)
+    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False)  # noqa: E731
+    steps = list(trained(model, optimizer, one_cycle(optimizer), clip=clip))
+    return steps, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("home", HOMES)
+def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
+    model = MODELS[kind](tmp_path)
+    expected, weights = by_torch(copy.deepcopy(model))
+    objects = dict(model.named_parameters())
+    with ot.offload(model, nvme=drive, page_size=8192, **HOMES[home]) as session:
+        optimizer = session.adamw(groups(model), lr=1e-2)
+        found = list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
+        assert found == expected
+        for name, master in session.named_masters():
+            assert torch.equal(master, weights[name]), name
+        assert all(parameter is objects[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_copies_and_reads_that_complete_late_change_nothing(
+    kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_trainer.engine.parts._device", lambda *_, **__: LateDevice())
+    monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
+    model = MODELS[kind](tmp_path)
+    expected, weights = by_torch(copy.deepcopy(model))
+    with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw(groups(model), lr=1e-2)
+        assert (
+            list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session))
+            == expected
+        )
+        for name, master in session.named_masters():
+            assert torch.equal(master, weights[name]), name
+
+
+def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) -> None:
+    """A loop without micro_batch, over blocks of which the first are frozen: the same draws, recomputed, as torch's."""
+    folder = model_directory(tmp_path / "model", "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, vocab_size=224)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model.save_pretrained(folder)
+    freeze = ["wte", "wpe", r"\.h\.[01]\."]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        torch.manual_seed(11)
+        found = []
+        for batch in batches(6):
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = losses(model, torch.optim.AdamW(trained, lr=1e-2, fused=True))
+    keys = {"dtype": "fp32", "freeze": freeze, "checkpointing": "on", **HOMES["on the drive"]}
+    with ot.load(folder, nvme=drive, **keys) as session:
+        assert losses(session.model, session.adamw(lr=1e-2)) == expected
+        for name, master in session.named_masters():
+            assert torch.equal(master, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_path: Path, drive: Path) -> None:
+    """Their rounding is drawn from the seed and the step."""
+    after = []
+    for stops in (False, True):
+        model = tower(tmp_path)
+        keys = {"nvme": drive, "optimizer": "nvme", "states": states, "seed": 5}
+        session = ot.offload(model, **keys)
+        optimizer = session.adamw(lr=1e-2)
+        for step, batch in enumerate(batches(6), 1):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if stops and step == 3:
+                session.save(tmp_path / states)
+                session.close()
+                model = tower(tmp_path)
+                session = ot.offload(model, **keys)
+                optimizer = session.adamw(lr=1e-2)
+                assert session.resume(tmp_path / states) == 3
+        after.append({name: master.clone() for name, master in session.named_masters()})
+        session.close()
+    assert all(torch.equal(after[0][name], master) for name, master in after[1].items())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("home", ["resident", "on the drive"])
+def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Path, drive: Path) -> None:
+    """Into a model with other values, in other homes: rates, betas, moments and steps are the save's."""
+    model = MODELS[kind](tmp_path)
+    expected, weights = by_torch(copy.deepcopy(model))
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    with ot.offload(model, nvme=drive, page_size=8192, **HOMES[home]) as session:
+        optimizer = session.adamw(groups(model), lr=1e-2)
+        scheduler = one_cycle(optimizer)
+        assert session.resume(tmp_path / "saves", scheduler) == 0
+        for number, _ in enumerate(
+            trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session, steps=8), 1
+        ):
+            if number in (5, 8):
+                session.save(tmp_path / "saves" / str(number), scheduler)
+    with ot.offload(other, nvme=drive, **HOMES["in RAM"]) as session:
+        optimizer = session.adamw(groups(other), lr=1e-2)
+        scheduler = one_cycle(optimizer)
+        start = session.resume(tmp_path / "saves", scheduler)
+        assert start == 8
+        clip = session.clip_grad_norm_
+        assert list(trained(other, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[8:]
+        for name, master in session.named_masters():
+            assert torch.equal(master, weights[name]), name
+
+
+MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # what kills itself in a call, in which, and the save that is left
+    "between two files' tensors": (TensorFileWriter, "append", 7, 2),
+    "before the manifest": (saving, "finish_checkpoint", 1, 2),
+    "before the new name": (saving, "put_in_place", 1, 2),
+    "with the new name": (removal, "_empty", 1, 4),
+    "in the middle of an update": (UnitStore, "write", 3, 2),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment_it_goes_on_from_a_whole_save(moment: str, tmp_path: Path, drive: Path) -> None:
+    """SIGKILL while it saves over its own save, or updates: what is left is one of the two, and the run the same."""
+    model = tower(tmp_path)
+    expected, weights = by_torch(copy.deepcopy(model))
+    left = MOMENTS[moment][3]
+    keys = {"nvme": drive, "page_size": 4096, **HOMES["on the drive"]}
+    done = run_script(__file__, moment, tmp_path, drive)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with ot.offload(model, **keys) as session:
+        optimizer = session.adamw(groups(model), lr=1e-2)
+        scheduler = one_cycle(optimizer)
+        start = session.resume(tmp_path / "save", scheduler)
+        assert start == left
+        clip = session.clip_grad_norm_
+        assert list(trained(model, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[start:]
+        for name, master in session.named_masters():
+            assert torch.equal(master, weights[name]), name
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert list((drive / "offload-trainer").iterdir()) == []
+
+
+@pytest.mark.parametrize("home", ["in RAM", "on the drive"])
+def test_resumed_in_the_middle_of_a_step(home: str, tmp_path: Path, drive: Path) -> None:
+    """State that was read ahead, and gradients that came, are of what was before: they count no more."""
+    model = tower(tmp_path)
+    data = batches(4)
+    with ot.offload(model, nvme=drive, page_size=4096, **HOMES[home]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        session.save(tmp_path / "save")
+        found = []
+        for _ in range(2):
+            for batch in data:
+                with session.micro_batch(last=True):
+                    loss_of(model, batch).backward()
+                optimizer.step()
+            found.append({name: master.clone() for name, master in session.named_masters()})
+            with session.micro_batch(last=True):
+                loss_of(model, data[0]).backward()
+            assert session.resume(tmp_path / "save") == 0
+        assert all(torch.equal(found[0][name], master) for name, master in found[1].items())
+
+
+# -- weights that are read outside their modules ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive: Path) -> None:
+    model = Tower()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with ot.offload(model, nvme=drive, **HOMES[home]) as session:
+        held = list(model.named_parameters())
+        for name, parameter in held:
+            assert torch.equal(parameter, before[name]), name
+            assert torch.equal(parameter.detach(), before[name]), name
+            assert torch.equal(parameter.data.cpu(), before[name]), name
+            assert parameter.sum().item() == before[name].sum().item(), name
+            with torch.no_grad():
+                assert torch.equal(torch.stack([parameter, parameter])[1], before[name]), name
+        with torch.inference_mode():
+            assert torch.equal(model.head.weight.t(), before["head.weight"].t())
+        for name, weight in session.named_weights():
+            assert torch.equal(weight, before[name]), name
+        optimizer = session.adamw()
+        loss_of(model, batches(1)[0]).backward()
+        assert torch.equal(model.head.weight, before["head.weight"])  # lent, when they change
+        optimizer.step()
+        after = dict(session.named_masters())
+        assert torch.equal(model.head.weight, after["head.weight"])
+        for name, parameter in held:
+            assert torch.equal(parameter, after[name]), name
+            assert not torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
+def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: Path) -> None:
+    """Views of several weights, and a layer norm's whole weight, held by autograd while others come and go."""
+
+    def loss_of_hand(model: Tower) -> torch.Tensor:
+        x = model(torch.arange(12).view(2, 6)).tanh()
+        for floor in model.floors:
+            norm, wide = floor[0], floor[1]
+            x = x[..., :32] + functional.layer_norm(
+                x[..., :32] @ wide.weight.t()[:, :32], (32,), norm.weight, norm.bias
+            )
+        by_hand = (x @ model.table.weight.t()).square().mean()
+        return by_hand + model(torch.arange(6).view(1, 6)).square().mean()  # others come before the backward
+
+    torch.manual_seed(1)
+    model = Tower()
+    reference = copy.deepcopy(model)
+    loss = loss_of_hand(reference)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
+    with ot.offload(model, nvme=drive, **HOMES[home]) as session:
+        session.adamw()
+        if inside:
+            with session.micro_batch(last=True):
+                found = loss_of_hand(model)
+                found.backward()
+        else:
+            found = loss_of_hand(model)
+            found.backward()
+        assert found.item() == loss.item()
+        assert session.clip_grad_norm_(1.0) == norm
+
+
+class Checkpointed(Tower):
+    """Two floors at a time are recomputed, and so is the head, which is read by hand."""
+
+    reentrant = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        def two(x: torch.Tensor, at: int) -> torch.Tensor:
+            for floor in self.floors[at : at + 2]:
+                x = x + floor(x)
+            return x
+
+        def head(x: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(x, 0.1) * self.scale @ self.head.weight.t()
+
+        x = self.table(input_ids)
+        for at in (0, 2):
+            x = checkpoint(two, x, at, use_reentrant=self.reentrant)
+        return checkpoint(head, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["micro_batch", "bare"])
+def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None:
+    """Recomputed with dropout: right where all blocks of a part have room, refused where they have not."""
+
+    def step(model: nn.Module, around: Any = nullcontext) -> float:
+        torch.manual_seed(7)
+        with around():
+            loss = loss_of(model, batches(1)[0])
+            loss.backward()
+        return loss.item()
+
+    torch.manual_seed(1)
+    model = Checkpointed()
+    reference, small = copy.deepcopy(model), copy.deepcopy(model)
+    expected = step(reference)
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
+    with ot.offload(model, nvme=drive, params="nvme", unit_buffers=2) as session:
+        around = session.micro_batch if inside else nullcontext
+        for _ in range(2):  # the second time what comes next is known, and fetched ahead
+            assert step(model, around) == expected
+            assert session.clip_grad_norm_(1.0) == norm
+            session._clear()
+        Checkpointed.reentrant = True
+        try:
+            if inside:
+                assert step(model, around) == expected
+                assert session.clip_grad_norm_(1.0) == norm
+            else:
+                with pytest.raises(ot.UserError, match="use_reentrant=False"):
+                    step(model)
+        finally:
+            Checkpointed.reentrant = False
+    with (
+        ot.offload(small, nvme=drive, params="nvme", unit_buffers=1),
+        pytest.raises(ot.UserError, match="unit_buffers must be 2 at least"),
+    ):
+        step(small)
+
+
+def test_what_would_be_lost_or_wrong_is_refused(drive: Path) -> None:
+    model = Tower()
+    with ot.offload(model, nvme=drive, **HOMES["in RAM"]) as session:
+        optimizer = session.adamw()
+        weight = model.floors[0][1].weight
+        for refused, words in (
+            (lambda: nn.init.zeros_(weight), r"floors\.0\.1\.weight"),
+            (lambda: weight.mul_(2), "the next step would undo it"),
+            (lambda: torch.add(weight, 1, out=weight), "the next step would undo it"),
+            (model.half, "neither moved nor converted"),
+            (lambda: model.to(torch.bfloat16), "neither moved nor converted"),
+            (model.state_dict, "session.export"),
+            (lambda: copy.deepcopy(model), "cannot be copied"),
+            (lambda: model.floors[1](torch.zeros(1, 32)), "session.micro_batch"),
+            (lambda: setattr(weight, "grad", torch.zeros_like(weight)), "cannot be set"),
+            (lambda: session.adamw(), "one optimizer"),
+            (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}), "not of the session's"),
+            (lambda: session.clip_grad_norm_(0), "above 0"),
+        ):
+            with pytest.raises(ot.UserError, match=words):
+                refused()
+        assert model.to("cpu", torch.float32) is model
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(ot.UserError, match=r"session\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        session.clip_grad_norm_(1e-3)
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
+            optimizer.step()
+        optimizer.zero_grad()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # nothing waits: nothing to lose
+    with pytest.raises(ot.UserError, match="closed"):
+        weight.sum()
+    with pytest.raises(ot.UserError, match="closed"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_finite_raises_and_changes_nothing(drive: Path) -> None:
+    torch.manual_seed(1)
+    model = Tower()
+    reference = copy.deepcopy(model)
+    data = batches(2)
+    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw(weight_decay=0.0)
+        before = {name: master.clone() for name, master in session.named_masters()}
+        (loss_of(model, data[0]) * float("nan")).backward()
+        with pytest.raises(ot.NonFiniteGradient, match="zero_grad"):
+            optimizer.step()
+        assert all(torch.equal(master, before[name]) for name, master in session.named_masters())
+        optimizer.zero_grad()
+        optimizer.step()  # no gradient: nothing happens, as with torch
+        loss_of(model, data[1]).backward()
+        optimizer.step()
+        after = dict(session.named_masters())
+    usual = torch.optim.AdamW(reference.parameters(), weight_decay=0.0, fused=True)
+    loss_of(reference, data[1]).backward()
+    usual.step()
+    assert all(torch.equal(after[name], parameter) for name, parameter in reference.named_parameters())
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(drive: Path) -> None:
+    torch.manual_seed(1)
+    model = Tower()
+    reference = copy.deepcopy(model)
+    batch = batches(1)[0]
+    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
+        session.adamw()
+        with pytest.raises(IndexError):
+            model(torch.full((1, 2), 10**6))
+        with pytest.raises(IndexError), session.micro_batch(last=False):
+            model(torch.full((1, 2), 10**6))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        loss_of(model, batch).backward()
+        loss_of(reference, batch).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
+        assert session.clip_grad_norm_(1.0) == norm
+
+
+def test_frozen_and_left_out_parameters(drive: Path, tmp_path: Path) -> None:
+    """Frozen ones have no state; those in no group stay as they are, and count in the norm, as with torch."""
+    torch.manual_seed(1)
+    model = Tower()
+    model.table.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    usual = torch.optim.AdamW(reference.floors.parameters(), fused=True)
+    with ot.offload(model, nvme=drive, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw(model.floors.parameters())
+        for batch in batches(4):
+            loss_of(model, batch).backward()
+            loss_of(reference, batch).backward()
+            assert session.clip_grad_norm_(0.1) == nn.utils.clip_grad_norm_(reference.parameters(), 0.1, foreach=False)
+            optimizer.step()
+            usual.step()
+            reference.zero_grad()
+        for name, master in session.named_masters():
+            assert torch.equal(master, reference.get_parameter(name)), name
+        session.save(tmp_path / "save")
+        assert "table.weight" not in session._offloaded.steps
+        with pytest.raises(ot.UserError, match=r"table\.weight was frozen"):
+            model.table.requires_grad_(True)
+
+
+def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
+    model = Tower().bfloat16()
+    with ot.offload(model, nvme=drive, accumulate=1, **HOMES["in RAM"]) as session:
+        optimizer = session.adamw()
+        for _ in range(2):
+            loss_of(model, batches(1)[0]).backward()
+            optimizer.step()
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(ot.UserError, match="accumulate=2"):
+            loss_of(model, batches(1)[0]).backward()
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"dtpye": "fp32"}, "dtpye='fp32': a session has no such key; did you mean dtype?"),
+        ({"lr": 1e-3}, "give it to session.adamw"),
+        ({"dtype": "fp16"}, "no loss scale, so no fp16"),
+        ({"params": "nvme"}, 'params="nvme" needs a drive: add nvme='),
+        ({"page_size": 7}, "page_size: 7 is not allowed"),
+        ({"blocks": ["flors"]}, "no part of that name; it has table, floors"),
+        ({"micro_batch": 10**9}, r"this does not fit: .* \(force=True tries all the same\)"),
+    ],
+)
+def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ot.UserError, match=words) as refused:
+        ot.offload(Tower(), say=lambda line: None, **keys)
+    assert "--" not in str(refused.value)
+
+
+def test_blocks_are_found_or_named(drive: Path) -> None:
+    found, named = [], []
+    for told, blocks in ((found, None), (named, ["floors.0", "floors.1"])):
+        with ot.offload(Tower(), blocks=blocks, nvme=drive, **HOMES["in RAM"]) as session:
+            told += [unit.name for unit in session._offloaded.units if unit.block]
+    assert found == [f"floors.{number}" for number in range(4)]
+    assert named == ["floors.0", "floors.1"]
+
+
+# -- ot.load ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_loaded_trained_exported_and_saved_as_transformers_would(tmp_path: Path, drive: Path) -> None:
+    model = transformers_model(tmp_path)
+    model.save_pretrained(tmp_path / "model")
+    said: list[str] = []
+    with ot.load(tmp_path / "model", nvme=drive, dtype="fp32", say=said.append, **HOMES["on the drive"]) as session:
+        assert "plan: tiered engine" in said[0]
+        assert "weights" in said[0]
+        optimizer = session.adamw(groups(session.model), lr=1e-2)
+        clip = session.clip_grad_norm_
+        session.model.eval()
+        model.eval()
+        found = list(trained(session.model, optimizer, one_cycle(optimizer), clip=clip, session=session))
+        expected, weights = by_torch(model)
+        assert found == expected
+        with torch.no_grad():
+            prompt = torch.arange(5)[None]
+            assert torch.equal(
+                session.model.generate(prompt, max_new_tokens=4, do_sample=False),
+                model.generate(prompt, max_new_tokens=4, do_sample=False),
+            )
+        session.save(tmp_path / "save")
+        session.export(tmp_path / "out", dtype="fp32")
+    for place in (tmp_path / "out", tmp_path / "of the command"):
+        if place.name != "out":
+            export(tmp_path / "save", place, dtype="fp32", check=True)
+        loaded = AutoModelForCausalLM.from_pretrained(place)
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, weights[name]), name
+
+
+# -- as a script: what is killed -------------------------------------------------------------------------------------
+
+
+def killed(moment: str, folder: Path, drive: Path) -> None:
+    """Saves after two steps, and dies in the middle of what comes next."""
+    layout.SMALL = 0
+    model = tower(folder)
+    session = ot.offload(model, nvme=drive, page_size=4096, **HOMES["on the drive"])
+    optimizer = session.adamw(groups(model), lr=1e-2)
+    scheduler = one_cycle(optimizer)
+    steps = trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session)
+    for number, _ in enumerate(steps, 1):
+        if number in (2, 4):
+            session.save(folder / "save", scheduler)
+        if number == 2:
+            where, name, nth, _ = MOMENTS[moment]
+            _kill_in(where, name, nth=nth)
+
+
+def _kill_in(where: Any, name: str, *, nth: int) -> None:
+    whole, calls = getattr(where, name), iter(range(1, 1 << 30))
+
+    def killing(*args: Any, **words: Any) -> Any:
+        if next(calls) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*args, **words)
+
+    setattr(where, name, killing)
+
+
+if __name__ == "__main__":
+    killed(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

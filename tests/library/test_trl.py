@@ -1,0 +1,117 @@
+"""TRL's trainers over offloaded weights and state: SFT on chats and DPO, against the stock ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chats import chats, preferences
+from peft import LoraConfig
+from trained import assert_same, told, weights
+from trainers import HOMES, loaded, model_folder
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from offload_trainer.errors import UserError
+from offload_trainer.hf import Offloaded
+
+
+class SFT(Offloaded, SFTTrainer):
+    pass
+
+
+class DPO(Offloaded, DPOTrainer):
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"), vocab_size=272, max_position_embeddings=128, pad_token_id=0)
+
+
+def words(output: Path, **changes: Any) -> dict[str, Any]:
+    """What is set beside TRL's defaults: bf16, and what makes a run short and quiet."""
+    return {
+        "output_dir": str(output),
+        "bf16": False,
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+    } | changes
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_loads(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """transformers loads it, with the logits that `model` has, and the tokenizer beside it."""
+    tokens = tokenizer("What follows one?", return_tensors="pt").input_ids
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
+    assert PreTrainedTokenizerFast.from_pretrained(folder).chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_sft(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its loss reads the head's weight without calling the head."""
+    rate = {"learning_rate": 1e-3}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = SFTConfig(**words(tmp_path / "stock", **rate))
+    stock = SFTTrainer(model, config, train_dataset=chats(), processing_class=tokenizer)
+    stock.train()
+    with loaded(folder, drive, home=home, seq_len=64) as model:
+        config = SFTConfig(**words(tmp_path / "ours", **rate))
+        trainer = SFT(model, config, train_dataset=chats(), processing_class=tokenizer)
+        trainer.train()
+        assert told(trainer) == told(stock)
+        assert losses(trainer)[-1] < losses(trainer)[0]
+        trainer.save_model(str(tmp_path / "final"))
+        assert_loads(tmp_path / "final", model, tokenizer)
+    assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The reference is the model before its first step, whose log-probabilities are taken first."""
+    more = {"learning_rate": 1e-3, "precompute_ref_log_probs": True}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = DPOConfig(**words(tmp_path / "stock", **more))
+    stock = DPOTrainer(model, args=config, train_dataset=preferences(), processing_class=tokenizer)
+    stock.train()
+    with loaded(folder, drive, home=home, seq_len=64, micro_batch=4) as model:
+        config = DPOConfig(**words(tmp_path / "ours", **more))
+        trainer = DPO(model, args=config, train_dataset=preferences(), processing_class=tokenizer)
+        trainer.train()
+        assert told(trainer) == told(stock)
+        assert losses(trainer)[-1] < losses(trainer)[0]
+        trainer.save_model(str(tmp_path / "final"))
+        assert_loads(tmp_path / "final", model, tokenizer)
+    assert_same(weights(tmp_path / "final"), dict(stock.model.state_dict()))
+
+
+def test_dpo_of_adapters(folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The reference is the base without them, in each step."""
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    given = {"train_dataset": preferences(), "processing_class": tokenizer, "peft_config": adapters}
+    stock = DPOTrainer(model, args=DPOConfig(**words(tmp_path / "stock", learning_rate=1e-2)), **given)
+    stock.train()
+    with loaded(folder, drive, seq_len=64, micro_batch=4, freeze=["."]) as model:
+        trainer = DPO(model, args=DPOConfig(**words(tmp_path / "ours", learning_rate=1e-2)), **given)
+        trainer.train()
+        assert told(trainer) == told(stock)
+        assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+def test_a_reference_model_in_memory_is_refused(
+    folder: Path, drive: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with loaded(folder, drive) as model, pytest.raises(UserError, match=r"precompute_ref_log_probs=True"):
+        DPO(model, args=DPOConfig(**words(tmp_path)), train_dataset=preferences(), processing_class=tokenizer)

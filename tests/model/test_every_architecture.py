@@ -1,0 +1,149 @@
+"""Architectures that differ in what matters here, against transformers and plain torch; scripts/every_architecture.py
+does the same with all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import batches
+from plans import machine, wish
+from transformers import AutoModelForCausalLM
+
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.model import held
+from offload_trainer.model.source import ModelSource, resolve_model
+from offload_trainer.plan.auto import wants_checkpointing
+from offload_trainer.plan.choose import make_plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import every_architecture
+import tiny_models
+
+SELECTED = {
+    "Bart": "a decoder in a wrapper of its own",
+    "Camembert": "a head before its body, with a bias that is tied",
+    "DeepseekV3": "latent attention, and a router's correction",
+    "Dots3NoteText": "layers with configurations of their own",
+    "Gemma4Text": "embeddings for each layer",
+    "GptOss": "attention with sinks, in eager only",
+    "JetMoe": "no gradient checkpointing",
+    "Llama4Text": "a body whose name transformers does not tell",
+    "Mamba2": "no attention",
+    "Mixtral": "experts",
+    "OPT": "a head that calls a part of the body",
+    "ProphetNet": "a head that reads other states than the last",
+    "Rwkv": "weights that transformers divides in place outside training",
+    "XLNet": "no limit of a row",
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "Rwkv":
+        monkeypatch.setattr(held, "_MOST_OPERATIONS", 300)  # it takes tokens one by one, and is estimated
+    result = every_architecture.examine(name, tmp_path)
+    assert (result.outcome, result.why) == ("right", "")
+    notes = " ".join(result.notes)
+    assert ("attention: eager" in notes) == (name in ("GptOss", "ProphetNet", "XLNet"))
+    assert ("logits of all tokens" in notes) == (name == "ProphetNet")
+    assert ("gradient checkpointing: off" in notes) == (name in ("JetMoe", "XLNet"))
+    assert result.router == ("right" if name in ("GptOss", "JetMoe", "Mixtral") else "")
+
+
+def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that lacks the routers', and an update whose eps is a hundredth more, are wrong."""
+    with monkeypatch.context() as patch:
+        patch.setattr("offload_trainer.model.loss.adds_router_loss", lambda _: False)
+        result = every_architecture.examine("Mixtral", tmp_path / "router")
+        assert result.outcome == "wrong"
+        assert result.why.startswith("with the routers' loss: losses")
+    monkeypatch.setattr(every_architecture, "EPS", 1.1e-3)
+    result = every_architecture.examine("Llama", tmp_path / "eps")
+    assert result.outcome == "wrong"
+    assert "weights" in result.why
+
+
+def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None, **changes: Any) -> ModelSource:
+    """A tiny model's, from its configuration alone."""
+    tiny_models.tiny_config(tiny_models.kinds()[name], **changes).save_pretrained(folder)
+    return resolve_model(ModelSection(name=str(folder), scratch=True, dtype="fp32", **section or {}), seed=0)
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+@pytest.mark.parametrize("checkpointing", ["on", "off"])
+def test_the_routers_loss_is_transformers_own(chunk: int, checkpointing: str, tmp_path: Path) -> None:
+    """Its value and every gradient, with the router trained by it and by nothing else."""
+    section = {"loss_chunk": chunk, "checkpointing": checkpointing}
+    source = source_of("Qwen3Moe", tmp_path, section=section, output_router_logits=True, router_aux_loss_coef=0.5)
+    ours = source.build(dtype=torch.float32)
+    weights = dict(source.weights())
+    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
+    with torch.no_grad():
+        for one in (ours.model, model):
+            for name, parameter in one.named_parameters():
+                parameter.copy_(weights[name])
+    tokens = batches(1)[0].inputs[:, :16].remainder(200)
+    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    ours.train()
+    loss = ours(tokens, targets)
+    loss.backward()
+    expected = model.train()(input_ids=tokens, labels=tokens, use_cache=False)
+    expected.loss.backward()
+    assert float(expected.aux_loss.detach()) > 0.5
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
+    theirs = dict(model.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_what_a_model_lacks_is_said_in_the_plan(tmp_path: Path) -> None:
+    shape = source_of("Gemma2", tmp_path / "a").shape
+    plan = make_plan(wish(), shape, machine())
+    assert any(
+        n.startswith("attention: eager, since Gemma2ForCausalLM has no SDPA in transformers") for n in plan.notes
+    )
+    assert shape.on_gpu is not None
+    assert shape.on_gpu.kinds[0].kept.pair > 0
+    asked = source_of("Gemma2", tmp_path / "a", section={"attention": "eager"}).shape
+    assert not asked.notes
+    assert asked.on_gpu == shape.on_gpu
+    assert source_of("Llama", tmp_path / "b").shape.notes == ()
+    plan = make_plan(wish("model.loss_chunk=16"), source_of("ProphetNet", tmp_path / "c").shape, machine())
+    assert any(n.startswith("loss: with the logits of all tokens at once, since ProphetNet") for n in plan.notes)
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Gemma2ForCausalLM does not support .* \(model.attention=auto\?\)"):
+        source_of("Gemma2", tmp_path / "a", section={"attention": "sdpa"})
+    with pytest.raises(UserError, match=r"model\.checkpointing=on: JetMoeForCausalLM has none in transformers"):
+        source_of("JetMoe", tmp_path / "b", section={"checkpointing": "on"})
+    with pytest.raises(UserError, match="z_loss_coefficient adds a loss"):
+        source_of("Bamba", tmp_path / "c", z_loss_coefficient=0.1).build(dtype=torch.float32)
+    source = source_of("Mixtral", tmp_path / "d", section={"checkpointing": "on"}, output_router_logits=True)
+    with pytest.raises(UserError, match=r"the routers' loss .* gets no gradient through the reentrant checkpointing"):
+        source.build(dtype=torch.float32, reentrant=True)
+
+
+def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> None:
+    """auto means on from 100 M parameters, where transformers has it."""
+    shape = source_of("JetMoe", tmp_path, vocab_size=4_000_000, tie_word_embeddings=True).shape
+    assert shape.parameters > 100_000_000
+    assert not wants_checkpointing(ModelSection(), shape)
+    assert any(note.startswith("gradient checkpointing: off whatever its size") for note in shape.notes)
+
+
+def test_the_table_names_all(tmp_path: Path) -> None:
+    """Those that transformers does not run have its own error, and no row among the others."""
+    result = every_architecture.examine("Git", tmp_path)
+    assert (result.outcome, result.why.split(":")[0]) == ("transformers", "ValueError")
+    page = every_architecture.table([result, every_architecture.Result("Llama", "right", loss="labels", drawn="equal")])
+    assert "1 of 1 right, 0 refused, 0 wrong, 0 traceback; 1 do not run in transformers" in page
+    assert "| Git | ValueError" in page

@@ -1,0 +1,169 @@
+"""Models: transformers' own weights, one block at a time; its own loss, without whole logits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, reference
+from transformers import (
+    GPT2PreTrainedModel,
+)
+
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.model.initial import initial_weights
+from offload_trainer.model.presets import PRESETS, gpt2_shape
+from offload_trainer.model.source import resolve_model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_random_weights_are_transformers_own_bit_for_bit(name: str) -> None:
+    expected = dict(reference(ARCHITECTURES[name]).named_parameters())
+    torch.manual_seed(1)  # the program's own generator must not matter, nor be touched
+    before = torch.get_rng_state()
+    given = dict(initial_weights(ARCHITECTURES[name], seed=5))
+    assert torch.equal(before, torch.get_rng_state())
+    assert given.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(given[key], value), key
+
+
+def test_norms_that_are_left_to_their_constructors_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = GPT2PreTrainedModel._init_weights
+
+    def without_norms(model: GPT2PreTrainedModel, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.nn.LayerNorm):
+            whole(model, module)
+
+    monkeypatch.setattr(GPT2PreTrainedModel, "_init_weights", without_norms)
+    expected = dict(reference(ARCHITECTURES["gpt2"]).named_parameters())
+    given = dict(initial_weights(ARCHITECTURES["gpt2"], seed=5))
+    assert given.keys() == expected.keys()
+    assert all(torch.equal(given[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_loss_gradients_and_buffers_are_transformers_own(name: str, chunk: int, tmp_path: Path) -> None:
+    """Pretrained weights in, then loss and every gradient against whole logits."""
+    model = reference(ARCHITECTURES[name])
+    model.save_pretrained(tmp_path)
+    section = ModelSection(name=str(tmp_path), loss_chunk=chunk, attention="eager", checkpointing="off")
+    source = resolve_model(section, seed=0)
+    assert not source.random
+    ours = source.build(dtype=torch.float32)
+    weights = dict(source.weights())
+    with torch.no_grad():
+        for key, parameter in ours.model.named_parameters():
+            parameter.copy_(weights.pop(key))
+    assert not weights
+    ids = torch.randint(0, 99, (2, 21))
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    expected = torch.nn.functional.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())
+    expected.backward()
+    loss = ours(inputs, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    for key, parameter in ours.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-6, msg=key)
+    torch.testing.assert_close(ours.next_logits(inputs), model(inputs).logits[:, -1])
+    plain_buffers = dict(model.named_buffers())
+    assert source.buffers().keys() == plain_buffers.keys()
+    for key, value in source.buffers().items():
+        assert torch.equal(value, plain_buffers[key]), key
+
+
+@pytest.mark.parametrize("variant", [False, True])
+def test_checkpointing_changes_no_gradient(variant: bool) -> None:
+    gradients = []
+    for wish in ("off", "on"):
+        section = ModelSection(overrides={"n_layer": 2, "n_embd": 64}, checkpointing=wish)
+        source = resolve_model(section, seed=3)
+        ours = source.build(dtype=torch.float32, reentrant=variant)
+        weights = dict(source.weights())
+        with torch.no_grad():
+            for key, parameter in ours.model.named_parameters():
+                parameter.copy_(weights[key])
+        ids = torch.arange(40).view(2, 20)
+        ours.train()
+        ours(ids, ids + 1).backward()
+        gradients.append([parameter.grad for parameter in ours.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_closed_form_counts_are_transformers(name: str) -> None:
+    shape = resolve_model(ModelSection(name=name), seed=0).shape
+    assert gpt2_shape(PRESETS[name]) == shape
+    if name == "gpt2-10b":
+        assert shape.parameters == 10_279_239_680
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_step_0_loss_of_every_preset_is_that_of_guessing(name: str) -> None:
+    """Scaled down in depth only: two layers, one where they are wide, so that the test stays small."""
+    overrides = {"n_layer": 2 if PRESETS[name]["n_embd"] <= 1280 else 1}
+    source = resolve_model(ModelSection(name=name, overrides=overrides, checkpointing="off"), seed=0)
+    ours = source.build(dtype=torch.float32)
+    with torch.no_grad():
+        parameters = dict(ours.model.named_parameters())
+        for key, value in source.weights():
+            parameters[key].copy_(value)
+        ids = torch.randint(0, source.shape.vocabulary, (2, 65), generator=torch.Generator().manual_seed(0))
+        loss = float(ours(ids[:, :-1], ids[:, 1:]))
+    print(f"{name}: {loss:.3f}, ln(vocabulary) {math.log(source.shape.vocabulary):.3f}")
+    assert loss == pytest.approx(math.log(source.shape.vocabulary), abs=0.1)
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    source = resolve_model(ModelSection(freeze=("wte", r"h\.0\.")), seed=0)
+    frozen = {weight.name for weight in source.shape.weights if not weight.trainable}
+    assert "transformer.wte.weight" in frozen
+    assert len(frozen) == 13
+    built = source.build(dtype=torch.float32)
+    assert {name for name, p in built.model.named_parameters() if not p.requires_grad} == frozen
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (ModelSection(name="gpt3"), "did you mean gpt2"),
+        (ModelSection(name="./nowhere"), "neither a preset"),
+        (ModelSection(overrides={"n_layers_typo": 3}), "has no n_layers_typo"),
+        (ModelSection(freeze=("nothing_like_this",)), "no parameter matches"),
+        (ModelSection(freeze=("(",)), "not a regular expression"),
+        (ModelSection(freeze=(".",)), "nothing to train"),
+    ],
+)
+def test_refused_models(section: ModelSection, expected: str) -> None:
+    with pytest.raises(UserError, match=expected.replace("(", r"\(")):
+        resolve_model(section, seed=0)
+
+
+def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    reference(ARCHITECTURES["llama, untied"]).save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    held["model.norm.weight"] = torch.zeros(7)
+    held["extra.weight"] = torch.zeros(2)
+    del held["model.layers.1.self_attn.k_proj.weight"]
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError) as caught:
+        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+    text = str(caught.value)
+    assert "missing: model.layers.1.self_attn.k_proj.weight" in text
+    assert "unexpected: extra.weight" in text
+    assert "misshapen: model.norm.weight is (7,), the model wants (32,)" in text
+
+
+def test_a_directory_without_weights_asks_for_scratch(tmp_path: Path) -> None:
+    ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="add --scratch"):
+        resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+    assert resolve_model(ModelSection(name=str(tmp_path), attention="eager", scratch=True), seed=0).random

@@ -1,0 +1,69 @@
+"""A NaN in a gradient never reaches the master weights, in any engine and home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Run, call, run_script
+from safetensors.torch import load_file
+
+CASES = {
+    "plain, bf16": ["--engine", "plain"],
+    "plain, fp32": ["--engine", "plain", "--dtype", "fp32"],
+    "tiered": ["--engine", "tiered", "--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
+    "zero-2 gpu": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "gpu"],
+    "zero-2 cpu": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "cpu"],
+    "zero-2 cpu, fp32": ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "cpu", "--dtype", "fp32"],
+    "zero-3 cpu": ["--engine", "deepspeed", "--params", "cpu", "--optimizer", "cpu"],
+    "zero-3 cpu, fp32": ["--engine", "deepspeed", "--params", "cpu", "--optimizer", "cpu", "--dtype", "fp32"],
+    "zero-3 nvme": ["--engine", "deepspeed", "--params", "nvme", "--optimizer", "nvme"],
+}
+STILL = ["optim.schedule=constant", "optim.warmup_steps=0", "train.eval_every=0"]
+
+
+def planted(step: int, *words: object, output: Path) -> Run:
+    done = run_script(Path(__file__).parent.with_name("planted.py"), step, *words, "--output", output)
+    return Run(done.returncode, done.stdout + done.stderr, output)
+
+
+def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
+    exported = run.output / "export/model.safetensors"
+    return load_file(exported if exported.exists() else run.output / f"checkpoints/step-{step:08d}/master.safetensors")
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", CASES)
+def test_a_skipped_step_changes_nothing(name: str, drive: Path, tmp_path: Path) -> None:
+    saves = ["--save-every", 0 if name == "zero-3 nvme" else 1]
+    args = ["--nvme", drive, *TINY, *STILL, *CASES[name], *saves, "optim.nonfinite=skip"]
+    before = call(*args, "--steps", 2, output=tmp_path / "two")
+    after = planted(3, *args, "--steps", 3, output=tmp_path / "three")
+    assert after.code == 0, after.text[-3000:]
+    assert "step 3 skipped: NaN or infinity" in after.text
+    assert [step["skipped"] for step in after.steps] == [False, False, True]
+    assert after.steps[2]["grad_norm"] is None
+    expected, given = weights(before, 2), weights(after, 3)
+    assert all(torch.equal(given[key], expected[key]) for key in expected)
+    onward = planted(3, *args, "--steps", 5, output=tmp_path / "five")
+    assert all(step["loss"] is not None for step in onward.steps if not step["skipped"])
+    later = weights(onward, 5)
+    assert all(later[key].isfinite().all() and not torch.equal(later[key], given[key]) for key in given)
+
+
+@pytest.mark.ops
+def test_stop_says_where_and_leaves_the_last_checkpoint(drive: Path, tmp_path: Path) -> None:
+    args = [*TINY, *STILL, "--save-every", 2, "--steps", 5, *CASES["zero-2 cpu"]]
+    run = planted(4, *args, output=tmp_path / "out")
+    assert run.code == 1
+    assert "step 4: NaN or infinity in the gradient" in run.text
+    assert "the weights are those of step 3" in run.text
+    assert "Traceback" not in run.text
+    assert call(*args, output=tmp_path / "out").losses == call(*args, output=tmp_path / "clean").losses
+
+
+def test_a_nan_in_fp16_stops_where_no_scale_can_help(tmp_path: Path) -> None:
+    run = planted(3, *TINY, *STILL, "--dtype", "fp16", "optim.initial_loss_scale=1", "--steps", 5, output=tmp_path)
+    assert run.code == 1
+    assert "step 3: NaN or infinity in the gradient" in run.text

@@ -1,0 +1,409 @@
+"""AdamW in a GPU's memory: the bits of the CPU's kernels, for all shapes of values, and a reason where there is none.
+
+Without a GPU adam.cu runs on the CPU (emulated.py); where there is one the same is compared on it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from emulated import EmulatedGpu
+from parts import ADAMW, by_rule, form, part
+from test_update_page import MARK, STATES, cut
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.optim import cuda_adam, native_adam
+from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
+from offload_trainer.optim.kernels import gives_the_bits_of, random_page
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.nvrtc import Gpu, Nvrtc, find_nvrtc, gpu_of, load_nvrtc
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
+from offload_trainer.optim.torch_adam import TorchKernel
+
+N = 20_000  # not a multiple of 256
+PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(16_384, N, 0.1, 300)]
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROOT = Path(__file__).resolve().parents[2]
+
+Fields = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    if request.param == "emulated":
+        return EmulatedGpu()
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    return gpu_of(torch.device("cuda"))
+
+
+def reference() -> Kernel:
+    """The CPU's: a machine with a GPU may have no compiler."""
+    with suppress(TrainerError):
+        return NativeKernel()
+    return TorchKernel()
+
+
+def fuses() -> bool:
+    """Whether this CPU's kernels do."""
+    return platform.machine() != "x86_64" or "fma" in Path("/proc/cpuinfo").read_text().split()
+
+
+def of_all_shapes(n: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks of 256 in turn: any bits and all that is special, many magnitudes, ordinary, subnormal, zeros."""
+    random = torch.Generator().manual_seed(seed)
+    integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]
+    values = torch.randint(0, 2 ** (8 * dtype.itemsize), (n,), generator=random).to(integer).view(dtype)
+    if dtype is torch.uint8:
+        return values
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3.4e38, -3.4e38, float("inf"), -float("inf"), float("nan")])
+    special = special[torch.randint(len(special), (n,), generator=random)]
+    values = torch.where(torch.rand(n, generator=random) < 0.05, special, values.float())
+    usual = torch.randn(n, generator=random)
+    spread = usual * torch.empty(n).uniform_(-30, 5, generator=random).exp()
+    kind = torch.arange(n) // 256 % 5
+    for number, others in enumerate((spread, usual, usual * 1e-40, torch.zeros(n)), start=1):
+        values = torch.where(kind == number, others, values)
+    return values.to(dtype)
+
+
+def wild_page(n: int, *, states: str) -> tuple[Fields, torch.Tensor]:
+    """As `random_page`, of all shapes; second moments and scales have no sign."""
+    usual, _ = random_page(n, form(states))
+    fields = {}
+    for seed, (name, field) in enumerate(usual.items()):
+        values = of_all_shapes(field.numel(), seed=seed, dtype=field.dtype)
+        fields[name] = values if name in ("master", "exp_avg") or field.dtype is torch.uint8 else values.abs()
+    for name in fields:
+        if "scales" in name:  # one for each block, and of its shape
+            fields[name] = of_all_shapes(n, seed=7, dtype=torch.float32)[::256].abs()
+    return fields, of_all_shapes(n, seed=9, dtype=torch.float32)
+
+
+def updated(
+    kernel: Kernel,
+    page: tuple[Fields, torch.Tensor],
+    parts: list[Stretch],
+    *,
+    states: str,
+    first: int = 4096,
+    given: torch.dtype = torch.bfloat16,
+    wanted: torch.dtype | None = torch.bfloat16,
+    scale: float = 0.37,
+) -> list[torch.Tensor]:
+    """The page's fields and its new weights."""
+    place = kernel._gpu.place if isinstance(kernel, CudaKernel) else torch.device("cpu")
+    fields, grad = page
+    here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
+    out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
+    kernel.update_page(
+        here,
+        grad.to(given).to(place),
+        None if wanted is None else out,
+        by_rule(states, parts),
+        format=form(states),
+        scale=scale,
+        noise=None if states == "fp32" else PageNoise(Noise(1, 2), 3, first),
+    )
+    return [tensor.cpu() for tensor in (*here.values(), out)]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Every bit, but for those of a NaN: where one is, there is one."""
+    for one, other in zip(ours, theirs, strict=True):
+        if one.dtype is not torch.uint8:
+            nan = other.isnan()
+            assert torch.equal(one.isnan(), nan)
+            one, other = (torch.where(nan, 0.0, tensor) for tensor in (one, other))
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("wanted", [*TYPES, None])
+@pytest.mark.parametrize("given", TYPES)
+@pytest.mark.parametrize("states", STATES)
+def test_bits_of_the_cpu(gpu: Gpu, states: str, given: torch.dtype, wanted: torch.dtype | None) -> None:
+    page = random_page(N, form(states))
+    kinds = (CudaKernel(gpu, fuses=fuses()), reference(), TorchKernel())
+    ours, native, torchs = (updated(kernel, page, PARTS, states=states, given=given, wanted=wanted) for kernel in kinds)
+    assert_same(ours, native)
+    assert_same(ours, torchs)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("given", TYPES)
+@pytest.mark.parametrize("states", STATES)
+def test_bits_of_the_cpu_for_any_bits(gpu: Gpu, states: str, given: torch.dtype, betas: tuple[float, float]) -> None:
+    hyper, page = replace(ADAMW, betas=betas, eps=1e-6), wild_page(N, states=states)
+    parts = [part(one.start, one.end, one.hyper.decay, one.step, hyper=hyper) for one in PARTS]
+    all_of_them = (CudaKernel(gpu, fuses=fuses()), reference(), TorchKernel())
+    for scale, wanted in ((1.0, given), (1e-30, torch.float16), (1e30, torch.bfloat16)):
+        ours, native, torchs = (
+            updated(kernel, page, parts, states=states, given=given, wanted=wanted, scale=scale)
+            for kernel in all_of_them
+        )
+        assert_same(ours, native)
+        assert_same(ours, torchs)
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
+    """What the test above compares: before and after there is of everything."""
+    page = wild_page(N, states=states)
+    after = dict(zip([*page[0], "out"], updated(NativeKernel(), page, PARTS, states=states), strict=True))
+    numbers = [page[0]["master"], page[1], after["master"]]
+    numbers += [after[name].float() for name in after if name.startswith("exp_avg") and states != "8bit"]
+    for tensor in numbers:
+        small = tensor.abs()
+        assert ((small > 0) & (small < 1.2e-38)).sum() > 20
+        assert tensor.isnan().sum() > 10
+        assert tensor.isinf().sum() > 10
+        assert (tensor.isfinite() & (small > 1e-3)).sum() > 1000
+    for name in ("exp_avg", "exp_avg_sq") if states == "8bit" else ():
+        scales = after[f"{name}_scales"]
+        assert min(scales.isnan().sum(), (scales == 0).sum(), (scales > 1e-3).sum()) > 3
+        assert ((scales > 0) & (scales < 1.2e-38)).sum() > 3
+        assert len(after[name].unique()) > 200
+
+
+@pytest.mark.parametrize("first", [0, 2**32 - 4096, 2**32 + 4096, 2**40])
+@pytest.mark.parametrize("n", [1, 3, 255, 256, 257, 2048, 2048 + 130])
+@pytest.mark.parametrize("states", STATES)
+def test_pages_of_any_size_anywhere_in_a_unit(gpu: Gpu, states: str, n: int, first: int) -> None:
+    page, parts = random_page(n, form(states)), [part(0, n, 0.1, 3)]
+    both = (CudaKernel(gpu, fuses=fuses()), reference())
+    ours, theirs = (updated(kernel, page, parts, states=states, first=first) for kernel in both)
+    assert_same(ours, theirs)
+
+
+def test_bits_of_a_large_page(gpu: Gpu) -> None:
+    """Of so many elements some are within a 2^17th of where they are rounded up rather than down."""
+    page, parts = random_page(2**20, form("8bit")), [part(0, 2**20, 0.1, 3)]
+    both = (CudaKernel(gpu, fuses=fuses()), reference())
+    ours, theirs = (updated(kernel, page, parts, states="8bit") for kernel in both)
+    assert_same(ours, theirs)
+
+
+def test_random_bits_where_the_upper_half_of_the_elements_number_changes(gpu: Gpu) -> None:
+    page, parts = random_page(N, form("bf16")), [part(0, N, 0.1, 3)]
+    both = (CudaKernel(gpu, fuses=fuses()), reference())
+    ours, theirs = (updated(kernel, page, parts, states="bf16", first=2**32 - 1001) for kernel in both)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_more_parts_than_a_launch_takes(gpu: Gpu, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 150 * 256
+    hypers = [replace(ADAMW, lr=0.01 / (i + 1), betas=(0.2 * i, 0.99 - 0.1 * i), eps=10.0**-i) for i in range(1, 5)]
+    parts = [part(256 * i, 256 * (i + 1), 0.1 * (i % 3), i + 1, hyper=hypers[i % 4]) for i in range(150) if i % 5]
+    page = random_page(n, form(states))
+    kernel, launches = CudaKernel(gpu, fuses=fuses()), []
+    launch = gpu.launch
+    monkeypatch.setattr(gpu, "launch", lambda *given, **also: (launches.append(given), launch(*given, **also)))
+    ours = updated(kernel, page, parts, states=states)
+    assert len(launches) == 2
+    assert_same(ours, updated(reference(), page, parts, states=states))
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_outside_the_parts_not_a_bit_changes(gpu: Gpu, states: str) -> None:
+    page, kernel = wild_page(N, states=states), CudaKernel(gpu, fuses=fuses())
+    outside = torch.ones(N, dtype=torch.bool)
+    for changed in PARTS:
+        outside[changed.start : changed.end] = False
+    after = updated(kernel, page, PARTS, states=states)
+    for name, before, tensor in zip(page[0], page[0].values(), after, strict=False):
+        left = outside[::256] if "scales" in name else outside
+        assert torch.equal(tensor[left].view(torch.uint8), before[left].view(torch.uint8))
+    assert (after[-1][outside] == MARK).all()
+    none = updated(kernel, page, [], states=states)
+    assert all(
+        map(torch.equal, map(as_bytes, none), map(as_bytes, [*page[0].values(), torch.full_like(none[-1], MARK)]))
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> None:
+    kernel, (fields, grad) = CudaKernel(gpu, fuses=fuses()), wild_page(N, states=states)
+    whole = updated(kernel, (fields, grad), [part(0, N, 0.1, 7)], states=states)
+    for start, end in ((0, 256), (256, 19_456), (19_456, N)):
+        some = {name: cut(name, tensor, start, end) for name, tensor in fields.items()}
+        parts = [part(0, end - start, 0.1, 7)]
+        piece = updated(kernel, (some, grad[start:end]), parts, states=states, first=4096 + start)
+        assert_same(
+            piece, [cut(name, tensor, start, end) for name, tensor in zip([*fields, "out"], whole, strict=True)]
+        )
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs fuse always")
+def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_adam, "_FLAGS", tuple(flag for flag in native_adam._FLAGS if "native" not in flag))
+    if shutil.which("g++") is None:
+        pytest.skip("there is no compiler to build such a kernel with")
+    unfused = NativeKernel()
+    kernel = CudaKernel(gpu, fuses=False)
+    for states in STATES:
+        page = wild_page(N, states=states)
+        assert_same(*(updated(one, page, PARTS, states=states) for one in (kernel, unfused)))
+    assert not gives_the_bits_of(unfused, CudaKernel(gpu, fuses=True), device=gpu.place)
+    monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
+    chosen, words = choose_cuda_kernel(gpu.place, unfused)
+    assert chosen is not None, words
+
+
+def test_from_any_thread(gpu: Gpu) -> None:
+    """A new thread has no context of its own."""
+    kernel, page, found = CudaKernel(gpu, fuses=fuses()), random_page(1024, form("fp32")), []
+    parts = [part(0, 1024, 0.1, 7)]
+    thread = threading.Thread(target=lambda: found.append(updated(kernel, page, parts, states="fp32")))
+    thread.start()
+    thread.join()
+    assert_same(found[0], updated(reference(), page, parts, states="fp32"))
+
+
+# -- whether it is used ----------------------------------------------------------------------------------------------
+
+
+def test_it_is_taken_where_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: gpu)
+    for beside in (reference(), TorchKernel()):
+        kernel, words = choose_cuda_kernel(gpu.place, beside)
+        assert isinstance(kernel, CudaKernel)
+        assert "the CPU's bits" in words
+
+
+def test_a_gpu_that_flushes_subnormals_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flushing(CudaKernel):
+        def update_page(self, fields: Fields, *others: object, **settings: object) -> None:
+            super().update_page(fields, *others, **settings)  # type: ignore[arg-type]
+            for tensor in fields.values():
+                if tensor.dtype is torch.float32:
+                    tensor[tensor.abs() < 2.0**-126] *= 0.0
+
+    monkeypatch.setattr(cuda_adam, "gpu_of", lambda place: EmulatedGpu())
+    monkeypatch.setattr(cuda_adam, "CudaKernel", Flushing)
+    kernel, words = choose_cuda_kernel(torch.device("cpu"), NativeKernel())
+    assert kernel is None
+    assert "native kernel in their last bits" in words
+    assert "no state can live there" in words
+
+
+@pytest.mark.parametrize(
+    "fields", [("hip", "7.0", "ROCm"), ("cuda", None, "not built for CUDA"), ("cuda", "99.1", "libnvrtc.so.99")]
+)
+def test_without_nvrtc_there_is_a_reason(fields: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    attribute, value, words = fields
+    monkeypatch.setattr(torch.version, attribute, value)
+    kernel, said = choose_cuda_kernel(torch.device("cuda"), TorchKernel())
+    assert kernel is None
+    assert words in said
+
+
+# -- NVRTC -----------------------------------------------------------------------------------------------------------
+
+
+def test_code_is_for_the_device_or_for_the_driver_to_translate() -> None:
+    CudaKernel(EmulatedGpu(90), fuses=True)
+    options = EmulatedGpu.options()
+    assert "--gpu-architecture=sm_90" in options
+    assert {"-DFUSES=1", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true"} <= set(options)
+    CudaKernel(EmulatedGpu(120), fuses=False)
+    assert {"--gpu-architecture=compute_90", "-DFUSES=0"} <= set(EmulatedGpu.options())
+    with pytest.raises(TrainerError, match=r"1\.2 compiles for sm_70 and up, not for this sm_61"):
+        CudaKernel(EmulatedGpu(61), fuses=True)
+
+
+def test_what_nvrtc_looks_for_is_loaded_before_it(tmp_path: Path) -> None:
+    """The wheel of 13.0 says "failed to open libnvrtc-builtins.so.13.0", which lies beside it."""
+    library = tmp_path / "libnvrtc-builtins.so.99.1"
+    (tmp_path / "other.cpp").write_text('extern "C" int built() { return 1; }')
+    names = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "other.cpp"]
+    subprocess.run(["g++", *names], check=True)
+    (tmp_path / "libnvrtc.so.99").symlink_to(library)
+    load_nvrtc(str(tmp_path / "libnvrtc.so.99"))
+    assert ctypes.CDLL(library.name).built() == 1
+
+
+def test_what_cannot_be_compiled_has_nvrtcs_words(tmp_path: Path) -> None:
+    (tmp_path / "other.cu").write_text("no kernel")
+    with pytest.raises(TrainerError, match=r"cannot compile other.cu .*not today"):
+        EmulatedGpu().load(tmp_path / "other.cu", ["adamw_fp32"], defines={})
+
+
+def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = EmulatedGpu()
+    monkeypatch.setattr(gpu, "stream", lambda: 8)
+    with pytest.raises(TrainerError, match="cuLaunchKernel: CUDA_ERROR_INVALID_CONTEXT"):
+        updated(CudaKernel(gpu, fuses=True), random_page(256, form("fp32")), [part(0, 256, 0.1, 7)], states="fp32")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """scripts/check_cuda_kernel.py."""
+    spec = importlib.util.spec_from_file_location("check_cuda_kernel", ROOT / "scripts" / "check_cuda_kernel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_nvrtc_fuses_and_flushes_nothing(script: ModuleType) -> None:
+    found = []
+    for major in ("12", "13"):
+        with suppress(TrainerError):
+            found.append(find_nvrtc(major))
+    if not found:
+        pytest.skip("there is no NVRTC here: pip install nvidia-cuda-nvrtc")
+    for library in found:
+        compiler = Nvrtc(library)
+        rows = script.check_compiler(compiler, {compiler.architectures()[0], 90})
+        assert len(rows) == 2
+        assert not any(row["faults"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("fma.rn.f32 %f3, %f1, %f2, %f4;", "3 FMA for 1 elements"),
+        ("mul.f32 %f3, %f1, %f2;", "mul.f32"),
+        ("@%p1 add.rn.ftz.f32 %f3, %f1, %f2;", "add.rn.ftz.f32"),
+        ("div.approx.f32 %f3, %f1, %f2;", "div.approx.f32"),
+        ("mad.rn.f32 %f3, %f1, %f2, %f4;", "mad.rn.f32"),
+        (".local .align 4 .b8 depot[16];", "registers spilled to memory"),
+        ("sqrt.rn.f32 %f9, %f8;", "2 FMA for 2 elements"),
+    ],
+)
+def test_the_check_of_the_code_finds(line: str, fault: str, script: ModuleType) -> None:
+    fused = "\n".join(["\tfma.rn.f32 \t%f3, %f1, %f2, %f4;"] * 2)
+    right = (
+        f"\tsqrt.rn.f32 \t%f9, %f8;\n{fused}\n\t@%p1 ld.global.v4.f32 {{%f1}}, [%rd1];\n\tmul.rn.f32 %f3, %f1, %f2;\n"
+    )
+    assert script.faults_of(right, fuses=True) == []
+    assert script.faults_of(right, fuses=False) == ["2 FMA for 1 elements"]
+    assert script.faults_of(f"{right}\t{line}\n", fuses=True) == [fault]
+
+
+def test_the_script_says_that_there_is_nothing_to_check_with() -> None:
+    if torch.version.cuda:
+        pytest.skip("there is NVRTC here")
+    command = [sys.executable, ROOT / "scripts" / "check_cuda_kernel.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "not built for CUDA" in done.stderr

@@ -1,0 +1,306 @@
+"""Plans: pure arithmetic with properties that must hold, and DeepSpeed's configuration held by golden files.
+
+After a deliberate change: `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py`, and read the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from plans import GB, SHAPES, machine, wish
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.engine.ds_config import deepspeed_config
+from offload_trainer.errors import UserError
+from offload_trainer.model.presets import PRESETS, gpt2_shape
+from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, pages_of, units_of
+from offload_trainer.plan.machine import Rate, Rates
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.zero import Placement, zero_sizes
+from offload_trainer.settings import load_config
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("homes", list(product(("gpu", "cpu", "nvme"), repeat=2)), ids="/".join)
+def test_items_sum_to_the_tiers(name: str, homes: tuple[str, str]) -> None:
+    plan = make_plan(wish("--params", homes[0], "--optimizer", homes[1]), SHAPES[name], machine(gpu=32 * GB))
+    assert (plan.placement.params, plan.placement.optimizer) == homes
+    for tier, room in plan.tiers.items():
+        assert room["need"] == sum(item.bytes for item in plan.items if item.tier == tier)
+    assert {item.tier for item in plan.items} <= set(plan.tiers)
+
+
+def test_what_is_made_of_a_plan_is_not_the_plan() -> None:
+    """A report adds rows of its own to the JSON; the plan still says that it fits."""
+    plan = make_plan(wish(), SHAPES["gpt2"], machine())
+    held = plan.to_json()
+    held["tiers"]["read on drives, a step"] = {"need": 1}
+    held["tiers"]["ram"]["have"] = 0
+    held["seconds"]["update"] = 1e9
+    assert plan.fits
+    assert plan.to_json() != held
+
+
+def test_bytes_never_fall_when_layers_are_added() -> None:
+    for homes in product(("gpu", "cpu", "nvme"), repeat=2):
+        before = 0
+        for layers in range(1, 40, 3):
+            shape = gpt2_shape(PRESETS["gpt2-medium"] | {"n_layer": layers})
+            config = wish("--params", homes[0], "--optimizer", homes[1], "model.checkpointing=on")
+            total = sum(item.bytes for item in make_plan(config, shape, machine(gpu=32 * GB)).items)
+            assert total >= before, (homes, layers)
+            before = total
+
+
+def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
+    config = load_config(["--nvme", "/ssd", "--optimizer", "nvme"])  # with checkpoints, which go to the output
+    shape, apart = SHAPES["gpt2"], machine()
+    plan = make_plan(config, shape, apart)
+    needs = [plan.tiers[directory]["need"] for directory in ("/ssd", "/out")]
+    assert all(needs)
+    for room, fits in ((sum(needs), True), (sum(needs) - 1, False)):
+        ssd, out = (dataclasses.replace(d, free_bytes=room, device=7) for d in (*apart.drives, apart.output))
+        assert make_plan(config, shape, dataclasses.replace(apart, drives=(ssd,), output=out)).fits == fits
+        small = [dataclasses.replace(directory, free_bytes=min(needs) - 1) for directory in (ssd, out)]
+        full = make_plan(config, shape, dataclasses.replace(apart, drives=(small[0],), output=small[1]))
+        assert all(tier["have"] >= 0 for tier in full.tiers.values())
+        other = dataclasses.replace(apart, drives=(ssd,), output=dataclasses.replace(out, device=8))
+        assert make_plan(config, shape, other).fits
+
+
+def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
+    config, shape = wish("--params", "cpu", "--optimizer", "cpu"), SHAPES["gpt2"]
+    need = make_plan(config, shape, machine()).tiers["ram"]["need"]
+    assert make_plan(config, shape, machine(ram=need)).fits
+    assert not make_plan(config, shape, machine(ram=need - 1)).fits
+
+
+def test_auto_takes_the_first_that_fits_and_says_why_not_the_others() -> None:
+    shape = SHAPES["gpt2-xl"]
+    chosen = {gpu: make_plan(wish(), shape, machine(gpu=gpu * GB)) for gpu in (80, 16)}
+    assert (chosen[80].engine, chosen[80].homes) == ("tiered", "params gpu, optimizer gpu")
+    assert chosen[80].to_json()["chosen"]["optimizer"] == "gpu"
+    assert chosen[16].engine == "tiered"
+    assert re.fullmatch(r"params gpu, optimizer [1-9][0-9.]+% gpu, else RAM", chosen[16].homes)
+    assert [name for name, _ in chosen[16].rejected] == ["params gpu, optimizer gpu"]
+    assert "gpu needs" in chosen[16].rejected[0][1]
+    assert make_plan(wish(), shape, machine(gpu=16 * GB)) == chosen[16]
+    none = make_plan(wish(), SHAPES["gpt2-10b"], machine(gpu=1 * GB, ram=2 * GB))
+    assert not none.fits
+    assert none.shortfalls()
+
+
+@pytest.mark.parametrize("ram", [20, 16, 12, 8])
+def test_auto_divides_the_state_so_that_ram_is_used_and_not_exceeded(ram: int) -> None:
+    plan = make_plan(wish("--gpu-fraction", "0"), SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=ram * GB))
+    assert plan.fits
+    assert isinstance(plan.sizes, TierSizes)
+    assert 0 < plan.sizes.ram_fraction < 1
+    assert 0.9 * ram * GB < plan.tiers["ram"]["need"] <= 0.96 * ram * GB
+
+
+@pytest.mark.parametrize("ram", [20, 12])
+@pytest.mark.parametrize("gpu", [12, 16, 20])
+def test_auto_fills_the_gpu_then_ram_then_drives(gpu: int, ram: int) -> None:
+    plan = make_plan(wish(), SHAPES["gpt2-xl"], machine(gpu=gpu * GB, ram=ram * GB))
+    assert plan.fits
+    assert isinstance(plan.sizes, TierSizes)
+    assert 0 < plan.sizes.gpu_fraction < 1
+    # A unit's gradients come to the GPU with the last of its state: those of one may not have fitted.
+    assert gpu * GB - 0.4 * GB < plan.tiers["gpu"]["need"] <= gpu * GB
+    left = 1 - plan.sizes.gpu_fraction - plan.sizes.ram_fraction
+    assert round(left, 9) == 0 or plan.tiers["ram"]["need"] > 0.9 * ram * GB
+    state = {item.tier: item.bytes for item in plan.items if item.name.startswith("state")}
+    total = sum(state.values())
+    assert state["gpu"] == pytest.approx(plan.sizes.gpu_fraction * total, rel=0.01)
+    assert state.get("/ssd", 0) == pytest.approx(max(0.0, left) * total, rel=0.01, abs=1e6)
+
+
+def test_wishes_for_shares_are_kept() -> None:
+    shape, here = SHAPES["gpt2-xl"], machine(gpu=16 * GB, ram=64 * GB)
+
+    def shares(*words: str) -> tuple[float, float]:
+        sizes = make_plan(wish(*words), shape, here).sizes
+        assert isinstance(sizes, TierSizes)
+        return sizes.gpu_fraction, sizes.ram_fraction
+
+    on_gpu, in_ram = shares()
+    assert on_gpu + in_ram == 1
+    assert shares("--ram-fraction", "0.25") == (on_gpu, 0.25)
+    assert shares("--ram-fraction", "0.9") == (0.1, 0.9)
+    assert shares("--gpu-fraction", "0.125") == (0.125, 0.875)
+    assert shares("--gpu-fraction", "0.25", "--ram-fraction", "0.5") == (0.25, 0.5)
+    assert shares("--optimizer", "gpu") == (1, 0)
+    assert shares("--optimizer", "cpu") == (0, 1)
+    assert shares("--optimizer", "nvme") == (0, 0)
+
+
+def test_where_the_gpu_has_no_kernel_no_state_is_there() -> None:
+    shape, here = SHAPES["gpt2-xl"], dataclasses.replace(machine(gpu=80 * GB), no_state_on_gpu="no NVRTC")
+    plan = make_plan(wish(), shape, here)
+    assert plan.homes == "params gpu, optimizer RAM"
+    assert [note for note in plan.notes if "no NVRTC" in note]
+    for words in (["--gpu-fraction", "0.5"], ["--optimizer", "gpu"]):
+        with pytest.raises(UserError, match="no NVRTC; use --gpu-fraction 0"):
+            make_plan(wish(*words), shape, here)
+
+
+def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
+    """Every byte of the state is somewhere, once, for each share and number of drives."""
+    units = units_of(SHAPES["gpt2"])
+    total = sum(unit.trained for unit in units)
+    shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
+    for (gpu, ram), speeds in product([*shares, (0.7, 0.3)], ([1.0], [1.0, 2.0, 0.5])):
+        pages = pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=ram, speeds=speeds)
+        ends = dict.fromkeys(range(len(units)), 0)
+        for page in pages:
+            assert page.start == ends[page.unit]
+            assert page.start % ALIGN == page.elements % ALIGN == 0
+            assert 0 < page.elements <= aligned(100_000)
+            ends[page.unit] += page.elements
+        assert [ends[unit.index] for unit in units] == [unit.trained for unit in units]
+        on_gpu, in_ram = (sum(page.elements for page in pages if page.home == home) for home in (DEVICE, RAM))
+        assert 0 <= on_gpu - gpu * total < ALIGN
+        assert abs(in_ram - ram * total) < ALIGN
+        assert pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=1 - gpu, speeds=[])  # nothing is left over
+        for drive, speed in enumerate(speeds):
+            held = sum(page.elements for page in pages if page.home == drive)
+            assert held == pytest.approx((total - on_gpu - in_ram) * speed / sum(speeds), abs=250_000)
+
+
+def test_weights_of_a_unit_do_not_overlap() -> None:
+    for unit in units_of(SHAPES["gpt2-mini"]):
+        end = 0
+        for place in unit.places:
+            assert place.start >= end
+            end = place.start + place.weight.numel
+        assert end <= unit.elements
+        trained = [place.weight.decays for place in unit.places]
+        assert trained == sorted(trained, reverse=True)
+
+
+def test_without_a_gpu_its_tier_stays_empty() -> None:
+    plan = make_plan(wish(), SHAPES["gpt2"], machine())
+    assert plan.tiers["gpu"] == {"need": 0, "have": 0}
+    assert plan.placement == Placement("gpu", "cpu")
+
+
+def test_rows_longer_than_the_context_are_refused() -> None:
+    with pytest.raises(UserError, match="context is 1024 tokens"):
+        make_plan(wish("--seq-len", "2048"), SHAPES["gpt2"], machine())
+
+
+def test_sizes_follow_the_largest_weight() -> None:
+    """An embedding larger than all else: buffers hold it, sub-groups end with it, and count it once."""
+    weights = [Weight("wte", (100_000, 4096))] + [Weight(f"w{i}", (4096, 512)) for i in range(64)]
+    shape = ModelShape(tuple(weights), layers=16, hidden=4096, vocabulary=100_000, context=1024)
+    sizes = zero_sizes(shape, TrainConfig().deepspeed, Placement("nvme", "nvme"), world=1, item_bytes=2)
+    assert sizes.weight_buffer_elements == 409_600_000
+    assert sizes.largest_sub_group >= 409_600_000
+    assert sizes.weight_buffers >= 65
+    assert sizes.prefetch_bucket == 0
+    halved = zero_sizes(shape, TrainConfig().deepspeed, Placement("nvme", "nvme"), world=2, item_bytes=2)
+    assert halved.weight_buffer_elements == 204_800_000
+
+
+def test_largest_sub_group_is_deepspeeds() -> None:
+    """Against a plain re-enactment: weights are added until the size is reached."""
+    shape = SHAPES["gpt2-medium"]
+    sizes = zero_sizes(shape, TrainConfig().deepspeed, Placement("cpu", "nvme"), world=1, item_bytes=2)
+    groups, held = [], 0
+    for weight in [w for w in shape.weights if len(w.shape) > 1]:
+        held += weight.numel
+        if held >= sizes.sub_group:
+            groups.append(held)
+            held = 0
+    assert sizes.largest_sub_group == max([*groups, held])
+
+
+CASES = {
+    "zero2-cpu-bf16": (Placement("gpu", "cpu"), [], "cpu"),
+    "zero2-gpu-fp16": (Placement("gpu", "gpu"), ["--dtype", "fp16"], "cuda"),
+    "zero3-cpu-bf16-accumulate": (Placement("cpu", "cpu"), ["--accumulate", "4"], "cuda"),
+    "zero3-nvme-optimizer": (Placement("gpu", "nvme"), [], "cuda"),
+    "zero3-nvme": (Placement("nvme", "nvme"), ["--dtype", "fp32"], "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
+    placement, words, accelerator = CASES[name]
+    config, shape = wish(*words), SHAPES["gpt2-medium"]
+    sizes = zero_sizes(shape, config.deepspeed, placement, world=2, item_bytes=2)
+    swap = "/ssd/offload-trainer/run-x" if "nvme" in dataclasses.astuple(placement) else None
+    given = deepspeed_config(
+        workload(config, shape, world=2),
+        config.optim,
+        config.deepspeed,
+        placement,
+        sizes,
+        accelerator=accelerator,
+        swap_directory=swap,
+    )
+    path = GOLDEN / f"{name}.json"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(given, indent=1) + "\n")
+    assert json.loads(path.read_text()) == given
+
+
+def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
+    """Their item, in 4 bytes or 2; nothing comes out in the backward, and all of it, once, in the update."""
+    shape, words = SHAPES["gpt2-xl"], ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
+    trained = sum(unit.trained for unit in units_of(shape))
+    for extra, size in (([], 4), (["optim.accumulate_dtype=model"], 2)):
+        plan = make_plan(wish(*words, *extra), shape, machine(gpu=24 * GB))
+        assert isinstance(plan.sizes, TierSizes)
+        assert plan.sizes.gradients == "gpu"
+        assert "gradients gpu" in plan.homes
+        held = [(item.tier, item.bytes) for item in plan.items if item.name == "gradients"]
+        assert held == [("gpu", size * trained)]
+        out = {moved.phase: moved.written for moved in plan.traffic if moved.place == "device"}
+        assert not out.get("backward")
+        assert out["update"] == size * trained
+    assert make_plan(wish(*words), shape, machine(gpu=8 * GB)).sizes.gradients == "cpu"  # type: ignore[union-attr]
+    assert make_plan(wish(*words), shape, machine()).sizes.gradients == "cpu"  # type: ignore[union-attr]
+    once = make_plan(wish("--gpu-fraction", "0"), shape, machine(gpu=24 * GB))
+    assert once.sizes.gradients == "cpu"  # type: ignore[union-attr]
+
+
+def test_gradients_on_their_way_are_counted() -> None:
+    """Those handed over: on a GPU the largest and 256 MB; on a CPU, whose copies are made at once, none."""
+    shape, e = SHAPES["gpt2-xl"], 2
+    words = ("--gpu-fraction", "0", "--micro-batch", "1", "--params", "gpu")
+
+    def items(*more: str, gpu: int) -> dict[str, int]:
+        plan = make_plan(wish(*words, *more), shape, machine(gpu=gpu * GB))
+        return {item.name: item.bytes for item in plan.items if item.name.startswith("gradient")}
+
+    assert items(gpu=16)["gradients in flight"] == e * shape.largest + 256_000_000
+    assert items(gpu=0)["gradients in flight"] == 0
+    several = ("--accumulate", "4")
+    assert items(*several, "placement.gradients=gpu", gpu=16)["gradients in flight"] == 0
+    in_ram = (*several, "placement.gradients=cpu")
+    for more, sizes in (((), (1, 1)), (in_ram, (32, 256)), (("placement.gradients=nvme",), (32, 256))):
+        rings = [items(*more, gpu=gpu)["gradient ring"] for gpu in (0, 16)]
+        assert rings == [size * 1_000_000 for size in sizes], more
+
+
+def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
+    """Each micro-batch but the first: 4 bytes of a sum read and written, 2 of a gradient, at the memory's speed."""
+    shape, rates = SHAPES["gpt2-xl"], Rates(memory=Rate(100e9, "measured", "here"))
+    timed = dataclasses.replace(machine(gpu=24 * GB), rates=rates)
+    words = ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
+    for home, wanted in (("cpu", [3 * 10 * sum(unit.trained for unit in units_of(shape)) / 100e9]), ("gpu", [])):
+        plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, timed)
+        assert [bound.seconds for bound in plan.forecast.bounds if bound.kind == "memory"] == pytest.approx(wanted)

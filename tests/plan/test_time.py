@@ -1,0 +1,224 @@
+"""Seconds and traffic of a plan: worked out by hand for simple machines, and against the ring that is really walked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plans import GB, SHAPES, machine, wish
+
+from offload_trainer.errors import UserError
+from offload_trainer.plan.choose import make_plan, settle_and_plan
+from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates
+from offload_trainer.plan.ratios import correction, steady_ratios
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.time import UPDATE_START, Forecast, tokens_that_hide_the_update
+
+
+def rate(value: float) -> Rate:
+    return Rate(value, "measured", "for a test")
+
+
+def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, update: float = 1e9) -> MachineProfile:
+    """A machine without a GPU whose every rate is known."""
+    here = machine()
+    rates = DriveRates(read=rate(drive), write=rate(drive), mixed_read=rate(mixed), mixed_write=rate(mixed))
+    return replace(
+        here,
+        drives=(replace(here.drives[0], rates=rates),),
+        rates=Rates(matmul={"bf16": rate(matmul)}, memory=rate(50e9), update={"native": rate(update)}),
+    )
+
+
+def test_without_rates_nothing_is_claimed() -> None:
+    plan = make_plan(wish(), SHAPES["gpt2"], machine())
+    assert plan.to_json()["seconds"] == {"data": 0.0, "forward": None, "backward": None, "update": None}
+    assert "not known" in plan.describe()
+
+
+def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
+    shape = SHAPES["gpt2"]
+    state = 12 * shape.trainable
+    at_drive = make_plan(wish("--ram-fraction", "0"), shape, timed())
+    assert at_drive.forecast.seconds["update"] == pytest.approx(state / 0.5e9, rel=0.01)
+    half = make_plan(wish("--ram-fraction", "0.5"), shape, timed())
+    assert half.forecast.seconds["update"] == pytest.approx(state / 1e9, rel=0.01)
+    slow = make_plan(wish("--ram-fraction", "0.5"), shape, timed(update=1e6))
+    assert slow.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e6, rel=0.01)
+    assert "AdamW" in slow.forecast.limits("update")
+    inside = make_plan(wish("--ram-fraction", "1"), shape, timed())
+    assert inside.forecast.seconds["update"] == pytest.approx(shape.trainable / 1e9 + UPDATE_START)
+
+
+def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
+    """Weights and gradients on the drive too: more is read than written."""
+    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme")
+    shape = SHAPES["gpt2-medium"]
+    plan = make_plan(wish(*words), shape, timed(matmul=1e18))
+    assert plan.forecast.seconds["update"] == pytest.approx(14 * shape.trainable / 0.5e9, rel=0.01)
+    assert plan.forecast.seconds["forward"] == pytest.approx(2 * shape.parameters / 1e9, rel=0.01)
+
+
+def test_compute_counts_the_recomputation() -> None:
+    """Of the blocks with checkpointing, and of the head where the loss comes in more than one chunk."""
+    shape = SHAPES["gpt2"]
+    forward = {"blocks": shape.block_flops(seq_len=1024), "head": shape.head_flops()}
+    assert forward["head"] == 2 * 50304 * 768
+    for words, again in {
+        ("model.checkpointing=off", "model.loss_chunk=4096"): [],
+        ("model.checkpointing=on", "model.loss_chunk=4096"): ["blocks"],
+        ("model.checkpointing=on", "model.loss_chunk=4095"): ["blocks", "head"],
+    }.items():
+        seconds = make_plan(wish(*words), shape, timed()).forecast.seconds
+        more = sum(forward[part] for part in again) / sum(forward.values())
+        assert seconds["backward"] == pytest.approx((2 + more) * seconds["forward"])
+
+
+def test_two_directories_on_one_disk_share_its_speed() -> None:
+    config = wish("--nvme", "/ssd2", "--ram-fraction", "0")
+    here = timed()
+    one = replace(here.drives[0], disk="nvme0n1")
+    shared = replace(here, drives=(one, replace(one, directory="/ssd2")))
+    apart = replace(here, drives=(one, replace(one, directory="/ssd2", disk="nvme1n1")))
+    seconds = [make_plan(config, SHAPES["gpt2"], where).forecast.seconds["update"] for where in (shared, apart)]
+    assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.02)
+
+
+def test_earlier_runs_correct_the_next_plan() -> None:
+    """By what bounds the phase: what a drive-bound forward took says nothing of one that computes."""
+    here = timed()
+    kept = {"tiered.forward.compute": 1.5, "tiered.forward.drive": 7.0, "deepspeed.forward.compute": 9.0}
+    corrected = replace(here, rates=replace(here.rates, corrections=kept))
+    before, after = (make_plan(wish(), SHAPES["gpt2"], where).forecast.seconds for where in (here, corrected))
+    assert after["forward"] == pytest.approx(1.5 * before["forward"])
+    assert after["update"] == before["update"]
+
+
+def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
+    """All state in RAM with the weights on a fast drive beats half of the state on it."""
+    shape = SHAPES["gpt2-xl"]
+    here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
+    known = replace(here.rates, to_device=rate(12e9), from_device=rate(12e9), both_ways=rate(10e9))
+    config = wish("--gpu-fraction", "0")
+    plan = make_plan(config, shape, replace(here, rates=known))
+    assert plan.fits
+    steps = dict(plan.rejected)
+    assert any("a step takes" in reason for reason in steps.values())
+    assert make_plan(config, shape, replace(here, rates=known)) == plan
+
+
+def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
+    """By the bytes a parameter: 28 of fp32 moments were timed, 16 are moved with 8-bit ones and 30 with fp32 sums."""
+    shape, gpu, rates = SHAPES["gpt2-xl"], 1e9, timed().rates
+    here = replace(timed(), gpu="V100", gpu_bytes=80 * GB, ram_bytes=80 * GB)
+    copies = {way: rate(1e12) for way in ("to_device", "from_device", "both_ways")}
+    here = replace(here, rates=replace(rates, update=rates.update | {"cuda": rate(gpu)}, **copies))
+
+    def seconds(*words: str) -> list[float | None]:
+        found = make_plan(wish("--engine", "tiered", "--params", "gpu", *words), shape, here).forecast
+        return [bound.seconds for bound in found.bounds if bound.kind in ("adamw", "adamw_gpu")]
+
+    (whole,), (alone,) = seconds("--gpu-fraction", "1"), seconds("--gpu-fraction", "0")
+    assert whole == pytest.approx(shape.trainable / gpu)
+    on_gpu, on_cpu = seconds("--gpu-fraction", "0.25")
+    assert on_gpu == pytest.approx(whole / 4)
+    assert on_cpu == pytest.approx(0.75 * alone, rel=0.01)
+    (narrow,) = seconds("--gpu-fraction", "1", "optim.states=8bit")
+    assert narrow == pytest.approx(whole * (2 * (4 + 2 + 8 / 256) + 4) / 28)
+    (sums,) = seconds("--gpu-fraction", "1", "--accumulate", "2")
+    assert sums == pytest.approx(whole * 30 / 28)
+    untimed = make_plan(
+        wish("--gpu-fraction", "1"), shape, replace(here, rates=replace(here.rates, update=rates.update))
+    )
+    assert untimed.forecast.seconds["update"] is None
+
+
+def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:
+    here = timed()
+    drive = replace(here.drives[0], endurance_bytes=1200 * 10**12)
+    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], replace(here, drives=(drive,)))
+    written = sum(moved.written for moved in plan.traffic if moved.place == "/ssd")
+    assert written == pytest.approx(12 * SHAPES["gpt2"].trainable, rel=0.001)
+    assert any("rated for 1.2 PB" in note for note in plan.notes)
+
+
+def test_tokens_that_hide_the_update() -> None:
+    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], timed())
+    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.tokens_per_step)
+    assert tokens is not None
+    seconds = plan.forecast.seconds
+    compute = (seconds["forward"] + seconds["backward"]) * tokens / plan.tokens_per_step
+    assert seconds["update"] / (compute + seconds["update"]) == pytest.approx(0.1, rel=0.01)
+
+
+def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
+    """The largest micro-batch that fits the device; one that is asked for is not touched."""
+    shape = SHAPES["gpt2-xl"]
+    here = replace(machine(gpu=8 * GB), rates=timed().rates, drives=timed().drives)
+    config, plan = settle_and_plan(wish("train.tokens_per_step=65536"), shape, here)
+    assert config.train.micro_batch * config.train.accumulate * 1024 == plan.tokens_per_step == 65536
+    assert plan.fits
+    larger = settle_and_plan(wish("train.tokens_per_step=65536"), shape, replace(here, gpu_bytes=80 * GB))[0]
+    assert larger.train.micro_batch > config.train.micro_batch
+    asked = wish("--micro-batch", "3")
+    assert settle_and_plan(asked, shape, here)[0].train == asked.train
+    with pytest.raises(UserError, match="not a multiple"):
+        settle_and_plan(wish("train.tokens_per_step=1000"), shape, here)
+    with pytest.raises(UserError, match="leave those two out"):
+        wish("train.tokens_per_step=1024", "--accumulate", "2")
+
+
+def test_what_was_timed_fastest_is_used_unless_something_else_was_asked() -> None:
+    here = timed()
+    words = "tiered.io_threads=8 tiered.io_block_bytes=1048576"
+    quick = replace(here.drives[0], rates=replace(here.drives[0].rates, tried={"tiered.io_threads=2": 1.0, words: 2.0}))
+    slow = replace(quick, directory="/ssd2", rates=replace(quick.rates, mixed_read=rate(1e8), mixed_write=rate(1e8)))
+    two = replace(here, drives=(quick, slow))
+
+    def sizes(where: MachineProfile, *more: str) -> TierSizes:
+        found = make_plan(wish("--nvme", "/ssd2", "--ram-fraction", "0", *more), SHAPES["gpt2"], where).sizes
+        assert isinstance(found, TierSizes)
+        return found
+
+    found = sizes(two)
+    assert (found.io_threads, found.io_block_bytes, found.speeds) == (8, 1048576, (1e9, 2e8))
+    asked = sizes(two, "tiered.io_threads=3", "tiered.drive_speeds=[1,1]")
+    assert (asked.io_threads, asked.io_block_bytes, asked.speeds) == (3, 1048576, (1, 1))
+    untimed = sizes(replace(here, drives=(machine().drives[0], replace(machine().drives[0], directory="/ssd2"))))
+    assert (untimed.io_threads, untimed.speeds) == (wish().tiered.io_threads, (1, 1))
+
+
+def test_only_what_is_steady_corrects_later_plans() -> None:
+    """Short runs, steps that differ, phases of milliseconds and ratios that only a wrong rate explains are left out."""
+    found = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], timed()).forecast
+    update = found.seconds["update"]
+    assert update is not None
+
+    def kept(*seconds: float, of: Forecast = found) -> dict[str, float]:
+        return steady_ratios(of, {"update": seconds, "data": seconds}, engine="tiered")
+
+    assert kept(*[1.5 * update] * 9, 20 * update) == {"tiered.update.drive": pytest.approx(1.5)}
+    assert kept(*[1.5 * update] * 7) == {}
+    assert kept(*[update, 2 * update] * 6) == {}
+    assert kept(*[44 * update] * 12) == {}
+    short = Forecast({"update": 0.001}, found.bounds)
+    assert kept(*[0.002] * 12, of=short) == {}
+    assert [correction(r) for r in ([], [8.5], [8.5, 1.2], [8.5, 1.2, 1.3], [1.1, 1.2, 58.7, 1.3, 44])] == [
+        *(1.0, 1.0, 1.2, 1.3, 1.3)
+    ]
+
+
+def test_the_update_takes_the_rate_of_its_form_of_moments() -> None:
+    """Where an earlier version timed fp32 alone, a share of that."""
+    shape = SHAPES["gpt2"]
+    rates = {"native": rate(1e9), "native.bf16": rate(5e8), "torch": rate(1e8), "torch.8bit": rate(1e6)}
+    machine = replace(timed(), rates=replace(timed().rates, update=rates))
+
+    def seconds(states: str, *words: str) -> float:
+        found = make_plan(wish("--ram-fraction", "1", f"optim.states={states}", *words), shape, machine).forecast
+        return found.seconds["update"] - UPDATE_START  # type: ignore[operator]
+
+    assert seconds("fp32") == pytest.approx(shape.trainable / 1e9)
+    assert seconds("bf16") == pytest.approx(shape.trainable / 5e8)
+    assert seconds("8bit") == pytest.approx(shape.trainable / (0.45 * 1e9))
+    assert seconds("8bit", "optim.kernel=torch") == pytest.approx(shape.trainable / 1e6)

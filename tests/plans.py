@@ -1,0 +1,28 @@
+"""Machines, wishes and shapes that tests plan with."""
+
+from __future__ import annotations
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.model.presets import PRESETS, gpt2_shape
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.settings import load_config
+
+GB = 10**9
+
+
+def machine(*, gpu: int = 0, ram: int = 64 * GB, drive: int = 500 * GB) -> MachineProfile:
+    return MachineProfile(
+        gpu="V100" if gpu else None,
+        gpu_bytes=gpu,
+        ram_bytes=ram,
+        cores=8,
+        drives=(DriveFacts("/ssd", drive, "ext4"),),
+        output=DriveFacts("/out", 1000 * GB, "ext4"),
+    )
+
+
+def wish(*words: str) -> TrainConfig:
+    return load_config(["--nvme", "/ssd", "--save-every", "0", *words])
+
+
+SHAPES = {name: gpt2_shape(preset) for name, preset in PRESETS.items()}

@@ -1,0 +1,99 @@
+"""Saving when the disk gives out: one message, nothing left behind, the older checkpoints whole."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from saved import Small, save
+
+from offload_trainer import checkpoint
+from offload_trainer.checkpoint import find_resume, read_manifest
+from offload_trainer.errors import TrainerError
+from offload_trainer.retention import bytes_that_go, complete_checkpoints, remove_leftovers
+from offload_trainer.storage import durable
+from offload_trainer.storage.durable import bytes_below, exchange
+
+
+@pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])
+def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(tmp_path, 1)
+
+    def full(path: Path, *_: object) -> None:
+        if path.name == file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *_)  # type: ignore[arg-type]
+
+    write = checkpoint.write_text
+    monkeypatch.setattr(checkpoint, "write_text", full)
+    if file.endswith("safetensors"):
+        monkeypatch.setattr(Small, "write", lambda self, directory: full(directory / file))
+    with pytest.raises(TrainerError, match=r"step-00000002 could not be written: No space left.*untouched"):
+        save(tmp_path, 2)
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    read_manifest(first)
+    monkeypatch.undo()
+    assert save(tmp_path, 2) == complete_checkpoints(first.parent)[-1]
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_the_same_step_twice_and_pruning(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the filesystem cannot exchange two names."""
+    if not swaps:
+        monkeypatch.setattr(durable, "exchange", lambda one, other: False)
+    for step in (1, 2, 3, 3):
+        save(tmp_path, step)
+    root = tmp_path / "checkpoints"
+    assert [path.name for path in complete_checkpoints(root)] == ["step-00000002", "step-00000003"]
+    assert not list(root.glob(".*"))
+
+
+def test_exchange_swaps_or_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "inside").touch()
+    swapped = exchange(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / ("b" if swapped else "a") / "inside").exists()
+    assert not exchange(tmp_path / "a", tmp_path / "nowhere")
+
+
+def test_only_what_a_save_has_named_is_pruned_or_resumed_from(tmp_path: Path) -> None:
+    """What the user renamed, moved aside as advised, linked or added to stays; the plan does not count it as free."""
+    said: list[str] = []
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=9, say=said.append)
+    root = tmp_path / "checkpoints"
+    (root / "step-00000001").rename(root / "step-00000001-best")
+    (root / "step-00000004").rename(root / "step-00000004.damaged")
+    (root / "step-00000002/notes.txt").write_text("the one for the paper")
+    (tmp_path / "elsewhere").mkdir()
+    (root / "step-00000003").rename(tmp_path / "elsewhere/step-00000003")
+    (root / "step-00000003").symlink_to(tmp_path / "elsewhere/step-00000003")
+    (root / ".step-x").symlink_to(tmp_path / "elsewhere")
+    assert find_resume("auto", output=tmp_path) == root / "step-00000003"
+    assert bytes_that_go(root) == 0
+    for step in (5, 6):
+        save(tmp_path, step, keep=1, say=said.append)
+    assert sorted(path.name for path in root.iterdir()) == [
+        *(".step-x", "step-00000001-best", "step-00000002", "step-00000003", "step-00000004.damaged", "step-00000006"),
+    ]
+    read_manifest(tmp_path / "elsewhere/step-00000003")
+    told = "\n".join(said)
+    assert "step-00000002 is not pruned: notes.txt in it is not the checkpoint's" in told
+    assert "step-00000003 is not pruned: it is a link" in told
+    assert bytes_that_go(root) == bytes_below(root / "step-00000006") > 0
+
+
+def test_what_a_killed_prune_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    root = tmp_path / "checkpoints"
+    save(tmp_path, 2).rename(root / ".step-00000002.pruned")
+    (root / ".step-00000002.pruned/master.safetensors").unlink()
+    (root / ".step-00000007.pruned").mkdir()
+    (root / ".step-00000007.pruned/work").write_text("precious")
+    remove_leftovers(root)
+    assert sorted(path.name for path in root.iterdir()) == [".step-00000007.pruned", "step-00000001"]
+    (root / ".step-00000008.tmp").symlink_to(tmp_path)
+    with pytest.raises(TrainerError, match=r"\.step-00000008\.tmp is in the way of step-00000008 and stays: it is a"):
+        remove_leftovers(root)

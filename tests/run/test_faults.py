@@ -1,0 +1,329 @@
+"""What goes wrong with disks, drives, memory, processes and clocks: a message, nothing lost, and a rerun that goes on.
+
+Every fault of docs/faults.md, in whole runs of the command. After each the newest checkpoint is whole, and the same
+command ends with the losses, norms, masters and moments of the run that was left alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import KILL, TINY, Run, assert_same_run, call, call_and_kill, command, environment, run_script
+
+from offload_trainer.checkpoint import complete_checkpoints, read_manifest
+
+LENGTH = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3", "--save-every", 4, "save.keep=2"]
+HOMES = ["--optimizer", "nvme", "--ram-fraction", "0.5"]
+FAULTY = Path(__file__).parent.with_name("faulty.py")
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "drive").mkdir()
+    return call("--nvme", folder / "drive", *TINY, *LENGTH, *HOMES, output=folder / "out")
+
+
+@pytest.fixture
+def words(drive: Path, tmp_path: Path) -> list:
+    """The command of a run with a drive of its own."""
+    (tmp_path / "drive").mkdir()
+    return ["--nvme", tmp_path / "drive", *TINY, *LENGTH, *HOMES]
+
+
+def faulty(fault: str, argument: object, *words: object, output: Path | None = None) -> Run:
+    named = [] if output is None else ["--output", output]
+    done = run_script(FAULTY, fault, argument, *words, *named)
+    return Run(done.returncode, done.stdout + done.stderr, output or Path())
+
+
+def after(lines: int, work: Callable[[], object]) -> Callable[[list[str]], bool]:
+    """For `call_and_kill`, which then sends no signal at all: do `work` once so many steps are done."""
+
+    def when(seen: list[str]) -> bool:
+        if len(seen) < lines:
+            return False
+        work()
+        return True
+
+    return when
+
+
+def once_saved(output: Path, step: int, work: Callable[[], object]) -> Callable[[list[str]], bool]:
+    """The same, once the checkpoint of that step is there and no other is being written."""
+
+    def when(_: list[str]) -> bool:
+        if not (output / f"checkpoints/step-{step:08d}").exists():
+            return False
+        work()
+        return True
+
+    return when
+
+
+NO_SIGNAL = 0
+
+
+def assert_told(run: Run, *texts: str, code: int = 1) -> None:
+    assert run.code == code, run.text[-3000:]
+    assert "Traceback" not in run.text, run.text[-3000:]
+    for text in texts:
+        assert text in run.text, run.text[-3000:]
+
+
+def assert_goes_on(words: list, output: Path, alone: Run, *, resumed: bool = True) -> Run:
+    for checkpoint in complete_checkpoints(output / "checkpoints"):
+        read_manifest(checkpoint)
+    run = call(*words, output=output)
+    assert ("resumed from" in run.text) == resumed
+    assert_same_run(run, alone)
+    assert not [path for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
+    return run
+
+
+# -- full disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 40 MB of its own, in a file; skipped where this user may not mount one."""
+    folder, image = tmp_path / "disk", tmp_path / "disk.image"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(40 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-b", "1024", image], capture_output=True, check=False)
+    mounted = made.returncode == 0 and mount(image, folder)
+    if not mounted:
+        pytest.skip("no filesystem can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], capture_output=True)
+
+
+def mount(image: Path, folder: Path) -> bool:
+    return subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True).returncode == 0
+
+
+def test_a_full_disk_in_mid_step(disk: Path, words: list, alone: Run) -> None:
+    """The next line of metrics that needs a block finds it: there are two or so to one, and six steps to a save."""
+    output, words = disk / "out", [*words, "--save-every", 7]
+    run = faulty("full-step", disk, *words, output=output)
+    assert_told(run, "metrics.jsonl", "is the drive full" if "is the drive full" in run.text else "No space left")
+    (disk / "filler").unlink()
+    assert_goes_on(words, output, alone)
+
+
+def test_a_full_disk_in_a_save(disk: Path, words: list, alone: Run) -> None:
+    """It fills up when the save has begun, so that the look at what is free has passed."""
+    output = disk / "out"
+    run = faulty("full-save", disk, *words, output=output)
+    assert_told(run, "No space left on device", "step-00000008")
+    assert [path.name for path in complete_checkpoints(output / "checkpoints")] == ["step-00000004"]
+    assert not list((output / "checkpoints").glob(".*"))
+    (disk / "filler").unlink()
+    assert_goes_on(words, output, alone)
+
+
+def test_a_disk_without_room_for_a_save(disk: Path, words: list, alone: Run) -> None:
+    """Found out before anything is written."""
+    output = disk / "out"
+    run = faulty("low-save", disk, *words, output=output)
+    assert_told(run, "a checkpoint takes", "are free; older checkpoints are untouched")
+    assert [path.name for path in complete_checkpoints(output / "checkpoints")] == ["step-00000004"]
+    (disk / "filler").unlink()
+    assert_goes_on(words, output, alone)
+
+
+def test_a_full_disk_in_an_export(disk: Path, alone: Run) -> None:
+    export = ["export", alone.output, disk / "hf", "--dtype", "fp32"]
+    run = faulty("full-export", disk, *export)
+    assert_told(run, "No space left on device", str(disk / "hf"))
+    assert sorted(path.name for path in disk.iterdir()) == ["filler", "lost+found"]
+    run = faulty("clock", 0, *export)
+    assert_told(run, "the export takes", "are free", code=2)
+    (disk / "filler").unlink()
+    assert faulty("clock", 0, *export).code == 0
+
+
+def test_a_drive_without_room_for_the_page_files(disk: Path, tmp_path: Path) -> None:
+    run = call("--nvme", disk, *LENGTH, "--optimizer", "nvme", output=tmp_path / "out", check=False)
+    assert_told(run, "this does not fit", f"{disk} needs", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+# -- drives ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "verb"), [("read-error", "read"), ("write-error", "written")])
+def test_a_drive_that_returns_errors(fault: str, verb: str, words: list, alone: Run, tmp_path: Path) -> None:
+    """In the middle of the tenth update or so: what was updated before it is not what a checkpoint holds."""
+    run = faulty(fault, 32, *words, output=tmp_path / "out")
+    assert_told(run, f"could not be {verb}: Input/output error", "goes on from the newest checkpoint")
+    assert 4 < len(run.steps) < 20
+    assert_goes_on(words, tmp_path / "out", alone)
+
+
+def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) -> None:
+    def cut() -> None:
+        state = next((tmp_path / "drive/offload-trainer").glob("run-*/state"))
+        os.truncate(state, state.stat().st_size // 3)
+
+    run = call_and_kill(*words, output=tmp_path / "out", when=after(6, cut), number=NO_SIGNAL, hold=8)
+    assert_told(run, "state: cut short", "goes on from the newest checkpoint")
+    assert_goes_on(words, tmp_path / "out", alone)
+
+
+def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> None:
+    """Nothing is written to what lies below the mount; mounted again the run goes on."""
+
+    def vanish() -> None:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+    output = disk / "out"
+    run = call_and_kill(*words, output=output, when=once_saved(output, 8, vanish), number=NO_SIGNAL, hold=11)
+    assert_told(run, "is not the directory that this run began in", "Mount it")
+    assert list(disk.iterdir()) == []
+    assert mount(disk.with_name("disk.image"), disk)
+    assert_goes_on(words, output, alone)
+
+
+def test_the_drive_s_mount_vanishes(disk: Path, alone: Run, tmp_path: Path) -> None:
+    """Unmounted under a run: what is open stays, and the run ends as if nothing had been."""
+
+    def vanish() -> None:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+    words = ["--nvme", disk, *TINY, *LENGTH, *HOMES]
+    run = call_and_kill(*words, output=tmp_path / "out", when=after(9, vanish), number=NO_SIGNAL, hold=11)
+    assert run.code == 0, run.text
+    assert_same_run(run, alone)
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_sigkill_is_told_of_by_the_next_run(words: list, alone: Run, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    killed = call_and_kill(*words, output=output, when=once_saved(output, 4, lambda: None), number=KILL, hold=19)
+    assert killed.code == -9
+    again = assert_goes_on(words, output, alone)
+    assert "the last run here ended without a word" in again.text
+    assert "removed what 1 run(s) left that died" in again.text
+    assert "without a word" not in call(*words, output=output).text
+
+
+@pytest.mark.box
+def test_the_kernel_kills_a_run_out_of_memory(box: Path, words: list, alone: Run, tmp_path: Path) -> None:
+    """Something else in its cgroup takes what is left: the run dies without a word, and the next one goes on."""
+    output = tmp_path / "out"
+    limit, usage = (
+        next(box / name for name in names if (box / name).exists())
+        for names in (("memory.limit_in_bytes", "memory.max"), ("memory.usage_in_bytes", "memory.current"))
+    )
+    inside = f'echo $$ > {box}/cgroup.procs && exec "$@"'
+    hog = "import time; open('/proc/self/oom_score_adj', 'w').write('-1000'); x = bytearray(1 << 30); time.sleep(60)"
+    metrics = output / "metrics.jsonl"
+    with subprocess.Popen(
+        ["sh", "-c", inside, "box", *command(*words, "--output", output)], stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 6):
+            time.sleep(0.005)
+        limit.write_text(str(int(usage.read_text()) + (64 << 20)))
+        with subprocess.Popen(["sh", "-c", inside, "box", sys.executable, "-c", hog]) as other:
+            process.wait(timeout=120)
+            other.kill()
+    assert process.returncode == -9
+    assert "ended without a word: killed, out of memory" in assert_goes_on(words, output, alone).text
+
+
+def test_two_runs_on_one_drive(words: list, alone: Run, tmp_path: Path) -> None:
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    running = [
+        subprocess.Popen(command(*words, "--output", output), stderr=subprocess.PIPE, env=environment(), text=True)
+        for output in outputs
+    ]
+    for process, output in zip(running, outputs, strict=True):
+        text = process.communicate()[1]
+        assert process.returncode == 0, text
+        assert_same_run(Run(0, text, output), alone)
+    assert not list((tmp_path / "drive/offload-trainer").glob("run-*"))
+
+
+def test_two_runs_in_one_directory(words: list, tmp_path: Path) -> None:
+    """The second is refused while the first lives, and does not disturb it."""
+    output = tmp_path / "out"
+    refused: list[Run] = []
+
+    def second() -> None:
+        refused.append(call(*words, output=output, check=False))
+
+    long = [*words, "--steps", 2000, "--save-every", 0]
+    first = call_and_kill(*long, output=output, when=after(6, second), number=signal.SIGINT)
+    assert_told(refused[0], "another run is writing there; name another --output", code=2)
+    assert first.code == 130
+    assert len(first.steps) > 6
+
+
+def test_random_kills_change_nothing(tmp_path: Path) -> None:
+    """A dozen of the two hundred in docs/faults.md, drawn anew each time; the seed is in the output of a failure."""
+    seed = secrets.randbelow(10**6)
+    script = Path(__file__).resolve().parents[2] / "soak/kill_and_resume.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "12", "--seed", str(seed)],
+        capture_output=True,
+        text=True,
+        env=environment(KILL_DIRECTORY=str(tmp_path)),
+        timeout=400,
+    )
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
+    assert re.search(r"^1[2-4] kills", done.stdout, re.MULTILINE), done.stdout
+
+
+# -- data and clocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "cut short"])
+def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone: Run, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(next(word for word in map(str, TINY) if word.startswith("data.cache=")).split("=")[1], cache)
+    words, output = [*words, f"data.cache={cache}"], tmp_path / "out"
+
+    def harm() -> None:
+        for path in cache.glob("*.bin"):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 4
+            path.write_bytes(data) if damage == "a flipped bit" else os.truncate(path, len(data) // 50)
+
+    if damage == "a flipped bit":
+        call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=KILL, hold=19)
+        run = call(*words, output=output, check=False)
+        assert_told(run, "is not what was written (CRC-32", "delete the file and its sidecar")
+    else:
+        run = call_and_kill(*words, output=output, when=once_saved(output, 4, harm), number=NO_SIGNAL, hold=7)
+        assert_told(run, "cut short", "make it again")
+    for path in [*cache.glob("*.bin"), *cache.glob("*.json")]:
+        path.unlink()
+    assert_goes_on(words, tmp_path / "out", alone)
+
+
+def test_a_clock_that_jumps(words: list, alone: Run, tmp_path: Path) -> None:
+    run = faulty("clock", 7, *words, output=tmp_path / "out")
+    assert run.code == 0, run.text
+    assert_same_run(run, alone)
+    assert all(0 < step["seconds"] < 60 for step in run.steps)
+    stamps = [line[:10] for line in (run.output / "log.txt").read_text().splitlines()]
+    assert len(set(stamps)) > 5  # it did jump
+    assert [json.loads(line)["step"] for line in (run.output / "metrics.jsonl").read_text().splitlines()] == list(
+        range(1, 21)
+    )

@@ -1,0 +1,558 @@
+"""Whole runs of the command: parity between engines and homes, kills, signals, ranks, refusals, export."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import INTERRUPT, KILL, TERMINATE, TINY, Run, ask, assert_same_run, call, call_and_kill, environment
+from gguf import GGUFReader, dequantize
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS = ["--steps", 20, "train.eval_every=0", "--lr", "1e-3"]
+SAVED = ["--save-every", 6, "save.keep=9"]
+
+_STOCK = ["--engine", "deepspeed"]
+PLACEMENTS = {
+    "plain": ["--engine", "plain"],
+    "tiered": ["--engine", "tiered", "--optimizer", "nvme", "--ram-fraction", "0.5"],
+    "tiered nvme": ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "--engine", "tiered"],
+    "zero-2 gpu": [*_STOCK, "--params", "gpu", "--optimizer", "gpu"],
+    "zero-2 cpu": [*_STOCK, "--params", "gpu", "--optimizer", "cpu"],
+    "zero-3 cpu": [*_STOCK, "--params", "cpu", "--optimizer", "cpu"],
+    "zero-3 nvme weights": [*_STOCK, "--params", "nvme", "--optimizer", "cpu"],
+    "zero-3 nvme optimizer": [*_STOCK, "--params", "cpu", "--optimizer", "nvme"],
+    "zero-3 nvme": [*_STOCK, "--params", "nvme", "--optimizer", "nvme"],
+}
+STOCK = [name for name in PLACEMENTS if name.startswith("zero")]
+# Stock DeepSpeed loses the moments of an optimizer on NVMe.
+RESUMABLE = [name for name in PLACEMENTS if name not in ("zero-3 nvme", "zero-3 nvme optimizer")]
+
+
+def words(name: str, drive: Path) -> list:
+    saves = SAVED if name in RESUMABLE else ["--save-every", 0]
+    return ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS[name], *saves]
+
+
+@pytest.fixture(scope="session")
+def finished(drive: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`finished(name)`: that placement's uninterrupted run of 20 steps, made once for all workers of pytest."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    @cache
+    def make(name: str) -> Run:
+        output = shared / f"finished-{name.replace(' ', '-')}"
+        with open(f"{output}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (output / "finished").exists():
+                run = call(*words(name, drive), output=output)
+                (output / "finished").write_text(run.text)
+        return Run(0, (output / "finished").read_text(), output)
+
+    return make
+
+
+# -- parity ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
+@pytest.mark.parametrize("name", ["tiered", "tiered nvme"])
+def test_the_tiered_engine_is_plain_torch_to_the_last_bit(name: str, finished) -> None:
+    """By the command, with whatever kernel `auto` has chosen: losses, norms, masters and moments."""
+    assert_same_run(finished(name), finished("plain"))
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", STOCK)
+def test_every_placement_follows_plain_torch(name: str, finished) -> None:
+    """bf16, same weights, same rows: within 2e-2 of loss at each of 20 steps, and of gradient norm within 2 %."""
+    ours, plain = finished(name), finished("plain")
+    assert len(ours.losses) == len(plain.losses) == 20
+    for one, other in zip(ours.steps, plain.steps, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.ops
+def test_homes_agree_among_themselves(finished) -> None:
+    runs = [finished(name).losses for name in STOCK if name != "zero-2 gpu"]
+    for step, losses in enumerate(zip(*runs, strict=True)):
+        assert max(losses) - min(losses) < 1e-2, step
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", ["zero-3 nvme optimizer", "zero-3 nvme"])
+def test_nvme_is_really_used_and_left_clean(name: str, finished, drive: Path) -> None:
+    run = finished(name)
+    trained = json.loads((run.output / "plan.json").read_text())
+    state = next(item["bytes"] for item in trained["items"] if item["name"] == "masters and moments")
+    for step in run.steps[2:]:
+        assert step["nvme_read_bytes"] > 0.9 * state
+        assert step["nvme_written_bytes"] > 0.9 * state
+    assert finished("zero-2 cpu").steps[-1]["nvme_read_bytes"] < 0.1 * state
+    assert not list((drive / "offload-trainer").glob("run-*"))
+
+
+# -- interruption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_kill_9_and_resume_bit_for_bit(name: str, finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    killed = call_and_kill(
+        *words(name, drive), output=output, when=lambda lines: len(lines) >= 15, number=KILL, hold=19
+    )
+    assert killed.code == -9
+    assert 15 <= len(killed.steps) < 20
+    run = call(*words(name, drive), output=output)
+    assert "resumed from" in run.text
+    assert_same_run(run, finished(name))
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize(
+    ("name", "number", "code"), [("zero-2 cpu", INTERRUPT, 130), ("tiered", INTERRUPT, 130), ("tiered", TERMINATE, 143)]
+)
+def test_signals_save_everything(name: str, number: int, code: int, finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    args = words(name, drive)
+    stopped = call_and_kill(*args, output=output, when=lambda lines: len(lines) >= 8, number=number, hold=19)
+    assert stopped.code == code, stopped.text
+    assert "everything saved" in stopped.text
+    last = stopped.steps[-1]["step"]
+    assert (output / f"checkpoints/step-{last:08d}/MANIFEST.json").exists()
+    assert_same_run(call(*args, output=output), finished(name))
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("zero-2 cpu", "zero-3 cpu"), ("zero-3 cpu", "plain"), ("zero-3 cpu", "tiered"), ("tiered", "zero-2 cpu")],
+)
+def test_resume_into_another_placement(before: str, after: str, finished, drive: Path, tmp_path: Path) -> None:
+    """The state knows no homes: the run goes on elsewhere, within the parity of the two."""
+    start = finished(before).output / "checkpoints/step-00000012"
+    run = call(*words(after, drive), "--resume", start, output=tmp_path / "out")
+    assert [step["step"] for step in run.steps] == list(range(13, 21))
+    for ours, other in zip(run.steps, finished(before).steps[12:], strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
+
+
+@pytest.mark.parametrize("by", ["signal", "file"])
+def test_a_checkpoint_on_demand(by: str, finished, drive: Path, tmp_path: Path) -> None:
+    """Also in a run that makes none by itself; it goes on, and so does a run from that checkpoint, bit for bit."""
+    words = ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS["tiered"], "--save-every", 0]
+    output = tmp_path / "out"
+
+    def when(lines: list[str]) -> bool:
+        if len(lines) < 5:
+            return False
+        if by == "file":
+            (output / "save").touch()
+        return True
+
+    run = call_and_kill(*words, output=output, when=when, number=signal.SIGUSR1 if by == "signal" else 0, hold=18)
+    assert run.code == 0, run.text
+    assert run.losses == finished("tiered").losses
+    assert not (output / "save").exists()
+    (made,) = (output / "checkpoints").iterdir()
+    step = int(made.name.removeprefix("step-"))
+    assert 5 <= step < 20
+    again = call(*words[:-1], 20, "--resume", made, output=tmp_path / "again")
+    assert again.losses == finished("tiered").losses[step:]
+
+
+@pytest.mark.ops
+def test_on_demand_where_none_can_be_made(drive: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/save").touch()
+    words = ["--nvme", drive, *TINY, "--steps", 3, "train.eval_every=0", "--save-every", 0]
+    run = call(*words, *PLACEMENTS["zero-3 nvme"], output=tmp_path / "out")
+    assert "no checkpoint was made: stock DeepSpeed loses moments" in run.text
+    assert len(run.losses) == 3
+
+
+def test_resume_with_another_micro_batch_and_other_settings(finished, drive: Path, tmp_path: Path) -> None:
+    """The same rows a step: the losses follow. What steers the result and differs is said, one line each."""
+    start = finished("tiered").output / "checkpoints/step-00000012"
+    words_now = [*words("tiered", drive), "--micro-batch", 1, "--accumulate", 2, "--resume", start]
+    run = call(*words_now, output=tmp_path / "out")
+    assert "note: train.micro_batch is 1; step-00000012 was saved with 2" in run.text
+    assert "note: train.accumulate is 2; step-00000012 was saved with 1" in run.text
+    assert run.text.count("was saved with") == 2
+    assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in finished("tiered").steps[12:]]
+    for ours, other in zip(run.steps, finished("tiered").steps[12:], strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
+    slower = call(*words("tiered", drive), "--lr", "5e-4", "--resume", start, output=tmp_path / "slower")
+    assert "note: optim.lr is 0.0005; step-00000012 was saved with 0.001" in slower.text
+
+
+def test_a_checkpoint_of_other_weights_is_refused(finished, drive: Path, tmp_path: Path) -> None:
+    start = finished("plain").output / "checkpoints/step-00000012"
+    frozen = call(*words("plain", drive), "--resume", start, 'model.freeze=["wpe"]', output=tmp_path / "a", check=False)
+    assert frozen.code == 2
+    assert "transformer.wpe.weight: it has {'shape': [256, 96], 'trained': True}" in frozen.text
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.ops
+def test_bias_correction_survives_a_resume_after_many_steps(drive: Path, tmp_path: Path) -> None:
+    """DeepSpeed multiplies powers of beta up in fp32; after step 100 they are not pow()'s."""
+    args = ["--nvme", drive, *TINY, "--steps", 130, "train.eval_every=0", "--save-every", 110, "save.keep=9"]
+    args += [*PLACEMENTS["zero-2 cpu"], "--seq-len", 8, "--micro-batch", 1, "optim.betas=[0.9, 0.999]"]
+    whole = call(*args, output=tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b/checkpoints/step-00000130")
+    resumed = call(*args, output=tmp_path / "b")
+    assert "step-00000110" in resumed.text
+    assert resumed.losses == whole.losses
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_offered(finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    newest = output / "checkpoints/step-00000020"
+    data = bytearray((newest / "exp_avg.safetensors").read_bytes())
+    data[-5] ^= 1
+    (newest / "exp_avg.safetensors").write_bytes(data)
+    run = call(*words("plain", drive), "--steps", 25, output=output, check=False)
+    assert run.code == 2
+    assert "exp_avg.safetensors has CRC-32" in run.text
+    assert "step-00000018" in run.text
+    (newest / "exp_avg.safetensors").write_bytes(data[:-100])
+    run = call(*words("plain", drive), "--steps", 25, output=output, check=False)
+    assert f"has {len(data) - 100} bytes, the manifest says {len(data)}" in run.text
+    assert "Traceback" not in run.text
+
+
+def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path: Path) -> None:
+    start = finished("plain").output / "checkpoints/step-00000012"
+    run = call(*words("plain", drive), "--resume", start, "--seed", 1, output=tmp_path / "out", check=False)
+    assert run.code == 2
+    assert "seed: it has 0, this run 1" in run.text
+
+
+def test_back_to_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
+    """In the same directory only without the newer ones, which the next resume would take."""
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    older = output / "checkpoints/step-00000012"
+    refused = call(*words("plain", drive), "--resume", older, output=output, check=False)
+    assert refused.code == 2
+    assert "holds newer checkpoints (step-00000018, step-00000020)" in refused.text
+    for step in (18, 20):
+        shutil.rmtree(output / f"checkpoints/step-{step:08d}")
+    assert_same_run(call(*words("plain", drive), "--resume", older, output=output), finished("plain"))
+
+
+def test_nothing_starts_anew_over_damaged_checkpoints(finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    for manifest in output.glob("checkpoints/*/MANIFEST.json"):
+        manifest.unlink()
+    refused = call(*words("plain", drive), output=output, check=False)
+    assert refused.code == 2
+    assert "step-00000020 has no MANIFEST.json, so it is damaged" in refused.text
+
+
+def test_a_checkpoint_without_manifest_does_not_exist(finished, drive: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished("plain").output, output)
+    for step in (18, 20):
+        (output / f"checkpoints/step-{step:08d}/MANIFEST.json").unlink()
+    run = call(*words("plain", drive), output=output)
+    assert "step-00000012, step 12" in run.text
+    assert_same_run(run, finished("plain"))
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", ["zero-2 cpu", "zero-3 cpu"])
+def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_path: Path) -> None:
+    """Two gloo ranks of one micro-batch against one rank that accumulates two. Then one resumes two.
+
+    With dropout, of which each micro-batch draws what it would on one rank: other masks change losses by 0.01.
+    """
+    both = ["--nvme", drive, *TINY, "--steps", 10, "train.eval_every=5", "--save-every", 5, *PLACEMENTS[name]]
+    both += [f"model.overrides.{key}_pdrop=0.5" for key in ("attn", "embd", "resid")]
+    one = call(*both, "--accumulate", 2, output=tmp_path / "one")
+    two = call(*both, "--gpus", 2, output=tmp_path / "two")
+    assert len(one.losses) == len(two.losses) == 10
+    for single, double in zip(one.steps, two.steps, strict=True):
+        assert single["tokens"] == double["tokens"]
+        assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
+        assert single["grad_norm"] == pytest.approx(double["grad_norm"], rel=3e-2)
+    start = tmp_path / "two/checkpoints/step-00000005"
+    resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")
+    for single, double in zip(resumed.steps, two.steps[5:], strict=True):
+        assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
+
+
+def test_the_tiered_engine_needs_no_deepspeed(drive: Path, tmp_path: Path) -> None:
+    """Not imported, let alone built: `auto` trains, saves and exports without it."""
+    code = (
+        "import sys; from offload_trainer.cli import main; code = main(sys.argv[1:])\n"
+        "assert 'deepspeed' not in sys.modules; raise SystemExit(code)"
+    )
+    args = ["--nvme", drive, "--ram-fraction", "0.5", *TINY, "--steps", 2, "--output", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan: tiered engine" in done.stderr
+
+
+# -- what else a run must do -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ops
+def test_accumulation_equals_one_large_batch(finished, drive: Path, tmp_path: Path) -> None:
+    args = [*words("zero-2 cpu", drive), "--micro-batch", 1, "--accumulate", 2]
+    run = call(*args, output=tmp_path / "out")
+    for ours, other in zip(run.steps, finished("zero-2 cpu").steps, strict=True):
+        assert ours["loss"] == pytest.approx(other["loss"], abs=1e-2)
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("name", ["tiered nvme", "plain", "zero-3 cpu"])
+def test_frozen_parameters_do_not_move_and_come_along(name: str, drive: Path, tmp_path: Path) -> None:
+    args = ["--nvme", drive, *TINY, "--steps", 4, "--save-every", 2, "train.eval_every=0", *PLACEMENTS[name]]
+    run = call(*args, 'model.freeze=["wpe"]', output=tmp_path / "out")
+    assert len(run.losses) == 4
+    for step in (2, 4):
+        fixed = load_file(run.output / f"checkpoints/step-{step:08d}/fixed.safetensors")
+        assert list(fixed) == ["transformer.wpe.weight"]
+        if step == 2:
+            first = fixed["transformer.wpe.weight"]
+        assert torch.equal(fixed["transformer.wpe.weight"], first)
+    export(run.output, tmp_path / "hf", "fp32")
+    held = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(held["transformer.wpe.weight"], first.float())
+    assert len(held) == 28
+
+
+@pytest.mark.parametrize("name", ["tiered nvme", "zero-2 cpu", "zero-3 nvme"])
+@pytest.mark.ops
+def test_export_loads_in_transformers(name: str, finished, tmp_path: Path) -> None:
+    """From a checkpoint, or for an NVMe optimizer from the live engine; the masters themselves, fp32."""
+    run = finished(name)
+    if name in RESUMABLE:
+        exported = tmp_path / "hf"
+        export(run.output, exported, "fp32")
+        masters = load_file(run.output / "checkpoints/step-00000020/master.safetensors")
+    else:
+        exported = run.output / "export"
+        masters = load_file(exported / "model.safetensors")
+    held = load_file(exported / "model.safetensors")
+    assert "lm_head.weight" not in held
+    assert all(torch.equal(held[key], masters[key]) for key in masters)
+    model, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.decode(tokenizer("To be, or not to be").input_ids) == "To be, or not to be"
+    assert all(torch.equal(parameter, masters[key]) for key, parameter in model.named_parameters())
+
+
+def export(source: Path, destination: Path, dtype: str) -> str:
+    done = ask("export", source, destination, "--dtype", dtype)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_export_in_16_bit(dtype: str, expected: torch.dtype, finished, tmp_path: Path) -> None:
+    run = finished("plain")
+    export(run.output, tmp_path / "hf", dtype)
+    full = load_file(run.output / "checkpoints/step-00000020/master.safetensors")
+    held = load_file(tmp_path / "hf/model.safetensors")
+    assert all(torch.equal(held[name], full[name].to(expected)) for name in full)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is expected
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "q8_0"])
+def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
+    """The command; what is in such a file is tests/export/test_gguf.py's matter."""
+    told = export(finished("plain").output, tmp_path / "model.gguf", dtype)
+    assert f"in {dtype} to" in told
+    reader = GGUFReader(tmp_path / "model.gguf")
+    held = {tensor.name: tensor for tensor in reader.tensors}
+    masters = load_file(finished("plain").output / "checkpoints/step-00000020/master.safetensors")
+    assert len(held) == len(masters)
+    matrix = masters["transformer.wte.weight"]
+    assert tuple(reversed(held["token_embd.weight"].shape.tolist())) == matrix.shape
+    values = torch.from_numpy(dequantize(held["token_embd.weight"].data, held["token_embd.weight"].tensor_type))
+    assert (values - matrix).abs().max() <= {"fp32": 0, "fp16": 1e-4, "q8_0": matrix.abs().max() / 250}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["only"], "export needs SOURCE and DEST"),
+        (["a", "b", "--dtype", "int4"], "--dtype fp16, bf16, fp32"),
+        (["a", "b.gguf", "--dtype", "bf16"], "--dtype fp16, fp32, q8_0"),
+        (["a", "b.gguf", "--check"], "DEST is one GGUF file"),
+        (["a", "b", "--max-shard-size", "much"], "such as 500MB"),
+        (["a", "b", "--fast"], "there is no such flag; known: --dtype"),
+        (["/nowhere", "b"], "neither a checkpoint"),
+    ],
+)
+def test_exports_that_are_refused(words: list[str], told: str) -> None:
+    done = ask("export", *words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_export_says_what_it_is_of(finished, tmp_path: Path) -> None:
+    """The card's numbers are the run's; a second export to the same place is refused."""
+    run = finished("plain")
+    export(run.output, tmp_path / "hf", "bf16")
+    card = (tmp_path / "hf/README.md").read_text()
+    assert f"| Loss of the last step | {run.losses[-1]:.4f} |" in card
+    assert f"| Tokens | {run.steps[-1]['tokens']} (" in card
+    assert "| Steps | 20 of 20 |" in card
+    assert "from random weights (n_layer=2, n_embd=96)" in card
+    assert "peak rate 0.001" in card
+    assert f"torch {torch.__version__.split('+')[0]}" in card
+    assert "already holds something" in ask("export", run.output, tmp_path / "hf").stderr
+
+
+def test_run_directory_is_what_is_documented(finished) -> None:
+    run = finished("plain")
+    names = {path.name for path in run.output.iterdir()}
+    for name in [
+        "config.yaml",
+        "plan.json",
+        "machine.json",
+        "environment.json",
+        "log.txt",
+        "metrics.jsonl",
+        "report.html",
+    ]:
+        assert name in names
+    keys = (
+        "step tokens loss grad_norm lr loss_scale seconds tokens_per_second mfu phases nvme_read_bytes "
+        "nvme_written_bytes host_rss_bytes device_peak_bytes skipped"
+    )
+    assert set(run.steps[0]) == set(keys.split())
+    plan = json.loads((run.output / "plan.json").read_text())
+    assert {"fits", "chosen", "tiers", "items", "seconds", "rejected"} <= set(plan)
+
+
+@pytest.mark.parametrize("name", ["plain", "tiered"])
+def test_fp16_on_the_cpu_with_an_overflow(name: str, drive: Path, tmp_path: Path) -> None:
+    """A scale that must overflow: the step is skipped, the scale halves, training goes on."""
+    args = ["--nvme", drive, *TINY, "--steps", 6, "train.eval_every=0", *PLACEMENTS[name], "--dtype", "fp16"]
+    run = call(*args, "optim.initial_loss_scale=1073741824", output=tmp_path / "out")
+    scales = [step["loss_scale"] for step in run.steps]
+    skipped = [step["skipped"] for step in run.steps]
+    assert skipped[0]
+    for before, after, skip in zip(scales, scales[1:], skipped, strict=False):
+        assert after == (before / 2 if skip else before)
+    assert run.losses[1] == pytest.approx(run.losses[1])
+
+
+def test_a_token_file_must_say_whose_ids_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "ids.bin"
+    path.write_bytes(bytes(range(256)) * 40)  # uint16: ids up to 65278
+    args = ["--data", path, *TINY, "--steps", 2, "--engine", "plain", "model.overrides.vocab_size=65536"]
+    refused = call(*args, output=tmp_path / "out", check=False)
+    assert refused.code == 2
+    assert "name it with --tokenizer" in refused.text
+    assert not (tmp_path / "out").exists()
+    assert len(call(*args, "--tokenizer", "builtin", output=tmp_path / "out").losses) == 2
+
+
+# -- refusals: exit code 2, one message, nothing written -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (["--dtype", "fp16", "--engine", "deepspeed"], "fp16 without a GPU"),
+        (["--nvme", "/nowhere/at/all"], "no such directory"),
+        (["--data", "/nowhere.txt"], "/nowhere.txt"),
+        (["--seq-len", "5000"], "context is 256 tokens"),
+        (["--model", "gpt2-10b", "--micro-batch", "4000"], "this does not fit: ram needs"),
+        (["--resume", "/nowhere"], "neither a checkpoint"),
+        (["--tokenizer", "/nowhere/tok"], "/nowhere/tok"),
+        (["model.overrides.n_embd=100"], ""),
+    ],
+)
+def test_refused_before_anything_is_written(extra: list[str], expected: str, tmp_path: Path) -> None:
+    run = call(*extra, output=tmp_path / "out", check=False)
+    if not torch.cuda.is_available() or "fp16" not in extra:
+        assert run.code == 2, run.text
+        assert expected in run.text
+        assert "Traceback" not in run.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_nvme_optimizer_refuses_checkpoints_with_the_reason(drive: Path, tmp_path: Path) -> None:
+    run = call("--nvme", drive, *PLACEMENTS["zero-3 nvme"], *TINY, output=tmp_path / "out", check=False)
+    assert run.code == 2
+    assert "loses moments of an NVMe optimizer on resume" in run.text
+    assert "--save-every 0" in run.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_and_plan_write_nothing(drive: Path, tmp_path: Path) -> None:
+    run = call("plan", "--json", "--nvme", drive, *TINY, output=tmp_path / "out")
+    plan = json.loads(run.text[run.text.index("{") :])
+    assert plan["fits"]
+    for tier, room in plan["tiers"].items():
+        assert room["need"] == sum(item["bytes"] for item in plan["items"] if item["tier"] == tier)
+    assert "plan: tiered engine" in call("--dry-run", *TINY, output=tmp_path / "out").text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_has_ended_meanwhile_is_gone_on_from(tmp_path: Path) -> None:
+    """What to go on from is chosen again once the directory is this run's: while the second start checks the checkpoint
+    that it found, the first run ends, with a newer one. Beside it a directory for a wish, and a link in the way."""
+    output, aside = tmp_path / "out", tmp_path / "step-00000004"
+    (output / "save").mkdir(parents=True)
+    (output / "checkpoints").mkdir()
+    (output / "checkpoints/.step-x").symlink_to(tmp_path)
+    args = ["--engine", "plain", *TINY, "--steps", 4, "--save-every", 2, "save.keep=9", "train.eval_every=0"]
+    first = call(*args, output=output)
+    assert first.text.count("save asks for no checkpoint, for it cannot be removed: Is a directory") == 1
+    newest = output / "checkpoints/step-00000004"
+    before = newest.stat().st_ino
+    newest.rename(aside)
+    code = (
+        "import os, sys\n"
+        "from offload_trainer import cli\n"
+        "from offload_trainer.run import train\n"
+        "aside, newest, check = sys.argv.pop(1), sys.argv.pop(1), train._check\n"
+        "def ends_meanwhile(*given):\n"
+        "    check(*given)\n"
+        "    if os.path.exists(aside): os.rename(aside, newest)\n"
+        "train._check = ends_meanwhile\n"
+        "raise SystemExit(cli.main(sys.argv[1:]))"
+    )
+    words = [aside, newest, *args, "--output", output]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert "looking again" in done.stderr
+    assert f"resumed from {newest}, step 4" in done.stderr
+    assert newest.stat().st_ino == before
+    assert Run(0, "", output).losses == first.losses

@@ -1,0 +1,124 @@
+"""Safe by default: no pickle, no code of a model's own, no network, the user's umask, no path out of a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, reference
+from conftest import TINY, ask, call_and_kill, command, environment
+from saved import save
+
+from offload_trainer.checkpoint import read_manifest
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.model.source import resolve_model
+
+
+class Bomb:
+    """A pickle that leaves a file behind when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_no_pickle_is_loaded(tmp_path: Path) -> None:
+    """Weights that are only there as a pickle are refused; beside safetensors they are not looked at."""
+    ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
+    torch.save({"model.norm.weight": Bomb(tmp_path / "exploded")}, tmp_path / "pytorch_model.bin")
+    section = ModelSection(name=str(tmp_path), attention="eager")
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        resolve_model(section, seed=0)
+    reference(ARCHITECTURES["llama, untied"]).save_pretrained(tmp_path)
+    assert dict(resolve_model(section, seed=0).weights())
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_no_source_of_ours_reads_pickles() -> None:
+    package = Path(__file__).resolve().parents[2] / "offload_trainer"
+    for path in package.rglob("*.py"):
+        text = path.read_text()
+        assert "torch.load" not in text, path
+        assert "pickle" not in text.replace("nothing pickled", ""), path
+
+
+def test_a_model_s_own_code_does_not_run_unasked(tmp_path: Path) -> None:
+    auto = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UserError, match="trust_remote_code"):
+        resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_network_without_a_hub_id(tmp_path: Path) -> None:
+    """Nothing connects to anything that is not this machine: whatever Python code opens a connection is looked at."""
+    code = (
+        "import socket, sys\n"
+        "real = socket.socket.connect\n"
+        "def connect(self, address):\n"
+        "    assert self.family == socket.AF_UNIX or address[0] in ('127.0.0.1', 'localhost', '::1'), address\n"
+        "    return real(self, address)\n"
+        "socket.socket.connect = connect\n"
+        "def refuse(*_, **__): raise AssertionError(f'looked up {_}')\n"
+        "socket.getaddrinfo = refuse\n"
+        "from offload_trainer.cli import main; raise SystemExit(main(sys.argv[1:]))"
+    )
+    words = [*TINY, "--steps", 2, "--output", tmp_path / "out"]
+    done = subprocess.run(
+        [command()[0], "-c", code, *map(str, words)], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002])
+def test_files_are_made_with_the_user_s_umask(umask: int, drive: Path, tmp_path: Path) -> None:
+    """The run directory, its checkpoints, the page files, the token cache and exports."""
+    here = tmp_path / "drive"
+    here.mkdir(mode=0o777)
+    seen: dict[Path, int] = {}
+    before = os.umask(umask)
+    try:
+        words = ["--nvme", here, *TINY, "--steps", 4, "--optimizer", "nvme", "--save-every", 2]
+        words += [f"data.cache={tmp_path / 'cache'}"]
+
+        def look(lines: list[str]) -> bool:
+            if len(lines) == 3:
+                seen.update((path, path.lstat().st_mode) for path in (here / "offload-trainer").rglob("*"))
+            return len(lines) == 3
+
+        run = call_and_kill(*words, output=tmp_path / "out", when=look, number=0, hold=3)
+        assert run.code == 0, run.text
+        assert ask("export", tmp_path / "out", tmp_path / "hf").returncode == 0
+    finally:
+        os.umask(before)
+    assert {"state", "store.json", "progress", "weights"} <= {path.name for path in seen}
+    for folder in ("out", "cache", "hf"):
+        seen |= {path: path.lstat().st_mode for path in (tmp_path / folder).rglob("*")}
+    for path, mode in seen.items():
+        whole = 0o777 if stat.S_ISDIR(mode) else 0o666
+        assert stat.S_IMODE(mode) == whole & ~umask, f"{path}: {stat.S_IMODE(mode):o}"
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "model/../../outside", "link"])
+def test_paths_of_a_manifest_stay_inside(name: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "run", 1)
+    outside = checkpoint.parent / "outside"
+    outside.write_text("secret")
+    (checkpoint / "link").symlink_to(outside)
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    target = Path(name) if name.startswith("/") else checkpoint / name
+    data = target.read_bytes()
+    manifest["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="lies outside"):
+        read_manifest(checkpoint)

@@ -1,0 +1,40 @@
+"""Checkpoints without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
+from offload_trainer.manifest import crc32_of
+
+
+class Small:
+    """An engine whose state is one file of a few bytes, and its own snapshot."""
+
+    rank, world, behind = 0, 1, False
+
+    def snapshot(self) -> Small:
+        return self
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        for name in ("engine.json", "master.safetensors"):
+            (directory / name).write_text("{}")
+        return {"master.safetensors": {"bytes": 2, "crc32": crc32_of(directory / "master.safetensors")}}
+
+    def close(self) -> None:
+        pass
+
+
+def save(
+    output: Path, step: int, *, keep: int = 2, say: Callable[[str], None] = print, beside: Sequence[Path] = ()
+) -> Path:
+    """A checkpoint of the run in `output`."""
+    (output / "model").mkdir(exist_ok=True, parents=True)
+    (output / "model" / "config.json").write_text("{}")
+    record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")
+    root = output / "checkpoints"
+    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, beside=beside) as checkpoints:
+        checkpoints.save(Small(), TrainState(step=step, tokens=0, data_position=0))  # type: ignore[arg-type]
+    return root / f"step-{step:08d}"

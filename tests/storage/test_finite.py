@@ -1,0 +1,151 @@
+"""What cannot be a weight or a moment is neither saved, nor exported, nor trained on with."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, reference
+from bench_of_engines import batches, engine, model_directory, train
+from checkpoints import checkpoint_of
+from safetensors.torch import load_file, save_file
+
+from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, complete_checkpoints, read_manifest
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.export import gguf
+from offload_trainer.export.weights import export
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.formats import is_signed
+from offload_trainer.storage.finite import unusable
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("field", ["master", "exp_avg_sq"])
+def test_one_value_among_others_is_found_wherever_it_is(dtype: torch.dtype, field: str) -> None:
+    """At every place of the vector units' stretches and behind them."""
+    bad = [NAN, -NAN, INF, -INF] + [-1e-4] * (field == "exp_avg_sq")
+    for place in range(150):
+        values = torch.full((150,), 0.5, dtype=dtype)
+        assert unusable(values, signed=is_signed(field)) is None
+        values[place] = bad[place % len(bad)]
+        told = unusable(values, signed=is_signed(field))
+        assert told is not None
+        assert told.startswith("1 of 150")
+    assert unusable(torch.full((150,), -0.0, dtype=dtype), signed=is_signed(field)) is None
+    assert unusable(torch.empty(0, dtype=dtype), signed=is_signed(field)) is None
+    assert (unusable(torch.full((3,), -1.0, dtype=dtype), signed=is_signed(field)) is None) == (field == "master")
+
+
+def plant(made: Any, name: str, field: str, value: float) -> None:
+    """One value of one weight, where the engine keeps it."""
+    if hasattr(made, "_adam"):
+        master = made._masters[name]
+        held = master.data if field == "master" else made._adam.state[master][field]
+        held.view(-1)[5] = value
+    elif field == "fixed":
+        unit, place = made.offloaded.state.places[name]
+        made.offloaded.state.weights.put(unit.index, place.start, torch.tensor([value]))
+    else:
+        unit, place = made.offloaded.state.places[name]
+        values = made.offloaded.state.store.get(field, unit.index, place.start, place.weight.numel)
+        values[0] = value
+        made.offloaded.state.store.put(field, unit.index, place.start, place.weight.numel, values)
+        made.offloaded.state.put_away()
+
+
+def save(checkpoints: Checkpoints, made: Any, step: int) -> None:
+    checkpoints.save(made, TrainState(step=step, tokens=0, data_position=0))
+    checkpoints.settle()
+
+
+ENGINES = {
+    "plain": ["--engine", "plain"],
+    "fp32": ["--engine", "tiered", "optim.states=fp32"],
+    "bf16": ["--engine", "tiered", "optim.states=bf16"],
+    "8bit": ["--engine", "tiered", "optim.states=8bit"],
+    "frozen": ["--engine", "tiered", "model.freeze=[ln_f]"],
+}
+PLANTED = [
+    ("plain", "master", NAN),
+    ("plain", "exp_avg_sq", -1e-3),
+    ("fp32", "master", INF),
+    ("fp32", "exp_avg", NAN),
+    ("fp32", "exp_avg_sq", -1e-3),
+    ("bf16", "exp_avg_sq", -1e-3),
+    ("bf16", "exp_avg", -INF),
+    ("8bit", "exp_avg_scales", NAN),
+    ("8bit", "exp_avg_sq_scales", -1.0),
+    ("frozen", "fixed", NAN),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), PLANTED)
+def test_no_checkpoint_is_made_of_it_and_none_is_gone_back_to(
+    name: str, field: str, value: float, tmp_path: Path
+) -> None:
+    """With one kept, the good one stays. The same in a file that is loaded."""
+    model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
+    (tmp_path / "run/model").mkdir(parents=True)
+    record = RunRecord(identity={}, layout={}, run={}, model=tmp_path / "run/model")
+    root = tmp_path / "run/checkpoints"
+    weight = "transformer.ln_f.weight" if name == "frozen" else "transformer.h.0.mlp.c_fc.weight"
+    with engine(model, *ENGINES[name]) as made:
+        train(made, batches(2))
+        with Checkpoints(root, record=record, keep=1, need_bytes=10, say=print) as checkpoints:
+            save(checkpoints, made, 2)
+            good = root / "step-00000002"
+            made.load(good)
+            plant(made, weight, field, value)
+            with pytest.raises(TrainerError, match=rf"{weight}: of {field}, 1 of .*the older ones are untouched") as no:
+                save(checkpoints, made, 3)
+        assert not isinstance(no.value, UserError)
+        assert [path.name for path in root.iterdir()] == [good.name]
+        read_manifest(good)
+        file = good / f"{field}.safetensors"
+        held = load_file(file)
+        held[weight].view(-1)[-1] = value
+        save_file(held, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=rf"{field}\.safetensors: {weight}: 1 of .* no run can go on from it"):
+            made.load(good)
+
+
+@pytest.mark.parametrize("destination", ["hf fp16", "hf bf16", "hf fp32", "gguf fp16", "gguf fp32", "gguf q8_0"])
+def test_no_export_holds_a_nan(destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, with how many there are, whatever the file's type; nothing is left of the export."""
+    model = model_directory(tmp_path / "model", "gpt2", n_layer=1)
+    with engine(model, "--engine", "plain", "--dtype", "fp32") as made:
+        run = checkpoint_of(made, model, tmp_path / "run")
+    checkpoint = complete_checkpoints(run / "checkpoints")[0]
+    held = load_file(checkpoint / "master.safetensors")
+    held["transformer.wte.weight"][7] = NAN
+    held["transformer.ln_f.bias"][0] = -INF
+    save_file(held, checkpoint / "master.safetensors", metadata={"format": "pt"})
+    told = json.loads((checkpoint / "MANIFEST.json").read_text())
+    data = (checkpoint / "master.safetensors").read_bytes()
+    told["files"]["master.safetensors"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(told))
+    monkeypatch.setattr(gguf, "add_tokenizer", lambda *_, **__: None)  # there is none, and it is not what this is about
+    kind, dtype = destination.split()
+    before = set(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"2 weights cannot be used: .*wte\.weight \(72 of 15192") as refused:
+        export(run, tmp_path / f"out{'.gguf' if kind == 'gguf' else ''}", dtype=dtype, check=False)
+    assert "ln_f.bias (1 of 72 values are NaN or infinite)" in str(refused.value)
+    assert "bf16" not in str(refused.value)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_no_training_begins_from_a_nan(tmp_path: Path) -> None:
+    made = reference(ARCHITECTURES["llama, untied"])
+    with torch.no_grad():
+        made.lm_head.weight[3, 1] = NAN
+    made.save_pretrained(tmp_path)
+    source = resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
+    with pytest.raises(UserError, match=r"lm_head\.weight: 1 of .* no training can begin"):
+        dict(source.weights())

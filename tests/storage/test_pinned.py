@@ -1,0 +1,71 @@
+"""Pinned host memory: CUDA lets go of it while it is still there, as soon as nothing holds it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.cuda import CudaDevice
+from offload_trainer.storage import host_memory
+
+
+def is_mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+class Runtime:
+    """cudart's two calls, noted."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.pinned, self.freed = code, set[int](), list[tuple[int, bool]]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.pinned.add(address)
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pinned.remove(address)
+        self.freed.append((address, is_mapped(address)))
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def test_it_is_let_go_of_with_its_last_view_and_before_it_is_unmapped(runtime: Runtime) -> None:
+    buffer = host_memory.host_buffer(1 << 20, pinned=True)
+    view = buffer[4096:8192].view(torch.float32)
+    del buffer
+    gc.collect()
+    assert len(runtime.pinned) == 1
+    assert not runtime.freed
+    del view
+    gc.collect()
+    assert not runtime.pinned
+    assert [mapped for _, mapped in runtime.freed] == [True]
+
+
+def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever holds the device longer than it is used, as an engine does until it is collected."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda place: SimpleNamespace())
+    device = CudaDevice(torch.device("cpu"), staging_bytes=8192, stagings=2)
+    assert len(runtime.pinned) == 2
+    device.close()
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_what_cannot_be_pinned_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
+    with pytest.raises(TrainerError, match=r"CUDA cannot pin 8\.19 kB of host memory \(error 2\)"):
+        host_memory.host_buffer(8192, pinned=True)

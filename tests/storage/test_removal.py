@@ -1,0 +1,340 @@
+"""What is deleted: by one function, only what this program has made and marked, whatever else has such a name.
+
+`test_every_removal_is_known` walks the code. Everything that removes, renames or replaces a name is in a table here.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from workplaces import NOBODY, ROOT, WHAT, dead_lease, died
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.storage import removal
+from offload_trainer.storage.lease import DriveLease, dead_runs
+from offload_trainer.storage.removal import (
+    MARK,
+    NotOurs,
+    Workplace,
+    anew,
+    clear,
+    made_as,
+    remove,
+    remove_dead,
+    replacing,
+)
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+# -- the code --------------------------------------------------------------------------------------------------------
+
+RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirectory"}
+SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
+THE_ONE = "offload_trainer/storage/removal.py"
+SINGLE_FILES = {
+    ("offload_trainer/data/tokenfile.py", "unlink"): "our temporary, and a sidecar of other content beside new ids",
+    ("offload_trainer/data/tokenfile.py", "replace"): "a finished token file takes its name",
+    ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
+    ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
+    ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",
+    ("offload_trainer/run/directory.py", "ftruncate"): "the lock file that this run holds",
+    ("offload_trainer/storage/durable.py", "unlink"): "our temporary, by a name with our process's number",
+    ("offload_trainer/storage/durable.py", "replace"): "the one atomic replacement of a file",
+    ("offload_trainer/storage/durable.py", "rename"): "what is finished takes its name",
+    ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
+}
+# The soak's world, which it makes with mkdtemp. Tests remove what they have made below tmp_path.
+ELSEWHERE = {"soak.py", "soak_world.py"}
+
+
+def removals(path: Path) -> set[str]:
+    """The names of what a module calls that removes, renames or cuts something."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile"):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, on = node.func.attr, getattr(node.func.value, "id", "")
+            of_a_path = name == "replace" and len(node.args) == 1 and not node.keywords  # texts' takes two
+            if name not in ("replace", "remove", "move") or on in ("os", "shutil") or of_a_path:
+                found.add(name)
+    return found & (RECURSIVE | SINGLE)
+
+
+def test_every_removal_is_known() -> None:
+    """Recursive ones go through `removal`; files that are unlinked, renamed or replaced are in the table."""
+    seen = set()
+    for path in sorted((HOUSE / "offload_trainer").rglob("*.py")):
+        name = path.relative_to(HOUSE).as_posix()
+        for call in removals(path) if name != THE_ONE else ():
+            assert call not in RECURSIVE, f"{name}: {call}: directories are removed by {THE_ONE}"
+            assert (name, call) in SINGLE_FILES, f"{name}: {call}: why? Name it in the table, or use durable.write_text"
+            seen.add((name, call))
+    assert seen == set(SINGLE_FILES), "the table names what is not there"
+    for path in sorted(path for room in ("scripts", "benchmarks", "soak") for path in (HOUSE / room).glob("*.py")):
+        assert path.name in ELSEWHERE or not removals(path) & RECURSIVE, f"{path.name} removes directories"
+    for path in [*(HOUSE / "scripts").glob("*.sh"), *(HOUSE / "offload_trainer").rglob("*.sh")]:
+        assert "rm -r" not in path.read_text(), path
+
+
+def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
+    for text, name in (
+        ("import shutil\nshutil.rmtree('x')", "rmtree"),
+        ("from shutil import rmtree", "rmtree"),
+        ("import os\nos.removedirs('x')", "removedirs"),
+        ("path.rmdir()", "rmdir"),
+        ("import os\nos.rmdir('x', dir_fd=3)", "rmdir"),
+        ("import shutil\nshutil.move('x', 'y')", "move"),
+        ("import tempfile\nwith tempfile.TemporaryDirectory(dir='x') as y: pass", "TemporaryDirectory"),
+        ("path.unlink(missing_ok=True)", "unlink"),
+        ("import os\nos.replace('x', 'y')", "replace"),
+        ("path.replace(other)", "replace"),
+        ("import os\nos.remove('x')", "remove"),
+    ):
+        (tmp_path / "x.py").write_text(text)
+        assert removals(tmp_path / "x.py") == {name}, text
+    (tmp_path / "x.py").write_text("'a'.replace('b', 'c'); [1].remove(1); replace(x, a=1); file.move(1)")
+    assert removals(tmp_path / "x.py") == set()
+
+
+# -- what a start removes on a drive -----------------------------------------------------------------------------------
+
+
+def run_directory(root: Path, name: str) -> Path:
+    """A run directory of the user's, finished: its .lock is empty and nobody holds it."""
+    run = root / name
+    (run / "checkpoints/step-00000002").mkdir(parents=True)
+    (run / "checkpoints/step-00000002/MANIFEST.json").write_text("{}")
+    (run / ".lock").touch()
+    return run
+
+
+def an_export(root: Path) -> Path:
+    (root / "run-0badcafe").mkdir()
+    (root / "run-0badcafe/model.safetensors").write_text("weights")
+    return root / "run-0badcafe"
+
+
+def renamed(root: Path) -> Path:
+    return dead_lease(root).rename(root / "run-00000001")
+
+
+def other_mark(root: Path) -> Path:
+    return died(Workplace(root / "run-0000dead", what="the export to"))
+
+
+def linked(root: Path) -> Path:
+    elsewhere = dead_lease(root.parent)
+    (root / "run-0000dead").symlink_to(elsewhere)
+    return elsewhere
+
+
+def linked_mark(root: Path) -> Path:
+    run = run_directory(root, "run-0000dead")
+    elsewhere = dead_lease(root.parent)
+    (run / MARK).unlink()
+    (run / MARK).symlink_to(elsewhere / MARK)
+    return run
+
+
+def piped_mark(root: Path) -> Path:
+    run = run_directory(root, "run-0000dead")
+    (run / MARK).unlink()
+    os.mkfifo(run / MARK)
+    return run
+
+
+def folder_as_mark(root: Path) -> Path:
+    run = run_directory(root, "run-0000dead")
+    (run / MARK).unlink()
+    (run / MARK).mkdir()
+    return run
+
+
+def without_locks(root: Path) -> Path:
+    lease = dead_lease(root)
+    (lease / MARK).write_bytes(removal._content(f"{WHAT} (no locks here)", lease.name))
+    return lease
+
+
+def anothers(root: Path) -> Path:
+    lease = dead_lease(root)
+    for path in (lease, *lease.iterdir()):
+        os.chown(path, NOBODY, NOBODY)
+    return lease
+
+
+def anothers_mark(root: Path) -> Path:
+    lease = dead_lease(root)
+    os.chown(lease / MARK, NOBODY, NOBODY)
+    return lease
+
+
+STAYS: dict[str, Callable[[Path], Path]] = {
+    "a run directory": lambda root: run_directory(root, "run-xl"),
+    "a run directory with a lease's name": lambda root: run_directory(root, "run-0123abcd"),
+    "an export": an_export,
+    "a lease that was renamed": renamed,
+    "a workplace for something else": other_mark,
+    "a link to a dead lease": linked,
+    "a link as mark": linked_mark,
+    "a pipe as mark": piped_mark,
+    "a directory as mark": folder_as_mark,
+    "a lease made where there were no locks": without_locks,
+    "another user's": anothers,
+    "another user's mark": anothers_mark,
+}
+
+
+@pytest.mark.parametrize("case", STAYS)
+def test_what_a_lease_did_not_make_stays(case: str, tmp_path: Path) -> None:
+    """Nor does the plan count it as free."""
+    if case.startswith("another") and os.geteuid() != 0:
+        pytest.skip("only root can make another user's files")
+    root = tmp_path / "offload-trainer"
+    root.mkdir()
+    kept = STAYS[case](root)
+    before = sorted(path for path in kept.rglob("*"))
+    assert before
+    assert dead_runs(tmp_path) == []
+    said: list[str] = []
+    with DriveLease(tmp_path, say=said.append) as lease:
+        assert lease.removed == []
+    assert sorted(path for path in kept.rglob("*")) == before
+    assert said == []
+
+
+def test_a_bench_says_what_it_removes(tmp_path: Path) -> None:
+    from offload_trainer.machine.bench import Budget, bench_machine
+    from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.storage.transfer import ThreadedTransfers
+
+    (tmp_path / "offload-trainer").mkdir()
+    left = dead_lease(tmp_path / "offload-trainer")
+    machine = probe_machine(drives=(str(tmp_path),), output=str(tmp_path))
+    said: list[str] = []
+    budget = Budget(drive_bytes=1 << 20, drive_seconds=0.01, try_seconds=0.01, update_elements=1000)
+    bench_machine(
+        machine,
+        transfers={"threads": lambda: ThreadedTransfers(threads=1)},
+        updates=[],
+        dtypes=[],
+        budget=budget,
+        say=said.append,
+    )
+    assert not left.exists()
+    assert f"{left.parent}: removed what 1 run(s) left that died" in said
+
+
+# -- the one function --------------------------------------------------------------------------------------------------
+
+
+def test_no_link_is_followed_and_nothing_outside_touched(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "work").write_text("precious")
+    with Workplace(tmp_path / "place", what="a test in") as place:
+        (place.path / "link").symlink_to(outside)
+        (place.path / "below").mkdir()
+        (place.path / "below/link").symlink_to(outside / "work")
+        (place.path / "below/dangling").symlink_to(tmp_path / "nowhere")
+    assert not place.path.exists()
+    assert (outside / "work").read_text() == "precious"
+
+
+@ROOT
+def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
+    said: list[str] = []
+    place = Workplace(tmp_path / "place", what="a test in", say=said.append)
+    (place.path / "mounted").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place.path / "mounted")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (place.path / "mounted/work").write_text("precious")
+        place.close()
+        assert (place.path / "mounted/work").read_text() == "precious"
+        assert "another filesystem is mounted there" in said[0]
+    finally:
+        subprocess.run(["umount", "-l", place.path / "mounted"], check=True)
+    remove_dead(place.path, what="a test in")
+    assert not place.path.exists()
+
+
+def test_a_removal_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark goes last, wherever a kill falls."""
+    unlink, left = os.unlink, 0
+
+    def dying(*args: object, **words: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        unlink(*args, **words)  # type: ignore[arg-type]
+
+    for left_alone in range(6):
+        place = Workplace(tmp_path / "place", what="a test in")
+        for name in "abcd":
+            (place.path / name).write_text(name)
+        monkeypatch.setattr(os, "unlink", dying)
+        left = left_alone
+        if left_alone < 5:
+            with pytest.raises(KeyboardInterrupt):
+                place.close()
+            monkeypatch.setattr(os, "unlink", unlink)
+            remove_dead(place.path, what="a test in")
+        else:
+            place.close()
+        assert not place.path.exists()
+
+
+def test_what_is_in_use_is_not_removed(tmp_path: Path) -> None:
+    with Workplace(tmp_path / "place", what="a test in") as place, pytest.raises(BlockingIOError):
+        remove_dead(place.path, what="a test in")
+    with pytest.raises(FileNotFoundError):
+        remove_dead(tmp_path / "place", what="a test in")
+    with pytest.raises(NotOurs):
+        remove(tmp_path, made_as("a test in", tmp_path.name))
+
+
+def test_a_place_is_made_anew_only_over_its_own_kind(tmp_path: Path) -> None:
+    (died(Workplace(tmp_path / "demo", what="the demo in")) / "old").touch()
+    assert list(anew(tmp_path / "demo", what="the demo in").iterdir()) == [tmp_path / "demo" / MARK]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/work").touch()
+    with pytest.raises(NotOurs, match="this program did not make it"):
+        anew(tmp_path / "mine", what="the demo in")
+    assert (tmp_path / "mine/work").exists()
+
+
+def test_what_a_kill_left_of_an_exchange_goes_back(tmp_path: Path) -> None:
+    """Where two names cannot be exchanged, the only whole one lies in the workplace for an instant."""
+    final = tmp_path / "hf"
+    place = Workplace(removal.workplace_of(final), what="the export to")
+    (place.path / removal.REPLACED).mkdir()
+    (place.path / removal.REPLACED / "weights").write_text("whole")
+    died(place)
+    with pytest.raises(ZeroDivisionError), replacing(final, what="the export to"):
+        1 / 0  # noqa: B018
+    assert (final / "weights").read_text() == "whole"
+    assert sorted(tmp_path.iterdir()) == [final]
+
+
+def test_an_export_does_not_remove_what_is_in_its_way(tmp_path: Path) -> None:
+    """`.NAME.tmp` may be anything of the user's."""
+    mine = tmp_path / ".hf.tmp"
+    mine.mkdir()
+    (mine / "work").write_text("precious")
+    with pytest.raises(TrainerError, match=r"\.hf\.tmp is in the way of hf and stays.*this program did not make it"):
+        clear(tmp_path / "hf", what="the export to")
+    with (
+        Workplace(tmp_path / ".x.tmp", what="the export to"),
+        pytest.raises(TrainerError, match="another process is writing x there"),
+    ):
+        clear(tmp_path / "x", what="the export to")
+    assert (mine / "work").read_text() == "precious"

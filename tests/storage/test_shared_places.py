@@ -1,0 +1,551 @@
+"""Places that others can reach too: drives, run directories, caches. Owner, mode, links and locks, as tables.
+
+Locks on this machine's filesystem, and on stand-ins for filesystems of a network (`FILESYSTEMS`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import pwd
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from saved import save
+from workplaces import NOBODY, ROOT, dead_lease, died
+
+from offload_trainer.checkpoint import find_resume, reading
+from offload_trainer.engine import op_builder
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine import cache
+from offload_trainer.optim import kernel_cache
+from offload_trainer.places import cache_directory
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.retention import bytes_that_go, complete_checkpoints
+from offload_trainer.run.directory import Log, held, refuse_second
+from offload_trainer.storage import durable, locks
+from offload_trainer.storage.lease import DriveLease, dead_runs, is_alive, root_of
+from offload_trainer.storage.removal import Workplace, clear
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+flock = fcntl.flock
+
+
+def nfs(descriptor: int, operation: int) -> None:
+    """NFS and CIFS: locks are the server's, by byte ranges: an exclusive one wants a descriptor that may write."""
+    mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    if (operation & fcntl.LOCK_EX and mode == os.O_RDONLY) or (operation & fcntl.LOCK_SH and mode == os.O_WRONLY):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    flock(descriptor, operation)
+
+
+def refusing(number: int) -> Callable[[int, int], None]:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+FILESYSTEMS = {
+    "local": flock,
+    "nfs": nfs,
+    "ENOLCK": refusing(errno.ENOLCK),  # an NFS server whose lock daemon does not answer
+    "ENOSYS": refusing(errno.ENOSYS),  # Lustre without -o flock
+    "EOPNOTSUPP": refusing(errno.EOPNOTSUPP),
+}
+
+
+@pytest.fixture(params=FILESYSTEMS)
+def filesystem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(fcntl, "flock", FILESYSTEMS[request.param])
+    return request.param
+
+
+def test_drives(filesystem: str, tmp_path: Path) -> None:
+    """Where there are locks the dead go and the living stay; where there are none all stays, and that is said."""
+    works = filesystem in ("local", "nfs")
+    root_of(tmp_path).mkdir()
+    left = dead_lease(root_of(tmp_path))
+    said: list[str] = []
+    assert dead_runs(tmp_path) == ([left] if works else [])
+    with DriveLease(tmp_path, say=said.append) as one, DriveLease(tmp_path, say=said.append) as two:
+        assert one.removed == ([left] if works else [])
+        assert two.removed == []
+        assert left.exists() != works
+        assert one.path.exists()
+        if works:
+            assert is_alive(one.path)
+        else:
+            with pytest.raises(UserError, match=r"whether its run is alive cannot be known.*export its newest"):
+                is_alive(one.path)
+    assert not one.path.exists()  # its own process knows that it is its own
+    assert not two.path.exists()
+    notes = [line for line in said if "locks do not work on" in line]
+    assert len(notes) == (0 if works else 2)  # once for each
+
+
+def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
+    works = filesystem in ("local", "nfs")
+    said: list[str] = []
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=2, say=said.append)
+    root = tmp_path / "checkpoints"
+    assert [path.name[-1] for path in complete_checkpoints(root)] == (["2", "3"] if works else ["1", "2", "3"])
+    assert any("older checkpoints are not pruned: locks do not work there" in line for line in said) != works
+    oldest = complete_checkpoints(root)[0]
+    with reading(oldest):
+        save(tmp_path, 4, keep=1, say=said.append)
+        assert oldest.exists()
+    save(tmp_path, 5, keep=1, say=said.append)
+    assert len(complete_checkpoints(root)) == (1 if works else 5)
+
+
+def test_what_a_killed_save_leaves(filesystem: str, tmp_path: Path) -> None:
+    """Without locks it may be another process's that lives: that is told before anything is trained."""
+    died(Workplace(tmp_path / ".step-00000004.tmp", what="the checkpoint being written,"))
+    if filesystem in ("local", "nfs"):
+        clear(tmp_path / "step-00000004", what="the checkpoint being written,")
+        assert list(tmp_path.iterdir()) == []
+    else:
+        with pytest.raises(TrainerError, match=r"is in the way of step-00000004 and stays.*If nobody needs it, remove"):
+            clear(tmp_path / "step-00000004", what="the checkpoint being written,")
+
+
+def test_run_directories(filesystem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "run"
+    refuse_second(output)
+    with held(output, Log(loud=True)), ExitStack() as stack:
+        if filesystem in ("local", "nfs"):
+            with pytest.raises(UserError, match="another run is writing there"):
+                refuse_second(output)
+            with pytest.raises(UserError, match="another run is writing there"):
+                stack.enter_context(held(output, Log(loud=True)))
+            assert capsys.readouterr().err == ""
+        else:
+            refuse_second(output)
+            assert "Nothing keeps a second run out of this directory" in capsys.readouterr().err
+    refuse_second(output)
+
+
+def test_a_turn_is_waited_for_with_words_and_not_for_ever(filesystem: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    if filesystem not in ("local", "nfs"):
+        with pytest.raises(locks.NoLocks), locks.turn(tmp_path / "turn", say=said.append):
+            pass
+        return
+    with locks.turn(tmp_path / "turn", say=said.append):
+        second = locks.turn(tmp_path / "turn", say=said.append, patience=0)
+        with pytest.raises(TrainerError, match="turn: another process has held this lock for 0 s"):
+            second.__enter__()
+        assert said == []
+    descriptor = locks.open_lock(tmp_path / "turn")
+    locks.take(descriptor)
+
+    def hear(line: str) -> None:
+        said.append(line)
+        os.close(descriptor)
+
+    with locks.turn(tmp_path / "turn", say=hear):
+        assert "turn, which another process holds; for at most 60 s" in said[0]
+
+
+# -- owners and links on a drive ---------------------------------------------------------------------------------------
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    path.with_name("elsewhere").mkdir()
+    dead_lease(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def a_file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+    dead_lease(path)
+
+
+THINGS = {"pipe": a_pipe, "link": a_link, "dangling link": a_dangling_link, "file": a_file, "directory": a_directory}
+
+
+@ROOT
+@pytest.mark.parametrize("thing", THINGS)
+def test_another_user_has_the_name_on_the_drive(thing: str, tmp_path: Path) -> None:
+    """Whatever it is, it is neither entered nor changed, and holds nobody up: this user gets a name of their own."""
+    taken = tmp_path / "offload-trainer"
+    THINGS[thing](taken)
+    for path in (taken, *(taken.rglob("*") if thing == "directory" else ())):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    before = sorted(tmp_path.rglob("*"))
+    with DriveLease(tmp_path) as lease:
+        assert lease.path.parent == tmp_path / f"offload-trainer-{os.geteuid()}"
+        assert lease.removed == []
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, lease.path.parent])
+    assert dead_runs(tmp_path) == []
+
+
+@pytest.mark.parametrize("thing", [thing for thing in THINGS if thing != "directory"])
+def test_this_user_has_put_something_else_there(thing: str, tmp_path: Path) -> None:
+    """Told when the run is planned, before anything is written."""
+    THINGS[thing](tmp_path / "offload-trainer")
+    for ask in (dead_runs, DriveLease):
+        with pytest.raises(
+            UserError, match=r"offload-trainer is a link or a file of yours.*move it away, or name anoth"
+        ):
+            ask(tmp_path)
+
+
+def test_nothing_is_called_removed_that_stayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root_of(tmp_path).mkdir()
+    left = dead_lease(root_of(tmp_path))
+
+    def refused(name: object, **words: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), name)
+
+    said: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refused)
+        lease = DriveLease(tmp_path, say=said.append)
+    assert lease.removed == []
+    assert said == [f"note: {left}, which a dead run left, stays: Operation not permitted: state"]
+    lease.close()
+
+
+@pytest.mark.parametrize("thing", ["a lock that is held", "a pipe"])
+def test_nothing_beside_the_leases_holds_a_start_up(thing: str, tmp_path: Path) -> None:
+    """There is no lock around all of them that somebody else could hold."""
+    root_of(tmp_path).mkdir()
+    place = root_of(tmp_path) / ".lock"
+    if thing == "a pipe":
+        os.mkfifo(place)
+    else:
+        flock(os.open(place, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+    left = dead_lease(root_of(tmp_path))
+    with DriveLease(tmp_path) as lease:
+        assert lease.removed == [left]
+
+
+@ROOT
+def test_both_names_are_taken(tmp_path: Path) -> None:
+    for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
+        (tmp_path / name).mkdir()
+        os.chown(tmp_path / name, NOBODY, NOBODY)
+    with pytest.raises(
+        UserError, match=r"offload-trainer-0 is a directory of others.*name another directory with --nv"
+    ):
+        DriveLease(tmp_path)
+
+
+LEASES = """
+import os, sys, time
+from pathlib import Path
+from offload_trainer.storage.lease import DriveLease, dead_runs
+os.umask(0o022)
+os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))
+with DriveLease(Path(sys.argv[1])) as lease:
+    (lease.path / "state").write_text("x")
+    print(lease.path.parent.name, len(dead_runs(Path(sys.argv[1]))), flush=True)
+    if sys.argv[3] == "die":
+        os.kill(os.getpid(), 9)
+"""
+
+
+@ROOT
+def test_two_users_share_a_drive() -> None:
+    """One of 1777, as /tmp: each works, clears what their own dead runs left, and no other's."""
+    drive = Path(subprocess.check_output(["mktemp", "-d", "/tmp/shared-drive-XXXXXX"], text=True).strip())
+    drive.chmod(0o1777)
+    house = str(Path(__file__).resolve().parents[2])
+
+    def leases(user: int, how: str) -> str:
+        command = [sys.executable, "-c", LEASES, drive, str(user), how]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=house)
+        assert done.returncode in (0, -9), done.stderr
+        return done.stdout.strip()
+
+    try:
+        assert leases(12345, "die") == "offload-trainer 0"
+        assert leases(12346, "die") == "offload-trainer-12346 0"
+        left = sorted(path.parent.name for path in drive.glob("*/run-*"))
+        assert left == ["offload-trainer", "offload-trainer-12346"]
+        assert dead_runs(drive) == []  # for a third user, root
+        leases(12346, "end")
+        assert [path.parent.name for path in drive.glob("*/run-*")] == ["offload-trainer"]
+        leases(12345, "end")
+        assert list(drive.glob("*/run-*")) == []
+    finally:
+        subprocess.run(["find", drive, "-delete"], check=True)
+
+
+# -- locks that are no locks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_run_directory_whose_lock_is_none(thing: str, tmp_path: Path) -> None:
+    """A pipe would hold a start up for ever, a link be followed."""
+    (tmp_path / "out").mkdir()
+    if thing == "file":
+        (tmp_path / "out/.lock").write_text("")
+        return
+    THINGS[thing](tmp_path / "out/.lock")
+    for ask in (lambda: refuse_second(tmp_path / "out"), lambda: held(tmp_path / "out", Log(loud=False)).__enter__()):
+        with pytest.raises(UserError, match=r"\.lock cannot be a run's lock: .*; move it away"):
+            ask()
+
+
+def test_a_place_on_a_drive_that_is_not_mounted(tmp_path: Path) -> None:
+    """Nothing starts anew where there may be checkpoints."""
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "checkpoints").symlink_to(tmp_path / "mnt/checkpoints")
+    for wish in ("auto", "never"):
+        with pytest.raises(UserError, match=r"checkpoints is a link to .*mnt/checkpoints, which is not there: a drive"):
+            find_resume(wish, output=output)
+    (tmp_path / "run").symlink_to(tmp_path / "mnt/run")
+    with pytest.raises(UserError, match=r"run is a link to .*mnt/run, which is not there"):
+        find_resume("auto", output=tmp_path / "run")
+    (tmp_path / "mnt/checkpoints").mkdir(parents=True)
+    assert find_resume("auto", output=output) is None
+
+
+@ROOT
+def test_another_users_checkpoints_are_not_counted_as_free(tmp_path: Path) -> None:
+    """What a plan counts on is what the run will be able to remove."""
+    said: list[str] = []
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9, say=said.append)
+    root = tmp_path / "checkpoints"
+    whole = bytes_that_go(root)
+    for path in (root / "step-00000001", *(root / "step-00000001").rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    assert 0 < bytes_that_go(root) < whole
+    save(tmp_path, 4, keep=1, say=said.append)
+    assert [path.name for path in complete_checkpoints(root)] == ["step-00000001", "step-00000004"]
+    assert any("step-00000001 is not pruned" in line for line in said)
+
+
+# -- power cuts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is made to last and renamed, in order."""
+    order: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        order.append(f"sync {os.readlink(f'/proc/self/fd/{descriptor}')}")
+        fsync(descriptor)
+
+    def noted_rename(old: Path, new: Path, **words: object) -> None:
+        order.append(f"name {new}")
+        rename(old, new, **words)  # type: ignore[arg-type]
+
+    def noted_replace(old: Path, new: Path) -> None:
+        order.append(f"name {new}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    return order
+
+
+def test_lines_of_metrics_last_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    final = save(tmp_path, 1, beside=[tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"])
+    assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
+
+
+def test_new_parents_of_a_directory_last(synced: list[str], tmp_path: Path) -> None:
+    with held(tmp_path / "a/b/c", Log(loud=False)):
+        assert synced[:3] == [f"sync {tmp_path}", f"sync {tmp_path}/a", f"sync {tmp_path}/a/b"]
+
+
+def test_a_file_that_is_replaced_is_whole_at_any_moment(synced: list[str], tmp_path: Path) -> None:
+    durable.write_text(tmp_path / "x", "old")
+    synced.clear()
+    durable.write_text(tmp_path / "x", "new")
+    assert [line.split()[0] for line in synced] == ["sync", "name", "sync"]
+    assert synced[2] == f"sync {tmp_path}"
+    # a link that somebody has put in the place of the temporary is not followed
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / f".x.{os.getpid()}.tmp").symlink_to("precious")
+    durable.write_text(tmp_path / "x", "newest")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "x").read_text() == "newest"
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Builds a small kernel in a cache of its own; `build.count` counts the compilations."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "small.cpp"
+    source.write_text(SOURCE)
+    compile_, counted, copies = kernel_cache._compile, [], []
+
+    def counting(*args: object, **words: object) -> None:
+        counted.append(1)
+        compile_(*args, **words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernel_cache, "_compile", counting)
+
+    def build() -> Path:
+        path = kernel_cache.built(source, flags=("-shared", "-fPIC"))
+        build.count = len(counted)  # type: ignore[attr-defined]
+        copies.append(tmp_path / f"{len(copies)}.so")  # for what is mapped here must not be damaged
+        copies[-1].write_bytes(path.read_bytes())
+        assert ctypes.CDLL(str(copies[-1])).answer() == 42
+        return path
+
+    return build
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda library: os.truncate(library, 1000),
+    "emptied, as after a power cut": lambda library: os.truncate(library, 0),
+    "a flipped bit": lambda library: library.write_bytes(
+        bytes([library.read_bytes()[0] ^ 1]) + library.read_bytes()[1:]
+    ),
+    "without its sum": lambda library: library.with_name("small.so.sha256").unlink(),
+    "a sum that is no text": lambda library: library.with_name("small.so.sha256").write_bytes(b"\xff"),
+    "a link": lambda library: (library.rename(library.with_name("y")), library.symlink_to("y")),
+    "a pipe": lambda library: (library.unlink(), os.mkfifo(library)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_kernel_is_built_again(damage: str, kernel: Callable[[], Path]) -> None:
+    """And never loaded: a shared library that is cut short ends the process with SIGBUS."""
+    library = kernel()
+    kernel()
+    assert kernel.count == 1  # type: ignore[attr-defined]
+    DAMAGE[damage](library)
+    kernel()
+    assert kernel.count == 2  # type: ignore[attr-defined]
+
+
+def test_kernels_lie_where_only_this_user_writes(
+    filesystem: str, kernel: Callable[[], Path], synced: list[str], tmp_path: Path
+) -> None:
+    library = kernel()
+    assert library.is_relative_to(tmp_path / "cache/kernels")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (library.parent, library.parent.parent)] == [0o700, 0o700]
+    assert f"name {library}" in synced  # after its bytes are on the disk
+    assert synced[synced.index(f"name {library}") - 1].startswith(f"sync {library.parent}/.small.so.")
+    os.chmod(library.parent, 0o777)
+    kernel()
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+
+
+@ROOT
+def test_kernels_that_another_user_may_have_planted_are_not_loaded(kernel: Callable[[], Path], tmp_path: Path) -> None:
+    library = kernel()
+    cache = tmp_path / "cache"
+    os.chown(library, NOBODY, NOBODY)
+    kernel()
+    assert kernel.count == 2  # type: ignore[attr-defined]
+    for place in (library.parent, library.parent.parent, cache):
+        os.chown(place, NOBODY, NOBODY)
+        with pytest.raises(TrainerError, match=r"belongs to another user.*OFFLOAD_TRAINER_CACHE"):
+            kernel()
+        os.chown(place, 0, 0)
+    cache.rename(tmp_path / "planted")
+    cache.symlink_to("planted")
+    with pytest.raises(TrainerError, match="is a link"):
+        kernel()
+    cache.unlink()
+    (tmp_path / "planted").rename(cache)
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(TrainerError, match="anybody may change"):
+        kernel()
+    os.chmod(tmp_path, 0o1777)
+    kernel()
+    assert kernel.count == 2  # type: ignore[attr-defined]
+
+
+def test_rates_kept_by_several_at_once_are_all_kept(
+    filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    """Each thread opens the lock for itself, as a process would."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "new" / "cache"))
+    machine = MachineProfile(gpu=None, gpu_bytes=0, ram_bytes=1, cores=1, drives=(), output=DriveFacts("/", 1, "ext4"))
+    cache.keep_rates(machine)
+    assert f"sync {tmp_path}/new" in synced
+    written = synced.index(f"name {cache.cache_file()}")
+    assert synced[written - 1].startswith("sync ")
+
+    def work(name: str) -> None:
+        for number in range(5):
+            cache.keep_ratios(machine, {f"{name}.{number}": 1.5})
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
+        thread.start()
+    for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
+        thread.join()
+    kept = cache.with_cached_rates(machine).rates.corrections
+    assert len(kept) == (20 if filesystem in ("local", "nfs") else 5)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before anything is measured; a home that nobody knows is told as well."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
+    with pytest.raises(UserError, match=r"machine\.json: rates cannot be kept there.*OFFLOAD_TRAINER_CACHE"):
+        cache.refuse_unwritable()
+    for name in ("OFFLOAD_TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(number: int) -> object:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(UserError, match=r"no cache directory.*Set HOME, or name one with OFFLOAD_TRAINER_CACHE"):
+        cache_directory()
+
+
+def test_directories_of_torchs_extensions_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`doctor` and `bench` look there, and go on without."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
+    assert not op_builder.is_built("async_io")
+    assert op_builder.stale_locks() == []
+    with pytest.raises(TrainerError, match=r"cpu_adam could not be built: Not a directory.*TORCH_EXTENSIONS_DIR"):
+        op_builder._load(SimpleNamespace(name="cpu_adam"))
+
+
+def test_builds_of_torchs_extensions_take_turns(
+    filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks nobody knows whether a build is alive, and its lock is not removed."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    removed: list[Path] = []
+    monkeypatch.setattr(op_builder, "remove_stale_lock", removed.append)
+    assert op_builder._load(SimpleNamespace(name="cpu_adam", load=lambda verbose: "op")) == "op"
+    assert len(removed) == (filesystem in ("local", "nfs"))

@@ -1,0 +1,142 @@
+"""Bytes to and from drives: all of them, or a message that says what happened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.store import WriteBackCache
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Future, ThreadedTransfers
+
+
+@pytest.fixture
+def transfers() -> Iterator[ThreadedTransfers]:
+    made = ThreadedTransfers(threads=3, block=8192)
+    yield made
+    made.close()
+
+
+def filled(size: int, seed: int) -> torch.Tensor:
+    buffer = host_buffer(size)
+    generator = torch.Generator().manual_seed(seed)
+    return buffer.copy_(torch.randint(256, (size,), dtype=torch.uint8, generator=generator))
+
+
+def test_many_at_once_arrive_whole(transfers: ThreadedTransfers, drive: Path) -> None:
+    file = DriveFile(drive / "many", 40 * 20480)
+    written = [filled(20480, seed) for seed in range(40)]
+    for future in [transfers.write(file, number * 20480, data) for number, data in enumerate(written)]:
+        future.wait()
+    read = [host_buffer(20480) for _ in written]
+    for future in [transfers.read(file, number * 20480, data) for number, data in enumerate(read)]:
+        future.wait()
+    assert all(map(torch.equal, read, written))
+    assert (drive / "many").stat().st_blocks * 512 >= file.size
+    file.close()
+
+
+def test_a_new_file_holds_zeros(transfers: ThreadedTransfers, drive: Path) -> None:
+    file, data = DriveFile(drive / "new", 8192), filled(8192, 1)
+    transfers.read(file, 0, data).wait()
+    assert not data.any()
+    file.close()
+
+
+@pytest.mark.parametrize("way", ["preadv", "pwritev"])
+def test_partial_transfers_go_on_and_errors_are_told(
+    way: str, transfers: ThreadedTransfers, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, data = DriveFile(drive / f"partial-{way}", 16384), filled(16384, 2)
+    real = getattr(os, way)
+    monkeypatch.setattr(os, way, lambda fd, views, offset: real(fd, [views[0][:4096]], offset))
+    transfers.write(file, 0, data).wait()
+    back = host_buffer(16384)
+    transfers.read(file, 0, back).wait()
+    assert torch.equal(back, data)
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, way, broken)
+    future = (transfers.read if way == "preadv" else transfers.write)(file, 8192, data[:4096])
+    with pytest.raises(TrainerError, match=r"4096 bytes at 8192 could not be \w+: Input/output error"):
+        future.wait()
+    file.close()
+
+
+def test_a_full_disk_is_refused_at_the_start_with_the_numbers(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "none", tmp_path]).returncode:
+        pytest.skip("cannot mount a small filesystem here")
+    try:
+        with pytest.raises(TrainerError, match=r"state: 10 MB cannot be set aside there: No space left"):
+            DriveFile(tmp_path / "state", 10_000_000)
+        file = DriveFile(tmp_path / "small", 8192)  # a filesystem in memory works, with or without O_DIRECT
+        data = filled(8192, 3)
+        file.write(data.numpy().data, 0)
+        back = host_buffer(8192)
+        file.read(back.numpy().data, 0)
+        assert torch.equal(back, data)
+        file.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_without_direct_io_the_same_bytes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "O_DIRECT", -1, raising=False)  # flags that no filesystem takes
+    file, data = DriveFile(drive / "cached", 8192), filled(8192, 4)
+    assert not file.direct
+    file.write(data.numpy().data, 0)
+    back = host_buffer(8192)
+    file.read(back.numpy().data, 0)
+    assert torch.equal(back, data)
+    file.close()
+
+
+def test_checks_follow_stretches_of_other_sizes(transfers: ThreadedTransfers, drive: Path) -> None:
+    checked = CheckedTransfers(transfers)
+    file, data = DriveFile(drive / "checked", 65536), filled(65536, 5)
+    for start in (0, 16384):
+        checked.write(file, start, data[start : start + 49152]).wait()
+    checked.read(file, 4096, host_buffer(61440)).wait()
+    file.write(filled(4096, 6).numpy().data, 20480)
+    checked.read(file, 0, host_buffer(20480)).wait()
+    with pytest.raises(TrainerError, match=r"1 blocks of 4096 bytes .* the first at 20480"):
+        checked.read(file, 4096, host_buffer(32768)).wait()
+    file.close()
+
+
+def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive: Path) -> None:
+    file = DriveFile(drive / "cache", 5 * 4096)
+    cache = WriteBackCache(transfers, places=2)
+    for number in (0, 1, 2, 3, 1, 4):
+        cache.open(file, number * 4096, 4096, modify=True)[number : number + 3] += 1
+    cache.put_away()
+    back = host_buffer(5 * 4096)
+    transfers.read(file, 0, back).wait()
+    for number, times in enumerate((1, 2, 1, 1, 1)):
+        block = back[number * 4096 :][:4096]
+        assert block[number : number + 3].tolist() == [times] * 3
+        assert int(block.sum()) == 3 * times
+    file.close()
+
+
+def test_futures_tell_in_whatever_order() -> None:
+    told: list[object] = []
+    future = Future(parts=2)
+    future.then(told.append)
+    future.finish_part()
+    assert told == []
+    error = TrainerError("broken")
+    future.finish_part(error)
+    future.then(told.append)
+    assert told == [error, error]
+    with pytest.raises(TrainerError, match="broken"):
+        future.wait()

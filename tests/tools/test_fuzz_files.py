@@ -1,0 +1,61 @@
+"""A hundred files of each kind, changed at random by a fixed seed; soak/fuzz_files.py does as many as wanted."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "soak"))
+
+import fuzz_files
+from fuzz_files import Violation, Watch, fuzz, fuzz_one, made
+from fuzz_kinds import KINDS, Kind
+
+from offload_trainer.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_whatever_a_file_holds(
+    name: str, watch: Watch, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "")
+    came, wrong = fuzz(made(name, tmp_path_factory.mktemp(name)), each=100, seed=0, watch=watch)
+    assert wrong == []
+    assert came["refused"] > 30
+    assert came["taken"] > 0
+
+
+def test_the_fuzzer_sees_what_must_not_happen(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback, a message of several screens or with escapes, a file outside, hours."""
+    (tmp_path / "secret").write_text("")
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (folder / "a.json").write_text("{}")
+
+    def raising(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(fuzz_files, "SECONDS", 0.05)
+    for wrong, use in {
+        "KeyError": lambda: raising(KeyError("a")),
+        "not one clean line": lambda: raising(UserError("\x1b[2J")),
+        "secret": lambda: (tmp_path / "secret").read_text(),
+        "took more": lambda: [None for _ in iter(int, 1)],
+    }.items():
+        with pytest.raises(Violation, match=wrong):
+            fuzz_one(Kind("any", folder, ["a.json"], use=use), random.Random(3), watch)
+        watch.outside.clear()
+    taken = Counter(
+        fuzz_one(Kind("any", folder, ["a.json"], use=lambda: None), random.Random(n), watch) for n in range(20)
+    )
+    assert taken == {"taken": 20}
+    assert (folder / "a.json").read_text() == "{}"

@@ -1,0 +1,32 @@
+"""What dead runs leave on a drive."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.storage.removal import (
+    Workplace,
+)
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+
+
+NOBODY = 65534
+
+
+WHAT = "page files of"
+
+
+def died(place: Workplace) -> Path:
+    """What is left of a workplace whose process was killed."""
+    (place.path / "state").write_text("page files")
+    os.close(place._lock)
+    place._lock = -1
+    return place.path
+
+
+def dead_lease(root: Path, name: str = "run-0000dead") -> Path:
+    return died(Workplace(root / name, what=WHAT))

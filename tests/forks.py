@@ -180,5 +180,8 @@ def _become(wish: dict[str, Any]) -> list[str]:
 
 if __name__ == "__main__":
     sys.argv = serve() or sys.exit()
-    sys.path[0] = str(Path.cwd() if sys.argv[0] == COMMAND else Path(sys.argv[0]).parent)
+    if sys.argv[0] == COMMAND:
+        sys.path[0] = str(Path.cwd())
+    else:
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # before this directory, whose helpers it may need
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""From the caller's keys to the configuration that a plan is made for, and a refusal in the caller's words."""
+"""From the caller's keys to the command's words, and refusals in the caller's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.settings import FLAGS, all_keys, load_config
+from offload_trainer.settings import FLAGS, all_keys
 
 _SECTIONS = ("model", "placement", "tiered")  # all of these, and single ones of the others
 _SINGLE = ("optim.states", "optim.kernel", "train.micro_batch", "train.accumulate", "train.seed", "data.seq_len")
@@ -38,8 +37,8 @@ def known_keys() -> dict[str, str]:
     return {key.rpartition(".")[2]: key for key in keys if key not in _NOT} | {"rule": _RULE}
 
 
-def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
-    """The configuration for a model called `name`, or for one that is in memory. UserError with every mistake.
+def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
+    """The words for a model called `name`, or for one that is in memory. UserError for a key that there is not.
 
     Where nothing is said of it, gradients may be added up over micro-batches.
     """
@@ -53,8 +52,7 @@ def session_config(name: str | None, given: Mapping[str, Any]) -> TrainConfig:
         words.append("train.accumulate=2")
     for key, value in given.items():
         words.append(f"{known[key]}={value if isinstance(value, str) else json.dumps(value, default=_listed)}")
-    with in_callers_words():
-        return load_config(words)
+    return words
 
 
 def _listed(value: Any) -> Any:
@@ -86,7 +84,9 @@ def callers_words(message: str) -> str:
         if FLAGS[flag].metavar:
             message = re.sub(rf"{flag}[ =]([\w./]+)", partial(_keyword, leaf), message)
         message = re.sub(rf"{flag}\b(?!-)", leaf if FLAGS[flag].metavar else f"{leaf}=True", message)
-    return re.sub(rf"\b(?:{'|'.join(TrainConfig.model_fields)})\.([a-z_]+)", r"\1", message)
+    return re.sub(
+        rf"\b(?:{'|'.join(dict.fromkeys(key.partition('.')[0] for key in all_keys()))})\.([a-z_]+)", r"\1", message
+    )
 
 
 def _keyword(leaf: str, found: re.Match[str]) -> str:

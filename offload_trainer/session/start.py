@@ -30,11 +30,12 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.run.directory import environment
 from offload_trainer.run.planning import machine_here
-from offload_trainer.session.keys import in_callers_words, session_config
+from offload_trainer.session.keys import in_callers_words, session_words
 from offload_trainer.session.process import ThisProcess
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
 from offload_trainer.session.shape import shape_of
+from offload_trainer.settings import load_config
 from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.storage.lease import DriveLease
 
@@ -48,8 +49,9 @@ def load(name: str | Path, *, say: Say = print, **keys: Any) -> Session:
     `keys` are the command's (docs/library.md): dtype, nvme, params, optimizer, ram_fraction, ... The plan's lines go to
     `say`. Raises UserError for keys that cannot be, a model that is none, and a plan that does not fit.
     """
-    config = session_config(str(name), _with_nvme(keys))
+    words = session_words(str(name), _with_nvme(keys))
     with in_callers_words():
+        config = load_config(words)
         source = resolve_model(config.model, seed=config.train.seed)
         config, plan = _planned(config, source.shape, machine_here(config.placement.nvme), say=say)
         with ExitStack() as stack:
@@ -74,9 +76,10 @@ def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say 
     """
     parameters = dict(module.named_parameters())
     keys = {"dtype": _dtype_of(parameters), **_with_nvme(keys)}
-    config = session_config(None, keys)
+    words = session_words(None, keys)
     shape = shape_of(module, blocks=blocks)
     with in_callers_words():
+        config = load_config(words)
         here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
         config, plan = _planned(config, shape, machine_here(config.placement.nvme), say=say, moves=here)
         with ExitStack() as stack:

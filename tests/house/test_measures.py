@@ -26,8 +26,7 @@ WHOLE = {
     "plan.choose",
     "run.planning",
     "run.train",
-    "session.keys",  # the library's own way in, from keywords
-    "session.start",
+    "session.start",  # the library's own way in
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -42,7 +42,7 @@ class _NoteRandomOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and _is_meta(result):
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, torch.Tensor):
             on_cpu = dict(kwargs, device=torch.device("cpu")) if "device" in kwargs else kwargs
             self.operations.append(lambda: func(*tree_map(_with_memory, args), **tree_map(_with_memory, on_cpu)))
         return result
@@ -70,7 +70,8 @@ def _is_meta(value: Any) -> bool:
 
 
 def _with_memory(value: Any) -> Any:
-    return torch.empty_like(value, device="cpu") if _is_meta(value) else value
+    """A tensor of its own to draw into; `torch.normal` makes one with memory whatever the device is."""
+    return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
 
 
 @dataclass

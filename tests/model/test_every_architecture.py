@@ -29,6 +29,7 @@ SELECTED = {
     "Bart": "a decoder in a wrapper of its own",
     "Camembert": "a head before its body, with a bias that is tied",
     "DeepseekV3": "latent attention, and a router's correction",
+    "DiffLlama": "constructors that draw with memory",
     "Dots3NoteText": "layers with configurations of their own",
     "Gemma4Text": "embeddings for each layer",
     "GptOss": "attention with sinks, in eager only",
@@ -56,6 +57,7 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
     assert ("logits of all tokens" in notes) == (name == "ProphetNet")
     assert ("gradient checkpointing: off" in notes) == (name in ("JetMoe", "XLNet"))
     assert result.router == ("right" if name in ("GptOss", "JetMoe", "Mixtral") else "")
+    assert result.drawn == "equal"
 
 
 def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

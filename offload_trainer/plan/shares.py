@@ -9,7 +9,7 @@ from offload_trainer.config import PlacementSection
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.sizes import TierSizes
 
-MARGIN = 0.05  # of the RAM that there is: `auto` leaves this much free
+_LARGE = 64 * 10**9  # bytes of RAM
 _GRADIENT = 4  # bytes of an element at most; they stay on the GPU where the state does
 
 Needs = Callable[[TierSizes], Mapping[str, int]]  # bytes needed of "gpu" and "ram"
@@ -26,6 +26,15 @@ def shares_that_fit(
     if wish.ram_fraction == "auto" and wish.nvme:
         sizes = _fill_ram(sizes, machine.ram_bytes, trained=trained, needs=needs)
     return sizes
+
+
+def left_free(ram: int) -> int:
+    """Bytes of RAM that stay free where the rest of the state goes to drives: 5 %, and 2 % of what is above 64 GB.
+
+    They are for what a plan is off by. That is the process and its libraries, and hardly the state, whose bytes are
+    exact but for the kernel's page tables, 0.2 % of them.
+    """
+    return ram // 20 if ram <= _LARGE else _LARGE // 20 + (ram - _LARGE) // 50
 
 
 def _fill_gpu(wish: PlacementSection, sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> TierSizes:
@@ -51,6 +60,6 @@ def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> Tie
     if needs(sizes)["ram"] <= have:
         return sizes
     # With a share on a drive there are page buffers too: the bytes without any state in RAM count.
-    spare = int(have * (1 - MARGIN)) - needs(replace(sizes, ram_fraction=0.0))["ram"]
+    spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))["ram"]
     share = max(0, spare) / (sizes.format.bytes_each * trained)
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)

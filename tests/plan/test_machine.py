@@ -165,6 +165,10 @@ def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureF
     assert all(plan["fits"] and plan["chosen"]["params"] == "gpu" for plan in plans)
     assert without["tiers"]["/mnt/nvme"]["need"] > 22e9
     assert filled["tiers"]["/mnt/nvme"]["need"] < without["tiers"]["/mnt/nvme"]["need"] - 8.5e9
+    assert filled["tiers"]["/mnt/nvme"]["need"] < 14e9
+    ram = filled["tiers"]["ram"]
+    free = 0.05 * 64e9 + 0.02 * (ram["have"] - 64e9)
+    assert free <= ram["have"] - ram["need"] < free + 0.2e9  # a thousandth of the state is 0.12 GB
     gpu = filled["tiers"]["gpu"]
     assert gpu["have"] - gpu["need"] < 1.3e9  # at most the gradients of a unit whose last state they would come with
     assert filled["chosen"]["sizes"]["gpu_fraction"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from conftest import start  # noqa: F401 - sets what forks need
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,8 +21,7 @@ CHATS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def chat_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}

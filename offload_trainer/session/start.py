@@ -6,7 +6,6 @@ keys ── TrainConfig ── plan ── drives leased, homes made, weights in
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,6 +37,7 @@ from offload_trainer.session.shape import shape_of
 from offload_trainer.settings import load_config
 from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.storage.lease import DriveLease
+from offload_trainer.storage.removal import scratch
 
 Say = Callable[[str], None]
 Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
@@ -155,7 +155,7 @@ def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *,
 
 
 def _folder(stack: ExitStack) -> Path:
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offload-trainer-session-")))
+    return stack.enter_context(scratch("offload-trainer-session-"))
 
 
 # -- building --------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> t
     told: list[EvalRecord] = []
     train = SimpleNamespace(micro_batch=3, eval_rows=rows)
     job = SimpleNamespace(
-        config=SimpleNamespace(train=train),
+        train=train,
         engine=SimpleNamespace(eval_loss=lambda batch: loss),
         validation_rows=RowReader(tokens, seq_len=64, rows=held_out, vocabulary=2048),
         telemetry=SimpleNamespace(evaluation=told.append),

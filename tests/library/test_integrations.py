@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from chats import chats, preferences
+from chats import chat_tokenizer, chats, preferences
 from trainers import model_folder
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -24,6 +24,11 @@ DATA = {
     "trl-lib/Capybara": chats,
     "trl-lib/ultrafeedback_binarized": preferences,
 }
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return chat_tokenizer()
 
 
 def test_every_section_has_a_block() -> None:

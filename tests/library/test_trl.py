@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chats import chats, preferences
+from chats import chat_tokenizer, chats, preferences
 from peft import LoraConfig
 from trained import assert_same, told, weights
 from trainers import HOMES, loaded, model_folder
@@ -16,6 +16,11 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from offload_trainer.errors import UserError
 from offload_trainer.hf import Offloaded
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return chat_tokenizer()
 
 
 class SFT(Offloaded, SFTTrainer):

@@ -101,7 +101,7 @@ def test_callers_take_turns() -> None:
 
 BEFORE = f"""
 import os, resource, sys, threading
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 import torch
 from test_native_threads import N, NativeKernel, Page, native_adam
 kernel, page, other = NativeKernel(), Page(), Page()

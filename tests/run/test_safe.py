@@ -48,7 +48,9 @@ def test_no_source_of_ours_reads_pickles() -> None:
     for path in package.rglob("*.py"):
         text = path.read_text()
         assert "torch.load" not in text, path
-        assert "pickle" not in text.replace("nothing pickled", ""), path
+        for word in ("nothing pickled", "cannot be pickled"):
+            text = text.replace(word, "")
+        assert "pickle" not in text, path
 
 
 def test_a_model_s_own_code_does_not_run_unasked(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
     monkeypatch.setattr(trainer, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
     job = SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(steps=9, micro_batch=1, eval_every=0, sample_every=0)),
+        train=SimpleNamespace(steps=9, micro_batch=1, eval_every=0, sample_every=0),
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=nullcontext(),

@@ -39,6 +39,8 @@ THE_ONE = "offload_trainer/storage/removal.py"
 SINGLE_FILES = {
     ("offload_trainer/data/tokenfile.py", "unlink"): "our temporary, and a sidecar of other content beside new ids",
     ("offload_trainer/data/tokenfile.py", "replace"): "a finished token file takes its name",
+    ("offload_trainer/hf.py", "unlink"): "weights of an earlier save into the directory that the Trainer names",
+    ("offload_trainer/hf.py", "replace"): "weights of a save that the Trainer asked for take their names",
     ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
     ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",

@@ -111,7 +111,7 @@ class Session:
         kept = self._offloaded.store.format.rule
         if rule is not kept:
             raise UserError(
-                f"this session keeps {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
+                f"the session keeps {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
             )
         if not self._offloaded.trained:
             raise UserError("every weight of the session is frozen: give what is trained to an optimizer of torch")

@@ -54,4 +54,5 @@ def test_it_runs_where_there_is_no_more(what: str, folder: Path, box: Path) -> N
     for name in ("memory.limit_in_bytes", "memory.max"):
         if (box / name).exists():
             (box / name).write_text(str(limit))
-    measured(what, folder, "sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box")
+    found = measured(what, folder, "sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box")
+    assert 0 < found["peak"] <= limit

@@ -211,7 +211,7 @@ def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     keys = {"nvme": [str(tmp_path / "drive")], "dtype": "fp32", "page_size": 4096, "say": lambda line: None, **home}
     with ot.offload(network, rule="lion", **keys) as session:
-        with pytest.raises(UserError, match="this session keeps Lion's state: call lion"):
+        with pytest.raises(UserError, match="the session keeps Lion's state: call lion"):
             session.adamw()
         assert trained(session.model, lambda groups: session.lion(groups, lr=3e-3)) == losses
         masters = dict(session.named_masters())

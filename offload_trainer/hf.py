@@ -331,11 +331,12 @@ def _export_into(session: Session, folder: Path, **words: Any) -> None:
         remove_dead(folder / _WORK, what=EXPORT)  # of a killed process
     with Workplace(folder / _WORK, what=EXPORT) as place:
         session.export(place.path / "model", dtype=dtype, **words)
+        new = {path.name: path for path in (place.path / "model").iterdir() if path.name != "README.md"}
+        for name, path in new.items():
+            path.replace(folder / name)
         for path in folder.glob("model*.safetensors*"):
-            path.unlink()  # of an earlier save, in other shards perhaps
-        for path in (place.path / "model").iterdir():
-            if path.name != "README.md":
-                path.replace(folder / path.name)
+            if path.name not in new:
+                path.unlink()  # of an earlier save, in other shards
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], _dtype(session)
     config.save_pretrained(folder)

@@ -155,7 +155,10 @@ def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *,
 
 
 def _folder(stack: ExitStack) -> Path:
-    return stack.enter_context(scratch("offload-trainer-session-"))
+    """For the model's configuration, which goes into each save: beside the workplace's own lock, not with it."""
+    folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
+    folder.mkdir()
+    return folder
 
 
 # -- building --------------------------------------------------------------------------------------------------------

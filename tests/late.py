@@ -78,7 +78,7 @@ class LateDevice:
         ready.then(lambda error: late(lambda: into.copy_(source)).then(future.finish_part))
         return Return(future, future)
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
         into.fill_(float("nan"))
         return late(lambda: into.copy_(values))
 

@@ -103,13 +103,20 @@ class CudaDevice:
         self._waiter.put(ending(future, event.synchronize))
         return future
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        return self._copy_out(values, into, stream=self._outward, waiter=self._downloaded)
+    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None = None) -> Future:
+        after = after or self.mark()
+        return self._copy_out(values, into, after=after, stream=self._outward, waiter=self._downloaded)
 
     def _copy_out(
-        self, values: torch.Tensor, into: torch.Tensor, *, stream: torch.cuda.Stream, waiter: Workers
+        self,
+        values: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        after: torch.cuda.Event,
+        stream: torch.cuda.Stream,
+        waiter: Workers,
     ) -> Future:
-        stream.wait_event(self.mark())
+        stream.wait_event(after)
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
             into.copy_(values, non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
@@ -120,7 +127,7 @@ class CudaDevice:
         return future
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        return self._copy_out(values, into, stream=self._keeping, waiter=self._waiter)
+        return self._copy_out(values, into, after=self.mark(), stream=self._keeping, waiter=self._waiter)
 
     def bring_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future

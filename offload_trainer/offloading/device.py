@@ -59,8 +59,8 @@ class Device(Protocol):
 
     def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future: ...
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        """Copy `values` (on the device), as it is after what was computed so far, to host memory of any thread."""
+    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
+        """Copy `values` (on the device), as it is at `after`, or after what was computed so far, to host memory."""
         ...
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
@@ -117,7 +117,7 @@ class CpuDevice:
         ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
         return Return(future, future)
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+    def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
         into.copy_(values)
         return done()
 

@@ -12,6 +12,7 @@ adds them up in the model's order, so that neither the homes nor the order of ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -179,11 +180,14 @@ class Gradients:
         """A unit's sums, `trained` of them, where they live on the device: an update there reads them in place."""
         return self._on_device.get(unit)
 
-    def read(self, unit: int, start: int, buffer: torch.Tensor) -> Future:
-        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive."""
+    def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
+        """Fill `buffer` (host memory) with a unit's sums from element `start` on, from the device or a drive.
+
+        `after`: the device's mark at which they are made.
+        """
         resident = self.on_device(unit)
         if resident is not None:
-            return self._device.download(resident[start : start + buffer.numel()], buffer)
+            return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
         return self.store.read(unit, start, buffer)
 
     def has(self, name: str) -> bool:

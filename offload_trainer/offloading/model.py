@@ -26,6 +26,7 @@ from offload_trainer.offloading.drives import Drives
 from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.page_index import PageIndex
 from offload_trainer.offloading.parameter import offload_parameter
+from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.state import TieredSnapshot, TieredState
 from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.stream import Stream
@@ -90,13 +91,14 @@ class OffloadedModel:
         self.activations: Activations | None = None
         with ExitStack() as stack:
             self._make_homes(layout, stack)
+            self.renewal = Renewal(layout.homes.pages)
             self.updater = Updater(
                 self.store,
                 self.weights,
                 self.gradients,
-                kernels[0],
+                self.renewal,
                 device=device,
-                device_kernel=kernels[1],
+                kernels=kernels,
                 routes=routes_of(layout.homes, is_gpu=device.is_cuda),
                 slots=layout.page_buffers,
             )
@@ -258,7 +260,7 @@ class OffloadedModel:
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
-                self.updater.read_ahead()
+                self.updater.moving.read_ahead()
             return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
             yield
             self.gradients.end_of_backward(last=last)
@@ -267,7 +269,7 @@ class OffloadedModel:
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Around a forward, whatever makes a loss of it, and the backward, where nobody says which of them it is."""
         if last:
-            self.updater.read_ahead()
+            self.updater.moving.read_ahead()
         if self.stream is None:
             yield
             return
@@ -296,8 +298,7 @@ class OffloadedModel:
         if self.stream:
             self.stream.forget()
         stretches = [self._stretches(unit, arrived, rules) for unit in self.units]
-        self.updater.update(stretches, scale=scale, noise=self._noise())
-        self._note(updating=False)
+        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=lambda: self._note(updating=False))
 
     def clear(self) -> None:
         """Let go of the sums: the next step begins."""
@@ -370,7 +371,7 @@ class OffloadedModel:
     def load(self, directory: Path) -> EngineState:
         """Go on from what a snapshot has written, of this or another layout."""
         self.drop()
-        self.updater.forget_ahead()
+        self.updater.moving.forget_ahead()
         state = self.state.load(directory)
         self.steps = {name: state.steps_of(name) for name in self.trained}
         if self.stream:

@@ -37,7 +37,7 @@ class HeldDevice(LateDevice):
         self.held: list[tuple[torch.Tensor, torch.Tensor, Future]] = []
         self.sizes: list[int] = []  # bytes of all copies
 
-    def download(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+    def download(self, values: torch.Tensor, into: torch.Tensor, **words: Any) -> Future:
         self.held.append((values, into, Future()))
         self.sizes.append(values.nbytes)
         return self.held[-1][2]
@@ -143,7 +143,7 @@ def test_units_may_have_different_homes(tmp_path: Path) -> None:
             read = [host_buffer(4 * unit.trained).view(torch.float32) for unit in units]
             for unit, buffer in zip(units, read, strict=True):
                 if (inside := gradients.store.host(unit.index)) is None:
-                    gradients.read(unit.index, 0, buffer).wait()
+                    gradients.read(unit.index, 0, buffer, after=None).wait()
                 else:
                     buffer.copy_(inside)
             found.append((gradients.norm(), torch.cat(read)))

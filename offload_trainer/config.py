@@ -78,6 +78,21 @@ class DataSection(_Section):
         (), description="the same for validation; nothing is then kept back from data.path"
     )
     text_field: str = Field("text", description="field of a jsonl line (at most 64 MiB) that holds the text")
+    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = Field(
+        "auto",
+        description="what a jsonl line holds. chat: messages of role and content; sharegpt: conversations of from and "
+        "value; alpaca: instruction, input, output; pairs: prompt and completion; text: text_field; auto: by the keys "
+        "of the first line, text where it has text_field",
+    )
+    loss: Literal["answers", "all"] = Field(
+        "answers",
+        description="of conversations and pairs, what is learned: the answers and what ends them, or every token",
+    )
+    chat_template: str = Field(
+        "auto",
+        description="a file with a Jinja template for conversations; auto: the tokenizer's own, or a plain one where "
+        "it has none",
+    )
     tokenizer: str = Field(
         "auto",
         description="builtin, a directory or a hub id; auto: the model directory's own, builtin for presets",

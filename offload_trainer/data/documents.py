@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from offload_trainer.data.pieces import Cutter, Piece
 from offload_trainer.data.sources import printable
@@ -35,8 +36,9 @@ def read_documents(
     """
     try:
         if source.suffix.lower() == ".jsonl":
-            for text in _jsonl_texts(source, text_field=text_field, seen=seen):
-                yield from cutter.pieces([text])
+            for where, line in _lines(source, seen=seen):
+                if text := _field(_object(line, where=where), text_field, where=where):
+                    yield from cutter.pieces([text])
         else:
             yield from cutter.pieces(_text_blocks(source, seen=seen))
     except OSError as error:
@@ -62,7 +64,22 @@ def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[s
             first = False
 
 
-def _jsonl_texts(source: Path, *, text_field: str, seen: Callable[[bytes], object]) -> Iterator[str]:
+def read_records(
+    source: Path, *, seen: Callable[[bytes], object] = lambda _: None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Stream the objects of a ``.jsonl`` file: (file and line, as messages name them; the object).
+
+    Raises UserError as `read_documents`.
+    """
+    try:
+        for where, line in _lines(source, seen=seen):
+            yield where, _object(line, where=where)
+    except OSError as error:
+        raise UserError(f"{printable(source)} cannot be read: {error.strerror}") from error
+
+
+def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[str, str]]:
+    """The lines that are not blank, each with where it is."""
     number = 0
     with source.open("rb") as file:
         while raw := file.readline(LINE_BYTES + 1):
@@ -78,12 +95,12 @@ def _jsonl_texts(source: Path, *, text_field: str, seen: Callable[[bytes], objec
             except UnicodeDecodeError as error:
                 raise _not_utf8(source, number, error) from error
             del raw
-            if not line.isspace() and (text := _field(line, text_field, where=_where(source, number))):
-                yield text
+            if not line.isspace():
+                yield _where(source, number), line
 
 
-def _field(line: str, name: str, *, where: str) -> str:
-    """The string in a JSON object's field, or a UserError that says what is there instead."""
+def _object(line: str, *, where: str) -> dict[str, Any]:
+    """A line's JSON object, or a UserError that says what is there instead."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -93,19 +110,33 @@ def _field(line: str, name: str, *, where: str) -> str:
     except RecursionError as error:
         raise UserError(f"{where}: JSON that is nested too deeply to be read; leave that field out") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a JSON {type(record).__name__}, where an object with {name!r} is needed")
+        raise UserError(f"{where}: a JSON {type(record).__name__}, where an object is needed")
+    return record
+
+
+def _field(record: dict[str, Any], name: str, *, where: str) -> str:
+    """The string in an object's field, or a UserError that says what is there instead."""
     if name not in record:
         near = get_close_matches(name, record, n=1)
-        there = ", ".join(ascii(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
         fix = near[0] if near and near[0].isprintable() else "NAME"
-        raise UserError(f"{where}: no field {name!r}; there are: {there}. Set data.text_field={fix}")
+        raise UserError(f"{where}: no field {name!r}; there are: {named_fields(record)}. Set data.text_field={fix}")
     text = record[name]
     if not isinstance(text, str):
         raise UserError(f"{where}: field {name!r} holds a {type(text).__name__}, where a string is needed")
+    return encodable(text, f"field {name!r}", where=where)
+
+
+def named_fields(record: dict[str, Any]) -> str:
+    """The keys of an object, for a message."""
+    return ", ".join(ascii(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
+
+
+def encodable(text: str, what: str, *, where: str) -> str:
+    """The text, or a UserError where JSON spelled half a character in it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: field {name!r} holds half a surrogate pair at character {error.start}") from error
+        raise UserError(f"{where}: {what} holds half a surrogate pair at character {error.start}") from error
     return text
 
 

@@ -1,6 +1,7 @@
 """What the user named -> one token file: a ``.bin`` as it is, text tokenised once and kept in the cache.
 
     find_sources -> read_documents -> batches of pieces -> tokenizer -> TokenWriter -> cache/NAME-KEY.bin
+                    read_records ──> conversations -> rows (conversation_rows.py)
 
 The key hashes everything that the ids depend on, the text's own bytes too, so a changed text, field or tokenizer is
 another file.
@@ -15,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.documents import read_documents
+from offload_trainer.data.conversation_rows import RowsWish, set_template, write_rows
+from offload_trainer.data.conversations import TEXT, form_of_files
+from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.pieces import Cutter, Piece
 from offload_trainer.data.shards import Tokens, joined
 from offload_trainer.data.sources import find_sources
@@ -36,12 +39,15 @@ BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
 SECONDS_BETWEEN_REPORTS = 5.0
 
+Found = TypeVar("Found")
+
 
 def prepare_tokens(
     section: DataSection,
     *,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: int,
+    seq_len: int,
     cache: Path,
     say: Callable[[str], None],
 ) -> Tokens:
@@ -59,7 +65,10 @@ def prepare_tokens(
     fingerprint = tokenizer_fingerprint(tokenizer)
     if sources[0].suffix == ".bin":
         given = (TokenFile.open(source, dtype=section.token_dtype) for source in sources)
-        return joined([_checked(file, fingerprint=fingerprint, vocabulary=vocabulary, say=say) for file in given])
+        checked = [
+            _checked(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say) for file in given
+        ]
+        return joined(checked)
     if section.token_dtype != "auto":
         raise UserError(
             f"data.token_dtype={section.token_dtype} is for .bin files, and {sources[0]} is text: leave it out"
@@ -70,38 +79,66 @@ def prepare_tokens(
             f"the tokenizer has {size} ids and the model only {vocabulary}: set data.tokenizer to the "
             f"model's own, or, with random weights, model.overrides.vocab_size={size}"
         )
-    separator = end_of_text(tokenizer)
-    if separator is None:
+    form = form_of_files(sources, form=section.format, text_field=section.text_field)
+    rows = None
+    if form != TEXT:
+        set_template(tokenizer, say=say)
+        rows = RowsWish(form, everything=section.loss == "all", length=seq_len, packed=False)
+    elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: nothing marks where one document ends and the next begins")
+    return _tokenised(section, sources, rows, tokenizer=tokenizer, cache=cache, say=say)
+
+
+def _tokenised(
+    section: DataSection,
+    sources: Sequence[Path],
+    rows: RowsWish | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    say: Callable[[str], None],
+) -> TokenFile:
+    """The file of these sources in the cache, made where it is not there; None: of text, else of `rows`."""
+    fingerprint, separator = tokenizer_fingerprint(tokenizer), end_of_text(tokenizer)
     name = _stem(section.path[0])
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
     sums = source_sums(sources, memory=memory, say=say)
-    target = cache / f"{name}-{_digest([FORMAT, sums, section.text_field, fingerprint, separator])}.bin"
+    content = [section.text_field, fingerprint, separator]
+    if rows is not None:
+        content = [fingerprint, separator, *rows.key(tokenizer)]
+    target = cache / f"{name}-{_digest([FORMAT, sums, *content])}.bin"
     if is_complete(target):
         say(f"tokens: {target}, already there")
         return TokenFile.open(target)
-
-    total = sum(source.stat().st_size for source in sources)
-    say(f"tokenising {format_bytes(total)} of text in {len(sources)} file(s) into {target}")
-    with TokenWriter(target, tokenizer=fingerprint, vocabulary=size, end_of_text=separator) as writer:
-        cutter = Cutter(partial(_encode, tokenizer))
-        pieces = _all_pieces(sources, sums=sums, text_field=section.text_field, cutter=cutter)
-        writer.text_bytes = _tokenise(
-            pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say
-        )
+    size = format_bytes(sum(source.stat().st_size for source in sources))
+    say(f"tokenising {size} of text in {len(sources)} file(s) into {target}")
+    with TokenWriter(
+        target,
+        tokenizer=fingerprint,
+        vocabulary=vocabulary_size(tokenizer),
+        end_of_text=separator,
+        row_length=None if rows is None else rows.length,
+    ) as writer:
+        if rows is None:
+            _write_text(writer, sources, sums=sums, text_field=section.text_field, tokenizer=tokenizer, say=say)
+        else:
+            records = _of_all(sources, sums=sums, read=read_records)
+            write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
         if not writer.tokens:
             raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")
-    if cutter.inexact:
-        say(
-            f"note: {cutter.inexact} cuts through text without lines or words, where ids may differ by a few from "
-            "those of the text in one piece"
-        )
     return TokenFile.open(target)
 
 
-def _checked(tokens: TokenFile, *, fingerprint: str, vocabulary: int, say: Callable[[str], None]) -> TokenFile:
-    """A ``.bin`` that the user named, if tokenizer and model understand its ids."""
+def _checked(
+    tokens: TokenFile, *, fingerprint: str, vocabulary: int, seq_len: int, say: Callable[[str], None]
+) -> TokenFile:
+    """A ``.bin`` that the user named, if tokenizer, model and rows are its own."""
     path = tokens.path
+    if tokens.row_length not in (None, seq_len):
+        raise UserError(
+            f"{path} holds conversations in rows of {tokens.row_length}, and this run's have {seq_len}: use --seq-len "
+            f"{tokens.row_length}, or give the conversations instead"
+        )
     if tokens.tokenizer is not None and tokens.tokenizer != fingerprint:
         raise UserError(
             f"{path} was made with the tokenizer {tokens.tokenizer} and this run's is {fingerprint}: "
@@ -142,15 +179,37 @@ def _encode_all(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _all_pieces(sources: Sequence[Path], *, sums: Sequence[str], text_field: str, cutter: Cutter) -> Iterator[Piece]:
-    """The files' pieces; TrainerError behind a file that is not the one whose sum was taken."""
+def _of_all(sources: Sequence[Path], *, sums: Sequence[str], read: Callable[..., Iterator[Found]]) -> Iterator[Found]:
+    """What `read` finds in the files; TrainerError behind a file that is not the one whose sum was taken."""
     for source, expected in zip(sources, sums, strict=True):
         found = new_sum()
-        yield from read_documents(source, text_field=text_field, cutter=cutter, seen=found.update)
+        yield from read(source, seen=found.update)
         if found.hexdigest() != expected:
             raise TrainerError(
                 f"{source}: the text changed while it was being tokenised: start again once it is complete"
             )
+
+
+def _write_text(
+    writer: TokenWriter,
+    sources: Sequence[Path],
+    *,
+    sums: Sequence[str],
+    text_field: str,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None],
+) -> None:
+    """The documents' ids, one after another."""
+    cutter = Cutter(partial(_encode, tokenizer))
+    pieces = _of_all(sources, sums=sums, read=partial(read_documents, text_field=text_field, cutter=cutter))
+    total = sum(source.stat().st_size for source in sources)
+    separator = end_of_text(tokenizer)
+    writer.text_bytes = _tokenise(pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say)
+    if cutter.inexact:
+        say(
+            f"note: {cutter.inexact} cuts through text without lines or words, where ids may differ by a few from "
+            "those of the text in one piece"
+        )
 
 
 def _tokenise(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from offload_trainer.data.packing import IDS, NOT_LEARNED
 from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import TrainerError, UserError
 
@@ -185,14 +186,19 @@ class RowReader:
         """The rows with these numbers, counted from the file's beginning."""
         length = self._seq_len
         block = np.stack([self._tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
+        marks = None
+        if self._tokens.row_length is not None:
+            marks, block = block, block & IDS
         if block.max() >= self._vocabulary:
             row = indices[int(block.max(axis=1).argmax())]
             raise TrainerError(
                 f"{self._tokens.name}: row {row} holds id {block.max()}, and the model's vocabulary is "
                 f"{self._vocabulary}: the file was changed or damaged; make it again"
             )
-        rows = torch.from_numpy(block)
-        return Rows(inputs=rows[:, :-1].contiguous(), targets=rows[:, 1:].contiguous())
+        targets = block[:, 1:].copy()
+        if marks is not None:
+            targets[marks[:, 1:] & NOT_LEARNED != 0] = IGNORED
+        return Rows(inputs=torch.from_numpy(block[:, :-1].copy()), targets=torch.from_numpy(targets))
 
     def _row(self, position: int) -> int:
         epoch, place = divmod(position, len(self._rows))

@@ -39,6 +39,14 @@ class TokenShards:
         return tuple(crc for file in self.files for crc in (file.tokens, *file.sums))
 
     @property
+    def row_length(self) -> None:
+        """Ids of several files are never in rows: a file of rows stands for itself."""
+
+    @property
+    def summary(self) -> None:
+        """See there."""
+
+    @property
     def text_bytes(self) -> int | None:
         sizes = [file.text_bytes for file in self.files]
         return sum(size for size in sizes if size is not None) if None not in sizes else None
@@ -75,4 +83,9 @@ def joined(files: Sequence[TokenFile]) -> Tokens:
             raise UserError(
                 f"the token files are not of one kind: their {what.replace('_', ' ')} is {told}; make them alike"
             )
+    if len(files) > 1 and (rows := [str(file.path) for file in files if file.row_length]):
+        raise UserError(
+            f"{rows[0]} holds conversations in rows, and is one of {len(files)} files: give it alone, or the "
+            "conversations of all of them as .jsonl"
+        )
     return files[0] if len(files) == 1 else TokenShards(tuple(files))

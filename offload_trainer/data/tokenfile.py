@@ -76,6 +76,8 @@ class TokenFile:
     end_of_text: int | None
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, by the sidecar or as they were when it was opened
     largest: int | None = None  # the largest id, if all were looked at
+    row_length: int | None = None  # of marked ids in rows of so many (packing.py)
+    summary: str | None = None  # what became of the conversations in it
     assumed: str | None = None  # what no sidecar vouches for
     _checked: set[int] = field(default_factory=set, repr=False)  # blocks that were compared with their sums
 
@@ -134,6 +136,8 @@ class TokenFile:
             end_of_text=fields.get("end_of_text"),
             sums=sums,
             largest=largest,
+            row_length=fields.get("row_length"),
+            summary=fields.get("summary"),
             assumed=None if fields else f"no sidecar: read as {told}" + _why(told, asked=dtype),
         )
 
@@ -196,6 +200,8 @@ class _Sidecar:
     tokenizer: Line | None = None
     vocabulary: Annotated[Count, Field(gt=0)] | None = None
     end_of_text: Count | None = None
+    row_length: Annotated[Count, Field(gt=0)] | None = None
+    summary: Line | None = None
     crc32: Crc32s = field(default_factory=list)
 
 
@@ -220,12 +226,23 @@ class TokenWriter:
     Raises TrainerError where the drive does not take them, with what was written and what is free.
     """
 
-    def __init__(self, path: Path, *, tokenizer: str | None, vocabulary: int, end_of_text: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tokenizer: str | None,
+        vocabulary: int,
+        end_of_text: int | None = None,
+        row_length: int | None = None,
+    ) -> None:
+        """`row_length`: the ids are marked, and in rows of so many (packing.py)."""
         self.path = path
         self.tokens = 0
-        self.text_bytes: int | None = None  # set by whoever counts them, before the end
+        self.text_bytes: int | None = None  # these two are set by whoever knows them, before the end
+        self.summary: str | None = None
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
-        self._dtype = id_dtype(vocabulary)
+        self._row_length = row_length
+        self._dtype = np.dtype("<u4") if row_length else id_dtype(vocabulary)
         self._sums: list[int] = []
         self._block = b""  # what the next sum is of
         self._file: BinaryIO
@@ -242,7 +259,7 @@ class TokenWriter:
         return self
 
     def write(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append ids, each below `vocabulary`."""
+        """Append ids, each below `vocabulary` but for its marks."""
         data = np.asarray(ids, dtype=self._dtype).tobytes()
         try:
             self._file.write(data)
@@ -273,6 +290,7 @@ class TokenWriter:
             "tokenizer": self._tokenizer,
             "vocabulary": self._vocabulary,
             "end_of_text": self._end_of_text,
+            **({"row_length": self._row_length, "summary": self.summary} if self._row_length else {}),
             "crc32": self._sums + ([zlib.crc32(self._block)] if self._block else []),  # of each MiB
         }
         content = (json.dumps(fields) + "\n").encode()

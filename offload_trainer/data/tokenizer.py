@@ -92,6 +92,16 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
+def read_template(path: Path) -> str:
+    """A chat template's text. UserError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"data.chat_template: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.chat_template: {path} is not UTF-8, so it is no Jinja template") from error
+
+
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id that ends a document, if the tokenizer has one."""
     return tokenizer.eos_token_id

@@ -17,6 +17,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.places import cache_directory
 from offload_trainer.units import format_count
 
+_STRETCHES, _CHARACTERS = 12, 300  # of a row that is shown
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -27,6 +29,7 @@ class RunData:
     held_out: Any  # Tokens: `tokens` themselves, or the validation file's
     split: Any
     end_of_text: int | None
+    vocabulary: int  # the model's
 
     @property
     def paths(self) -> list[Path]:
@@ -73,7 +76,14 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
 
     tokenizer = _tokenizer(section, source, say=say)
     cache = cache_directory() if section.cache == "auto" else Path(section.cache)
-    prepared = partial(prepare_tokens, tokenizer=tokenizer, vocabulary=source.shape.vocabulary, cache=cache, say=say)
+    prepared = partial(
+        prepare_tokens,
+        tokenizer=tokenizer,
+        vocabulary=source.shape.vocabulary,
+        seq_len=seq_len,
+        cache=cache,
+        say=say,
+    )
     tokens = held_out = rank_zero_first(lambda: prepared(section))
     if section.validation_path:
         wish = section.model_copy(update={"path": section.validation_path})
@@ -81,18 +91,43 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         if held_out.sums == tokens.sums:
             say("note: --validation-data is the text of --data: its loss says nothing of other text")
     split = _rows(section, tokens, held_out, seq_len=seq_len)
+    if tokens.summary:
+        say(f"conversations: {tokens.summary}")
     say(_told(tokens, held_out, split, seq_len=seq_len))
-    return RunData(tokenizer, tokens, held_out, split, end_of_text(tokenizer))
+    return RunData(tokenizer, tokens, held_out, split, end_of_text(tokenizer), source.shape.vocabulary)
+
+
+def first_row(data: RunData, *, seq_len: int) -> list[str]:
+    """The first row as text, in stretches that are learned and that are not; nothing where all of it is learned."""
+    from itertools import groupby
+
+    from offload_trainer.data.rows import IGNORED, RowReader
+
+    reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.vocabulary)
+    inputs, targets = (part[0].tolist() for part in reader.rows_at([0]))
+    if IGNORED not in targets:
+        return []
+    marked = zip(inputs, [False, *(target != IGNORED for target in targets[:-1])], strict=True)
+    stretches = [(learned, [id_ for id_, _ in some]) for learned, some in groupby(marked, key=lambda pair: pair[1])]
+    told = [("learned" if learned else "given", _shortened(data.tokenizer.decode(ids))) for learned, ids in stretches]
+    return ["the first row:", *(f"  {what:<8} {text}" for what, text in told[:_STRETCHES])]
+
+
+def _shortened(text: str) -> str:
+    """As Python writes it, since it may hold line ends and what steers a terminal."""
+    return ascii(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!a}..."
 
 
 def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None]) -> Any:
-    from offload_trainer.data.tokenizer import load_tokenizer
+    from offload_trainer.data.tokenizer import load_tokenizer, read_template
 
     name = section.tokenizer
     if name == "auto":
         _refuse_unknown_ids(section, source)
         name = "builtin" if source.directory is None else str(source.directory)
     tokenizer = load_tokenizer(name, trust_remote_code=source.section.trust_remote_code)
+    if section.chat_template != "auto":
+        tokenizer.chat_template = read_template(Path(section.chat_template).expanduser())
     if len(tokenizer) < source.shape.vocabulary / 2:
         say(f"note: the tokenizer {name} has {len(tokenizer)} ids of the model's {source.shape.vocabulary}")
     return tokenizer

@@ -25,7 +25,7 @@ from offload_trainer.model.source import DTYPES
 from offload_trainer.ranks import on_rank_zero, share_from_zero
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
-from offload_trainer.run.data import check_data, prepare_data, unknown_identity
+from offload_trainer.run.data import check_data, first_row, prepare_data, unknown_identity
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.run.planning import Planned, plan_run
@@ -197,7 +197,10 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     """Tokenise the data of `config`; returns the token files' paths, those for validation last."""
     planned = plan_run(config)
     say = Log(loud=True).say
-    return prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=say).paths
+    data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=say)
+    for line in first_row(data, seq_len=planned.plan.seq_len):
+        say(line)
+    return data.paths
 
 
 def _train(setup: Setup, job: Job, *, resume: tuple[Path, TrainState] | None) -> None:

@@ -83,7 +83,12 @@ def test_ids_are_those_of_the_text_in_one_piece(
     path.write_text(CORPUS if suffix == ".txt" else json.dumps({"text": CORPUS}))
     said: list[str] = []
     tokens = prepare_tokens(
-        DataSection(path=(str(path),)), tokenizer=tokenizer, vocabulary=4000, cache=tmp_path / "cache", say=said.append
+        DataSection(path=(str(path),)),
+        tokenizer=tokenizer,
+        vocabulary=4000,
+        seq_len=16,
+        cache=tmp_path / "cache",
+        say=said.append,
     )
     whole = tokenizer(CORPUS, add_special_tokens=False)["input_ids"]
     assert tokens.read(0, len(tokens)).tolist() == [*whole, tokenizer.eos_token_id]
@@ -141,6 +146,7 @@ def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytes
         DataSection(path=(str(tmp_path / "a.txt"),)),
         tokenizer=load_tokenizer("builtin"),
         vocabulary=2048,
+        seq_len=16,
         cache=tmp_path / "cache",
         say=said.append,
     )

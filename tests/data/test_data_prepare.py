@@ -65,7 +65,7 @@ def source(tmp_path: Path) -> Path:
 def prepared(*paths: Path, tokenizer: Any, cache: Path, vocabulary: int = 2048, **section: Any) -> TokenFile:
     names = tuple(str(path) for path in paths)
     wish = DataSection(path=names, **section)
-    return prepare_tokens(wish, tokenizer=tokenizer, vocabulary=vocabulary, cache=cache, say=lambda _: None)
+    return prepare_tokens(wish, tokenizer=tokenizer, vocabulary=vocabulary, seq_len=16, cache=cache, say=lambda _: None)
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -103,7 +103,7 @@ def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
     endless.eos_token = None
     said: list[str] = []
     wish = DataSection(path=(str(tmp_path / "a.txt"),))
-    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, cache=tmp_path, say=said.append)
+    joined = prepare_tokens(wish, tokenizer=endless, vocabulary=2048, seq_len=16, cache=tmp_path, say=said.append)
     assert len(joined) == len(tokens) - 1
     assert any("no end-of-text" in line for line in said)
 
@@ -311,7 +311,12 @@ def test_nanogpt_files_are_read_as_uint16_and_checked_against_the_model(
     np.array([5, 50256, 7], dtype=np.uint16).tofile(path)
     said: list[str] = []
     tokens = prepare_tokens(
-        DataSection(path=(str(path),)), tokenizer=tokenizer, vocabulary=50257, cache=tmp_path, say=said.append
+        DataSection(path=(str(path),)),
+        tokenizer=tokenizer,
+        vocabulary=50257,
+        seq_len=16,
+        cache=tmp_path,
+        say=said.append,
     )
     assert tokens.read(0, len(tokens)).tolist() == [5, 50256, 7]
     assert tokens.assumed is not None
@@ -409,6 +414,7 @@ def test_progress_is_said_now_and_then(
         DataSection(path=(str(source),)),
         tokenizer=tokenizer,
         vocabulary=2048,
+        seq_len=16,
         cache=tmp_path,
         say=said.append,
     )

@@ -29,7 +29,9 @@ def tokenizer() -> Any:
 
 def prepared(*paths: Path, tokenizer: Any, say: Callable[[str], None] = lambda _: None, **section: Any) -> Any:
     wish = DataSection(path=tuple(map(str, paths)), **section)
-    return prepare_tokens(wish, tokenizer=tokenizer, vocabulary=200_000, cache=paths[0].parent / "cache", say=say)
+    return prepare_tokens(
+        wish, tokenizer=tokenizer, vocabulary=200_000, seq_len=16, cache=paths[0].parent / "cache", say=say
+    )
 
 
 def draw(count: int, *, below: int, seed: int = 0) -> np.ndarray:

@@ -23,7 +23,7 @@ def test_commands(command: str) -> None:
     if words[0] == "export":
         assert export_wish(words[1:])["dtype"] in words
         return
-    if words[0] in ("plan", "bench", "tune", "doctor"):
+    if words[0] in ("plan", "bench", "tune", "doctor", "prepare"):
         words = [word for word in words[1:] if word != "--json"]
         for flag in ("--machine", "--write", "--drive-gigabytes"):
             if flag in words:

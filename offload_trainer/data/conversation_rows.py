@@ -1,0 +1,96 @@
+"""Lines of JSON that hold conversations -> rows of a token file.
+
+records ── Example ── AnswerEncoder ── RowMaker ──> marked ids
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_trainer.data.answers import AnswerEncoder
+from offload_trainer.data.conversations import Example, example_of
+from offload_trainer.data.packing import NOT_LEARNED, RowMaker
+from offload_trainer.data.tokenfile import TokenWriter
+from offload_trainer.errors import UserError
+from offload_trainer.units import format_count
+
+_BATCH = 256  # conversations that the tokenizer gets at a time
+_SECONDS_BETWEEN_REPORTS = 5.0
+
+PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class RowsWish:
+    """How conversations become rows."""
+
+    form: str  # of the lines: conversations.py
+    everything: bool  # whether all tokens are learned, or answers alone
+    length: int  # of a row, in tokens
+    packed: bool  # several conversations in a row
+
+    def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+        """All that the rows depend on beside the lines and the tokenizer's ids."""
+        template = hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
+        return [*asdict(self).values(), template]
+
+
+def write_rows(
+    writer: TokenWriter,
+    records: Iterator[tuple[str, dict[str, Any]]],
+    wish: RowsWish,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    end_of_text: int | None,
+    say: Callable[[str], None],
+) -> None:
+    """Write the rows of all records, and the writer's summary; `tokenizer` has its chat template.
+
+    UserError, with file and line, for a record that is no conversation, and where nothing is learned in any.
+    """
+    encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
+    pad = next((id_ for id_ in (tokenizer.pad_token_id, end_of_text) if id_ is not None), 0)
+    maker = RowMaker(wish.length, pad=pad, packed=wish.packed)
+    reported = time.monotonic()
+    for batch in _batches(records, form=wish.form):
+        for encoded in encoder.encode(batch):
+            for row in maker.add(encoded):
+                writer.write(row)
+        if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+            reported = time.monotonic()
+            say(f"{maker.counts.conversations} conversations, {format_count(maker.counts.tokens)} tokens")
+    for row in maker.rest():
+        writer.write(row)
+    if not writer.tokens:
+        left = f": all {maker.counts.left_out} are left out" if maker.counts.left_out else ""
+        raise UserError(
+            f"there is no conversation in whose first {wish.length} tokens something is learned{left}; give more, a "
+            "larger --seq-len, or data.loss=all"
+        )
+    writer.write([pad | NOT_LEARNED])  # a row ends with the token behind it
+    writer.summary = maker.counts.told(length=wish.length)
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
+    """Give a tokenizer without a chat template a plain one, which its exports then have too."""
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE.read_text()
+        say('note: the tokenizer has no chat template: turns become "User: ..." and "Assistant: ...", a line each')
+
+
+def _batches(records: Iterator[tuple[str, dict[str, Any]]], *, form: str) -> Iterator[list[Example]]:
+    batch: list[Example] = []
+    for where, record in records:
+        batch.append(example_of(record, form=form, where=where))
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,334 @@
+"""Conversations: ids and what of them is learned, against transformers' own count and by hand; and their rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import TEMPLATE, chat_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from offload_trainer.config import DataSection
+from offload_trainer.data import packing
+from offload_trainer.data.answers import AnswerEncoder, Encoded
+from offload_trainer.data.conversations import example_of, form_of_files
+from offload_trainer.data.packing import BEGINS, IDS, NOT_LEARNED, RowMaker
+from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.rows import IGNORED, RowReader, split_rows
+from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.errors import UserError
+
+MARKED = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}<end>{% endgeneration %}{% else %}{{ message.content }}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# A turn's end has a line end behind it, as ChatML's has.
+LINES = TEMPLATE.replace("<end>", "<end>\n")
+# The last answer is rendered with (empty) thoughts, earlier ones without.
+THOUGHTS = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' and loop.last %}(so)\n"
+    "{% endif %}{{ message.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Whatever is said is told backwards once more follows.
+BACKWARDS = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{{ message.content if loop.last else message.content[::-1] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TALK = [
+    message("system", "Be brief."),
+    message("user", "One?"),
+    message("assistant", "Uno é.\n\nSì."),
+    message("user", "Two? Uno"),
+    message("assistant", " due "),
+]
+
+
+def encoded(record: dict[str, Any], *, form: str, template: str | None = TEMPLATE, **settings: Any) -> Encoded:
+    tokenizer = chat_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    encoder = AnswerEncoder(tokenizer, everything=settings.pop("everything", False), end_of_text=2)
+    return next(encoder.encode([example_of(record, form=form, where="here, line 1")]))
+
+
+def learned(found: Encoded) -> list[str]:
+    """The stretches of text that are learned."""
+    tokenizer, stretches, before = chat_tokenizer(), [], False
+    for id_, counted in zip(*found, strict=True):
+        if counted and not before:
+            stretches.append([])
+        if counted:
+            stretches[-1].append(id_)
+        before = counted
+    return [tokenizer.decode(ids) for ids in stretches]
+
+
+def by_transformers(messages: list[dict[str, Any]]) -> Encoded:
+    """Its own count of what its template's marks are around."""
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = MARKED
+    found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    return Encoded(found["input_ids"], [bool(mask) for mask in found["assistant_masks"]])
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+@pytest.mark.parametrize("messages", [TALK, TALK[1:3], TALK[2:], TALK[:4]])
+def test_answers_are_those_that_transformers_counts(messages: list[dict[str, Any]], template: str) -> None:
+    expected = by_transformers(messages)
+    assert sum(expected.counted) > 5
+    assert encoded({"messages": messages}, form="chat", template=template) == expected
+
+
+def test_what_ends_a_turn_is_learned_and_no_space_behind_it() -> None:
+    found = encoded({"messages": TALK}, form="chat", template=LINES)
+    assert learned(found) == ["Uno é.\n\nSì.<end>", " due <end>"]
+
+
+def test_earlier_answers_without_their_thoughts() -> None:
+    found = encoded({"messages": TALK}, form="chat", template=THOUGHTS)
+    assert learned(found) == ["Uno é.\n\nSì.<end>", "(so)\n due <end>"]
+
+
+def test_a_template_that_hides_the_answers_is_refused() -> None:
+    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 in another way .*data.loss=all"):
+        encoded({"messages": TALK}, form="chat", template=BACKWARDS)
+    found = encoded({"messages": TALK}, form="chat", template=BACKWARDS, everything=True)
+    assert all(found.counted)
+
+
+def test_a_line_end_that_ends_the_turn_is_learned() -> None:
+    plain = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    found = encoded({"messages": TALK[:3]}, form="chat", template=plain)
+    assert learned(found) == [" Uno é.\n\nSì.\n"]
+
+
+def test_every_form_says_the_same() -> None:
+    plain = [message("user", "Add.\n\n1 2"), message("assistant", "3")]
+    expected = by_transformers(plain)
+    sharegpt = {"conversations": [{"from": "human", "value": "Add.\n\n1 2"}, {"from": "gpt", "value": "3"}]}
+    parts = [plain[0] | {"content": [{"type": "text", "text": "Add.\n\n"}, {"type": "text", "text": "1 2"}]}, plain[1]]
+    assert encoded({"messages": plain}, form="chat") == expected
+    assert encoded({"messages": parts}, form="chat") == expected
+    assert encoded(sharegpt, form="sharegpt") == expected
+    assert encoded({"instruction": "Add.", "input": "1 2", "output": "3"}, form="alpaca") == expected
+    assert encoded({"instruction": "Add.\n\n1 2", "input": "", "output": "3"}, form="alpaca") == expected
+    assert encoded({"prompt": plain[:1], "completion": plain[1:]}, form="pairs") == expected
+
+
+def test_a_pair_of_texts() -> None:
+    ids, counted = encoded({"prompt": "2 + 2 = ", "completion": "four"}, form="pairs")
+    tokenizer = chat_tokenizer()
+    assert ids == [*tokenizer("2 + 2 = four").input_ids, 2]
+    assert counted == [False] * 8 + [True] * 5
+
+
+def test_answers_that_are_not_to_be_learned() -> None:
+    first = [message("assistant", "no", weight=0) if n == 2 else one for n, one in enumerate(TALK)]
+    assert learned(encoded({"messages": first}, form="chat")) == [" due <end>"]
+    assert learned(encoded({"messages": first}, form="chat", template=MARKED)) == [" due <end>"]
+    assert learned(encoded({"prompt": TALK[:4], "completion": TALK[4:]}, form="pairs")) == [" due <end>"]
+
+
+def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": TALK[1:]}) + "\n")
+    tokenizer, said = load_tokenizer("builtin"), []
+    tokens = prepare_tokens(
+        DataSection(path=(str(file),)),
+        tokenizer=tokenizer,
+        vocabulary=2048,
+        seq_len=64,
+        cache=tmp_path / "cache",
+        say=said.append,
+    )
+    row = tokens.read(0, 64)
+    text = tokenizer.decode([id_ & IDS for id_ in row.tolist()])
+    expected = "User: One?\nAssistant: Uno é.\n\nSì.<|endoftext|>\nUser: Two? Uno\nAssistant:  due <|endoftext|>\n"
+    assert text.removeprefix(expected).replace("<|endoftext|>", "") == ""
+    kept = tokenizer.decode([id_ & IDS for id_ in row.tolist() if not id_ & NOT_LEARNED])
+    assert kept == " Uno é.\n\nSì.<|endoftext|>  due <|endoftext|>"
+    assert any("no chat template" in line for line in said)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def conversation(count: int, *, first: int, answer: int) -> Encoded:
+    """`count` ids from `first` on, the last `answer` of them learned."""
+    return Encoded(list(range(first, first + count)), [n >= count - answer for n in range(count)])
+
+
+def rows_of(maker: RowMaker, given: list[Encoded]) -> list[list[int]]:
+    rows = [row for one in given for row in maker.add(one)] + list(maker.rest())
+    return [row.tolist() for row in rows]
+
+
+def told(ids: list[int]) -> list[tuple[int, bool, bool]]:
+    """(id, learned?, begins a conversation?)"""
+    return [(id_ & IDS, not id_ & NOT_LEARNED, bool(id_ & BEGINS)) for id_ in ids]
+
+
+def test_each_conversation_has_its_row() -> None:
+    maker = RowMaker(6, pad=9, packed=False)
+    rows = rows_of(maker, [conversation(4, first=20, answer=2), conversation(8, first=30, answer=4)])
+    ids, learned, begins = ([[mark[n] for mark in told(row)] for row in rows] for n in range(3))
+    assert ids == [[20, 21, 22, 23, 9, 9], [30, 31, 32, 33, 34, 35]]
+    assert learned == [[False, False, True, True, False, False], [False, False, False, False, True, True]]
+    assert begins == [[True, False, False, False, True, False], [True] + [False] * 5]
+    assert maker.counts == packing.Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2, rows=2)
+
+
+def test_conversations_are_packed_whole() -> None:
+    """Into the fullest row that has room; nothing is lost, doubled or divided."""
+    sizes = [5, 3, 4, 7, 2, 1, 8, 3, 3]
+    given = [conversation(size, first=10 * n, answer=1) for n, size in enumerate(sizes) if size > 1]
+    maker = RowMaker(8, pad=99, packed=True)
+    rows = rows_of(maker, given)
+    held: list[list[int]] = []
+    for row in rows:
+        for id_, _, begins in told(row):
+            if begins:
+                held.append([])
+            held[-1].append(id_)
+    assert sorted(part for part in held if part[0] != 99) == sorted(one.ids for one in given)
+    assert len(rows) == maker.counts.rows == 5
+
+
+def test_where_nothing_is_learned_is_left_out() -> None:
+    maker = RowMaker(4, pad=9, packed=False)
+    given = [Encoded([1, 2, 3], [False] * 3), conversation(6, first=0, answer=2), Encoded([5], [True])]
+    assert rows_of(maker, given) == []
+    assert maker.counts == packing.Counts(left_out=3)
+
+
+def prepared(file: Path, *, tokenizer: PreTrainedTokenizerFast, seq_len: int, **section: Any) -> Any:
+    return prepare_tokens(
+        DataSection(path=(str(file),), **section),
+        tokenizer=tokenizer,
+        vocabulary=300,
+        seq_len=seq_len,
+        cache=file.parent / "cache",
+        say=lambda line: None,
+    )
+
+
+def test_targets_are_the_answers_tokens(tmp_path: Path) -> None:
+    """Of every row, as transformers counts them; at the same places when read again from the cache."""
+    talks = [TALK, TALK[1:3], TALK[:3]]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    for _ in range(2):
+        tokens = prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
+        split = split_rows(len(tokens), seq_len=80, validation=0)
+        rows = RowReader(tokens, seq_len=80, rows=split.train, vocabulary=300).rows_at([0, 1, 2])
+        for inputs, targets, talk in zip(rows.inputs.tolist(), rows.targets.tolist(), talks, strict=True):
+            ids, counted = by_transformers(talk)
+            assert inputs[: len(ids)] == ids
+            expected = [id_ if one else IGNORED for id_, one in zip(ids, counted, strict=True)][1:]
+            assert targets == expected + [IGNORED] * (80 - len(expected))
+    assert tokens.summary.startswith("3 conversations, ")
+
+
+def test_the_wish_makes_another_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n")
+    first = prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
+    other = chat_tokenizer()
+    other.chat_template = LINES
+    others = [
+        prepared(file, tokenizer=chat_tokenizer(), seq_len=60),
+        prepared(file, tokenizer=chat_tokenizer(), seq_len=80, loss="all"),
+        prepared(file, tokenizer=other, seq_len=80),
+    ]
+    assert len({first.path, *(tokens.path for tokens in others)}) == 4
+    assert others[1].sums != first.sums
+    assert prepared(file, tokenizer=chat_tokenizer(), seq_len=80).path == first.path
+
+
+def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n")
+    made = prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
+    assert prepared(made.path, tokenizer=chat_tokenizer(), seq_len=80).row_length == 80
+    with pytest.raises(UserError, match=r"rows of 80, and this run's have 40: use --seq-len 80"):
+        prepared(made.path, tokenizer=chat_tokenizer(), seq_len=40)
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"messages": []}, "'messages' holds an empty list"),
+        ({"messages": "hello"}, "'messages' holds a str"),
+        ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 1 holds something else than text"),
+        ({"messages": [message("user", "a"), {"role": "user", "content": [{"type": "image"}]}]}, "message 2 holds"),
+        ({"messages": [message("user", "\ud800")]}, "message 1 holds half a surrogate pair"),
+        ({"messages": TALK, "tools": "x"}, "'tools' holds a str"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "turn 1 is from 'narrator'; known are human"),
+        ({"conversations": [{"value": "x"}]}, "turn 1 is no object with a 'from'"),
+        ({"instruction": 3, "output": "x"}, "field 'instruction' holds a int"),
+        ({"prompt": "x", "completion": []}, "field 'completion' holds a list"),
+        ({"text": "x", "other": 1}, "no field 'messages', which chat has; there are: text, other"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_line(record: dict[str, Any], told: str) -> None:
+    form = {"conversations": "sharegpt", "instruction": "alpaca", "prompt": "pairs"}.get(next(iter(record)), "chat")
+    with pytest.raises(UserError) as caught:
+        example_of(record, form=form, where="chat.jsonl, line 7")
+    assert str(caught.value).startswith("chat.jsonl, line 7: ")
+    assert told in str(caught.value)
+
+
+def test_forms_are_known_by_their_keys(tmp_path: Path) -> None:
+    lines = {
+        "text": {"text": "x", "messages": TALK},
+        "chat": {"messages": TALK},
+        "sharegpt": {"conversations": []},
+        "alpaca": {"instruction": "a", "output": "b"},
+        "pairs": {"prompt": "a", "completion": "b"},
+    }
+    files = {name: tmp_path / f"{name}.jsonl" for name in lines}
+    for name, record in lines.items():
+        files[name].write_text("\n" + json.dumps(record) + "\n")
+        assert form_of_files([files[name]], form="auto", text_field="text") == name
+    assert form_of_files([files["text"]], form="chat", text_field="text") == "chat"
+    assert form_of_files([files["chat"]], form="text", text_field="text") == "text"
+    with pytest.raises(UserError, match=r"not of one kind: chat in .*chat.jsonl, alpaca in .*alpaca.jsonl"):
+        form_of_files([files["chat"], files["alpaca"]], form="auto", text_field="text")
+    both = tmp_path / "both.jsonl"
+    both.write_text(json.dumps(lines["chat"] | lines["alpaca"]))
+    with pytest.raises(UserError, match=r"line 1: it may be read as chat or as alpaca: say which with data.format"):
+        form_of_files([both], form="auto", text_field="text")
+    words = tmp_path / "words.txt"
+    words.write_text("x")
+    with pytest.raises(UserError, match=r"data.format=chat is for lines of JSON"):
+        form_of_files([words], form="chat", text_field="text")
+
+
+def test_a_template_that_refuses_names_the_line(tmp_path: Path) -> None:
+    strict = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match=r"here, line 1: the chat template refuses this conversation: roles must"):
+        encoded({"messages": TALK}, form="chat", template=strict)
+
+
+def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": TALK[:2]}) + "\n")
+    with pytest.raises(UserError, match=r"first 80 tokens something is learned: all 1 are left out"):
+        prepared(file, tokenizer=chat_tokenizer(), seq_len=80)

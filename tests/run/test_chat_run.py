@@ -1,0 +1,101 @@
+"""Whole runs on conversations: what is learned, what is said of it, and that a killed run goes on to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, reference
+from chats import CHATS
+from conftest import KILL, TINY, ask, call, call_and_kill
+from torch.nn import functional
+from transformers import AutoTokenizer
+
+from offload_trainer.data.answers import Encoded
+from offload_trainer.data.packing import RowMaker
+from offload_trainer.data.rows import RowReader
+from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.model.loss import CausalLoss
+
+WORDS = [*TINY, "--steps", "6", "--save-every", "2", "data.validation=0.2", "--lr", "1e-2"]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short questions and answers."""
+    file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    words = [(asked, told[:12]) for asked, told in CHATS] * 3
+    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in words]
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return file
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(chat: Path, drive: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--data", chat, "--nvme", drive]
+    whole = call(*words, output=tmp_path / "whole")
+    saved = tmp_path / "killed/checkpoints/step-00000002/MANIFEST.json"
+    killed = call_and_kill(*words, output=tmp_path / "killed", when=lambda _: saved.exists(), number=KILL, hold=3)
+    assert killed.code == -KILL
+    again = call(*words, output=tmp_path / "killed")
+    assert "resumed from" in again.text
+    for key in ("loss", "grad_norm", "tokens"):
+        assert [step[key] for step in again.steps] == [step[key] for step in whole.steps]
+    assert "conversations: 18 conversations, " in whole.text
+    assert whole.losses[-1] < whole.losses[0]
+    template = AutoTokenizer.from_pretrained(whole.output / "model").chat_template
+    assert "Assistant:" in template
+
+
+def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
+    told = ask("prepare", *WORDS, "--data", chat, f"data.cache={tmp_path}").stderr
+    assert (
+        "the first row:\n  given    'User: What follows one?\\nAssistant:'\n  learned  ' one and eno.<|endoftext|>'"
+        in told
+    )
+
+
+def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    words = [*WORDS, "--data", chat, f"data.cache={tmp_path}", f"data.chat_template={template}"]
+    told = ask("prepare", *words).stderr
+    assert "given    '[user] What follows one?\\n'\n  learned  '[assistant] one and eno.\\n'" in told
+    told = ask("prepare", *words, "data.format=text").stderr
+    assert "no field 'text'; there are: messages" in told
+    missing = ask("prepare", *WORDS, "--data", chat, f"data.chat_template={tmp_path}/none.jinja")
+    assert missing.returncode == 2
+    assert "none.jinja cannot be read: No such file or directory" in missing.stderr
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rows_have_the_loss_of_their_conversations(name: str, tmp_path: Path) -> None:
+    """Each by itself, without padding, through transformers: the mean over all that is learned."""
+    draw = random.Random(3)
+    talks = []
+    for size in (7, 16, 3, 11):
+        ids = [draw.randrange(1, 99) for _ in range(size)]
+        talks.append(Encoded(ids, [draw.random() < 0.5 or n == size - 1 for n in range(size)]))
+    model = reference(ARCHITECTURES[name]).eval()
+    sums, count = torch.zeros(()), 0
+    for ids, learned in talks:
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+        places = torch.tensor(learned[1:])
+        sums += functional.cross_entropy(logits[places], torch.tensor(ids[1:])[places], reduction="sum")
+        count += int(places.sum())
+    batch = rows_of(talks, tmp_path)
+    loss = CausalLoss(model, chunk=8)(*batch)
+    assert count == int((batch[1] != -100).sum())
+    assert loss.item() == pytest.approx((sums / count).item(), abs=1e-5)
+
+
+def rows_of(talks: list[Encoded], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    maker = RowMaker(16, pad=0, packed=False)
+    with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=16) as writer:
+        for row in [row for talk in talks for row in maker.add(talk)]:
+            writer.write(row)
+        writer.write([1 << 31])
+    reader = RowReader(TokenFile.open(folder / "t.bin"), seq_len=16, rows=range(4), vocabulary=99)
+    return reader.rows_at(range(4))

@@ -10,6 +10,8 @@ RUN := $(VENV)/bin
 demo: setup
 	$(RUN)/python scripts/demo.py
 
+# DeepSpeed's kernels name the environment they were built in: two that share a cache build each other's anew.
+test: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
 test: setup check
 	$(RUN)/python scripts/build_kernels.py
 	$(RUN)/python -m pytest -n 2

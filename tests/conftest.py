@@ -58,31 +58,36 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "offload_trainer", *map(str, words)]
 
 
-_OWN = ("deepspeed", "tiered.io=async_io", "--gpus", "placement.gpus")
+_STOCK = ("deepspeed", "tiered.io=async_io")
+_RANKS = ("--gpus", "placement.gpus")
 
 
 @cache
-def forks() -> Forks:
-    return Forks()
+def forks(*, stock: bool) -> Forks:
+    return Forks(stock=stock)
 
 
-def start(*argv: object, stdout: Path, stderr: Path, own: bool = False, **extra: str) -> Fork | subprocess.Popen[bytes]:
+def start(
+    *argv: object, stdout: Path, stderr: Path, own: bool = False, stock: bool = False, **extra: str
+) -> Fork | subprocess.Popen[bytes]:
     """A Python script with its words (`COMMAND`: ours), what it prints in files; in a fork unless it should be `own`.
 
-    DeepSpeed's kernels read the number of threads when they are loaded, and torchrun starts processes of its own.
+    `stock`: it will import DeepSpeed, which a word may say too; where there is a GPU, not ahead of a fork. torchrun
+    starts processes of its own.
     """
     words = list(map(str, argv))
-    if own or any(word.startswith(_OWN) for word in words):
+    stock = stock or any(word.startswith(_STOCK) for word in words)
+    if own or any(word.startswith(_RANKS) for word in words) or (stock and torch.cuda.is_available()):
         with open(stdout, "ab") as out, open(stderr, "ab") as err:
             return subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=environment(**extra))
-    return forks().start(words, stdout=stdout, stderr=stderr, env=environment(**extra))
+    return forks(stock=stock).start(words, stdout=stdout, stderr=stderr, env=environment(**extra))
 
 
-def run_script(*argv: object, own: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
+def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
     """The same, waited for, with `extra` in the environment; stdout and stderr apart."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        code = start(*argv, stdout=out, stderr=err, own=own, **extra).wait(500)
+        code = start(*argv, stdout=out, stderr=err, own=own, stock=stock, **extra).wait(500)
         return subprocess.CompletedProcess(list(argv), code, *(path.read_text(errors="replace") for path in (out, err)))
 
 

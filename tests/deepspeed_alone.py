@@ -26,10 +26,11 @@ from offload_trainer.settings import load_config
 def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     config = load_config(["--model", str(folder / "model"), "--engine", "deepspeed", "--nvme", str(folder), *words])
     source = resolve_model(config.model, seed=0)
-    plan = make_plan(config, source.shape, probe_machine(drives=config.placement.nvme, output=str(folder)))
-    start_processes()
+    _, world = start_processes()
+    machine = probe_machine(drives=config.placement.nvme, output=str(folder))
+    plan = make_plan(config, source.shape, machine, world=world)
     told = deepspeed_config(
-        workload(config, source.shape),
+        workload(config, source.shape, world=world),
         config.optim,
         config.deepspeed,
         plan.placement,

@@ -9,6 +9,7 @@ that is the kind), and the process sends itself the signal, once or twice. `expe
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pty
@@ -88,6 +89,9 @@ def load_libraries() -> None:
     import offload_trainer.export.final
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # forks would walk all of it, and so copy it
 
 
 # -- in the child ----------------------------------------------------------------------------------------------------

@@ -1,18 +1,20 @@
 """Commands in forks of a process that has imported the libraries once, since importing takes most of a small one.
 
-    forks = Forks()
+    forks = Forks()             # Forks(stock=True): DeepSpeed is imported too
     process = forks.start([script, words...], stdout=path, stderr=path, env=..., cwd=...)   # as subprocess.Popen
 
 The parent computes nothing and has one thread, so that a fork is as good as a new process: the environment, the
 directory, the umask and the files are set before anything runs, the script runs as `__main__`, and the interpreter
 ends as it would anywhere, with real exit codes and signals. What differs: libraries have read their environment
 already (OpenMP's threads are 1 but for torch's own, HF_HUB_OFFLINE is 1), the start takes no time, and hashes have the
-same salt in all forks of one parent. Where that matters, and for DeepSpeed, conftest starts a process of its own.
+same salt in all forks of one parent. Where that matters, and for torchrun, conftest starts a process of its own.
+DeepSpeed's kernels are loaded in the forks, each with its own number of threads.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import random
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,10 @@ COMMAND = str(Path(__file__).resolve().parent.parent / "offload_trainer" / "__ma
 class Forks:
     """The parent, seen from a test."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stock: bool = False) -> None:
         offline = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._parent = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=offline
+            [sys.executable, __file__, *["stock"] * stock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=offline
         )
         self._codes: dict[int, int] = {}
         atexit.register(self.close)
@@ -120,6 +123,8 @@ def serve() -> list[str] | None:
     told = os.dup(1)
     os.dup2(2, 1)
     _load_libraries()
+    gc.collect()
+    gc.freeze()  # or each fork would walk, and so copy, all of it at its end: most of a second
     children: dict[int, int] = {}  # pidfd -> pid
     with selectors.DefaultSelector() as waiting:
         waiting.register(0, selectors.EVENT_READ)
@@ -158,6 +163,20 @@ def _load_libraries() -> None:
     import offload_trainer.export.weights
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
+
+    if "stock" in sys.argv:
+        _load_deepspeed()
+
+
+def _load_deepspeed() -> None:
+    """For a CPU. What DeepSpeed asks of it takes py-cpuinfo a second each time, and the answer is always the same."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import cpuinfo
+    import deepspeed.ops.adam
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - what any optimizer is asked whether it is
+
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
 
 
 def _become(wish: dict[str, Any]) -> list[str]:

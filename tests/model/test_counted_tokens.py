@@ -2,68 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from bench_of_engines import batches, engine, masters, model_directory, train
-from transformers import AutoConfig, AutoModelForCausalLM
+from counted import EPS, masked, random_weights, transformers_alone
 
 from offload_trainer.config import ModelSection
-from offload_trainer.data.rows import IGNORED, Batch, weights_in_step
+from offload_trainer.data.rows import weights_in_step
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.source import resolve_model
-
-LR, DECAY = 1e-2, 0.1
-COUNTS = (3, 0, 25)  # of the three micro-batches of a step
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = model_directory(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def masked(data: list[Batch]) -> list[Batch]:
-    """Each counts so many targets, at places drawn at random, and never a row's last, which has no next token."""
-    random, made = torch.Generator().manual_seed(7), []
-    for number, batch in enumerate(data):
-        places = batch.targets[:, :-1].numel()
-        chosen = torch.zeros(places, dtype=torch.bool)
-        chosen[torch.randperm(places, generator=random)[: COUNTS[number % 3]]] = True
-        keep = torch.nn.functional.pad(chosen.view(len(batch.targets), -1), (0, 1), value=False)
-        made.append(replace(batch, targets=batch.targets.where(keep, IGNORED)))
-    return made
-
-
-def transformers_alone(folder: Path, data: list[Batch]) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, norms and weights where a step's micro-batches are one batch, and the loss is transformers'."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-3)
-    losses, norms = [], []
-    for start in range(0, len(data), 3):
-        inputs, targets = (torch.cat([getattr(b, n) for b in data[start : start + 3]]) for n in ("inputs", "targets"))
-        labels = torch.nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORED)
-        loss = model(input_ids=inputs, labels=labels, use_cache=False).loss
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        losses.append(float(loss.detach()))
-        adam.step()
-        adam.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+    return random_weights(model_directory(tmp_path_factory.mktemp("model"), "qwen3", tied=False))
 
 
 @pytest.mark.parametrize("words", [("--engine", "plain"), ("--ram-fraction", "1", "model.loss_chunk=10")], ids=str)
 def test_the_mean_is_over_all_targets_of_a_step(words: tuple[str, ...], pretrained: Path) -> None:
     data = masked(batches(9))
-    losses, norms, weights = transformers_alone(pretrained, data)
-    always = ("model.scratch=false", "--dtype", "fp32", "--accumulate", "3", "optim.eps=1e-3")
+    losses, norms, weights = transformers_alone(pretrained, data, at_a_time=3)
+    always = ("model.scratch=false", "--dtype", "fp32", "--accumulate", "3", f"optim.eps={EPS}")
     with engine(pretrained, *always, *words) as ours:
         steps = train(ours, data, accumulate=3)
         for (loss, norm), expected, length in zip(steps, losses, norms, strict=True):

@@ -1,0 +1,56 @@
+"""Steps whose micro-batches count different numbers of targets, and what transformers and torch alone make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload_trainer.data.rows import IGNORED, Batch
+
+LR, DECAY, EPS = 1e-2, 0.1, 1e-3
+COUNTS = (3, 0, 25)  # of three micro-batches, and so on
+
+
+def random_weights(folder: Path) -> Path:
+    """fp32, into the directory of a configuration."""
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def masked(data: list[Batch]) -> list[Batch]:
+    """Each counts so many targets, at places drawn at random, and never a row's last, which has no next token."""
+    random, made = torch.Generator().manual_seed(7), []
+    for number, batch in enumerate(data):
+        places = batch.targets[:, :-1].numel()
+        chosen = torch.zeros(places, dtype=torch.bool)
+        chosen[torch.randperm(places, generator=random)[: COUNTS[number % len(COUNTS)]]] = True
+        keep = torch.nn.functional.pad(chosen.view(len(batch.targets), -1), (0, 1), value=False)
+        made.append(replace(batch, targets=batch.targets.where(keep, IGNORED)))
+    return made
+
+
+def transformers_alone(
+    folder: Path, data: list[Batch], *, at_a_time: int
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, norms and weights where a step's `at_a_time` micro-batches are one batch, with transformers' own loss."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+    losses, norms = [], []
+    for start in range(0, len(data), at_a_time):
+        step = data[start : start + at_a_time]
+        inputs, targets = (torch.cat([getattr(batch, name) for batch in step]) for name in ("inputs", "targets"))
+        labels = torch.nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORED)
+        loss = model(input_ids=inputs, labels=labels, use_cache=False).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        losses.append(float(loss.detach()))
+        adam.step()
+        adam.zero_grad()
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}

@@ -126,8 +126,8 @@ class Checkpoints:
             self._worker.put(ending(future, work))
         else:
             ending(future, work)()
+            on_rank_zero(self.settle)
             self.settle()
-            wait_for_all()
 
     def note(self, line: str) -> None:
         """Say it, unless it has been said."""

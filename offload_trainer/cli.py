@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer import __version__
-from offload_trainer.errors import TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.errors import Elsewhere, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
@@ -35,7 +35,8 @@ def main(words: list[str] | None = None) -> int:
             told = explain(error)
             if told is None:
                 raise
-            _say(f"offload-train: {told}")
+            if not isinstance(error, Elsewhere):
+                _say(f"offload-train: {told}")
             return exit_code(error)
     return 0
 
@@ -68,9 +69,10 @@ def _train(words: list[str]) -> None:
         _print_plan(words, as_json=False)
         return
     with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
+        from offload_trainer.plan.choose import engine_of
         from offload_trainer.run.launch import prepare_process, start_ranks
 
-        start_ranks(given, count=config.placement.gpus)
+        start_ranks(given, count=config.placement.gpus, engine=engine_of(config).name)
         prepare_process(config.process)
         _quiet()
         from offload_trainer.run.train import train_run

@@ -28,6 +28,14 @@ class NonFiniteGradient(TrainerError):
     """The step's gradients hold a NaN or an infinity; nothing was changed by them."""
 
 
+class Elsewhere(TrainerError):
+    """Another rank's failure, which that rank tells of: this one ends without a word."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
 class Interrupted(TrainerError):
     """A signal asked the run to stop, and it came to an end in order: 128 + the signal's number."""
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,17 @@ from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import TrainerError
-from offload_trainer.ranks import gather
+from offload_trainer.ranks import gather, on_rank_zero
 from offload_trainer.schedule import learning_rate
 from offload_trainer.signals import Asked
-from offload_trainer.telemetry.meters import PhaseClock, device_peak_bytes, forget_peak_rss, peak_rss_bytes, read_io
+from offload_trainer.telemetry.meters import (
+    IoCount,
+    PhaseClock,
+    device_peak_bytes,
+    forget_peak_rss,
+    peak_rss_bytes,
+    read_io,
+)
 from offload_trainer.telemetry.record import (
     EvalRecord,
     StepRecord,
@@ -141,7 +149,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
     before = read_io()
     group, result, seconds = _carry_out(job, batches, lr=lr)
-    drive = read_io() - before
+    drive = _of_all_ranks(read_io() - before)
     state = replace(
         state,
         step=state.step + 1,
@@ -170,8 +178,15 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
         )
     else:
         job.clock.take()
-    _refuse_nonfinite(job, result, step=state.step)
+    if result.skipped:
+        on_rank_zero(partial(_refuse_nonfinite, job, result, step=state.step))
     return state
+
+
+def _of_all_ranks(moved: IoCount) -> IoCount:
+    """What all ranks have moved; not known where one of them does not know."""
+    ways = zip(*gather((moved.read_bytes, moved.written_bytes)), strict=True)
+    return IoCount(*(None if None in counts else sum(counts) for counts in ways))
 
 
 def _carry_out(job: Job, batches: Iterator[Batch], *, lr: float) -> tuple[list[Batch], StepResult, float]:
@@ -202,7 +217,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
 
 def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
     finding = job.finds_scale and result.loss_scale > 1  # skipping is how the scale finds its value
-    if not result.skipped or finding:
+    if finding:
         return
     if job.optim.nonfinite == "stop":
         raise TrainerError(

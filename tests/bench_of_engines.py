@@ -19,6 +19,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.source import ModelSource, resolve_model
 from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.ranks import place_here, share_from_zero
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease
@@ -88,7 +89,7 @@ class Reentrant(ModelSource):
 
 @contextmanager
 def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) -> Iterator[Any]:
-    """The engine that `words` ask for, as the command would build it."""
+    """The engine that `words` ask for, as the command would build it; of several ranks all call."""
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
     always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
@@ -101,16 +102,17 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
         yield PlainEngine(source, config.model, config.optim)
         return
     machine = probe_machine(drives=config.placement.nvme, output=str(model))
-    plan = make_plan(config, source.shape, machine)
+    rank, world = place_here()
+    plan = make_plan(config, source.shape, machine, world=world)
     assert plan.engine == "tiered"
-    leases = [DriveLease(drive) for drive in drives] if plan.uses_drives else []
+    leases = [DriveLease(drive) for drive in drives] if plan.uses_drives and rank == 0 else []
     made = TieredEngine(
         source,
-        workload(config, source.shape),
+        workload(config, source.shape, world=world),
         config.optim,
         placement=plan.placement,
         sizes=plan.sizes,  # type: ignore[arg-type]
-        drives=[lease.path for lease in leases],
+        drives=share_from_zero([lease.path for lease in leases]),
         **extra,
     )
     try:

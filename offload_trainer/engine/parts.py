@@ -15,7 +15,8 @@ from offload_trainer.model.source import DTYPES
 from offload_trainer.offloading.cuda import CudaDevice
 from offload_trainer.offloading.device import CpuDevice, Device
 from offload_trainer.offloading.drives import Drives
-from offload_trainer.offloading.model import Layout
+from offload_trainer.offloading.homes import Layout
+from offload_trainer.offloading.node import Node
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.protocol import Kernel
@@ -56,6 +57,7 @@ def opened(
 ) -> Parts:
     """The parts of such a run; `stack` closes them. `directories` are private ones on drives.
 
+    With several ranks in the workload they are those of this process's group, all on this node.
     Without `device` it is CUDA's where there is a GPU, else the CPU. UserError where a GPU has no kernel for its pages.
     """
     units, dtype = units_of(work.shape), DTYPES[work.dtype]
@@ -72,11 +74,12 @@ def opened(
         format=sizes.format,
         page_buffers=sizes.page_buffers,
         unit_buffers=sizes.unit_buffers,
+        node=Node(together=work.world > 1),
         ring_bytes=gradient_ring(
             units,
             homes.gradients,
             item_bytes=work.item_bytes,
-            several=work.accumulate > 1,
+            several=work.added > 1,
             gpu=device.is_cuda,
         ),
     )

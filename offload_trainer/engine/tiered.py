@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,14 +29,13 @@ from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
+from offload_trainer.ranks import gather
 from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.telemetry.meters import PhaseClock
 
 
 class TieredEngine:
-    """Trains `source` with one rank, its state in RAM and in the private directories `drives`."""
-
-    rank, world = 0, 1
+    """Trains `source`, its state in RAM and in the private directories `drives`, with all ranks that were joined."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class TieredEngine:
         return_what_is_freed()
         with ExitStack() as stack:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
-            self._place = parts.device.place
+            self._place, node = parts.device.place, parts.layout.node
+            self.rank, self.world = node.rank, node.world
             self._module = source.build(dtype=self._dtype, context=parameters_without_memory())
             parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
             self._module.to(self._place)
@@ -91,18 +92,26 @@ class TieredEngine:
         self._module.train()
         scale = self._scale.value
         losses = []
-        weights = weights_in_step([batch.counted for batch in batches])
+        counts = self._of_all([batch.counted for batch in batches])
+        weights = weights_in_step(counts)[self.rank :: self.world]
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             with clock.phase("forward"), self.offloaded.forward(then=True):
                 loss = self._module(*self._given(batch), batch.seed, batch.counted)
                 losses.append(loss.detach() * weight)
             with clock.phase("backward"), self.offloaded.backward(last=number == len(batches)):
-                (loss * (scale * weight / len(batches))).backward()
+                (loss * (scale * weight / len(counts))).backward()
         with clock.phase("update"), torch.no_grad():
             norm = self._update(lr=lr)
             self.offloaded.begin()
-        mean = float(torch.stack(losses).mean())
+        mean = float(torch.stack([loss.to(self._place) for loss in self._of_all(losses)]).mean())
         return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
+
+    def _of_all(self, mine: list[Any]) -> list[Any]:
+        """One value of each of this rank's micro-batches -> those of all ranks, in the order of one rank's."""
+        if self.world == 1:
+            return mine
+        told = gather([one.cpu() if isinstance(one, torch.Tensor) else one for one in mine])
+        return [its[number] for number in range(len(mine)) for its in told]
 
     def _update(self, *, lr: float) -> float | None:
         """The rule on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""

@@ -11,12 +11,13 @@ adds them up in the model's order, so that neither the homes nor the order of ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.norms import norm_of, ordered_norm
 from offload_trainer.offloading.outward import InFlight, Ring
 from offload_trainer.offloading.store import UnitStore
@@ -24,6 +25,31 @@ from offload_trainer.offloading.sums import HostSums
 from offload_trainer.plan.layout import DEVICE, Place, Unit
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+
+
+class Uses:
+    """What a tied weight gets in a micro-batch from its several uses, until it is complete."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+        self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # from so many of their uses
+
+    def add(self, name: str, flat: torch.Tensor) -> torch.Tensor | None:
+        """The sum over all uses, once there is one of each; None before."""
+        if self._counts[name] == 1:
+            return flat
+        seen, before = self._partial.pop(name, (0, None))
+        flat = flat if before is None else before.add_(flat)
+        if seen + 1 == self._counts[name]:
+            return flat
+        self._partial[name] = seen + 1, flat
+        return None
+
+    def rest(self) -> list[tuple[str, torch.Tensor]]:
+        """What there is of weights of which the micro-batch used a part."""
+        rest = [(name, flat) for name, (_, flat) in self._partial.items()]
+        self._partial.clear()
+        return rest
 
 
 class Gradients:
@@ -55,14 +81,16 @@ class Gradients:
         }
         pinned = device.is_cuda
         trained = [unit.trained for unit in units]
-        self.store = UnitStore(trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned)
+        self.store = UnitStore(
+            trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=Node()
+        )
         self._on_device = _resident(units, homes, device=device, dtype=dtype)
         self._host = HostSums(units, self.store, stagings=stagings, alone=not device.is_cuda)
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._place)
         self._norms: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()  # in this step
-        self._partial: dict[str, tuple[int, torch.Tensor]] = {}  # of tied weights, from so many of their uses
+        self._uses = Uses({name: place.weight.uses for name, (_, place) in self._place.items()})
         self._landing: dict[str, Future] = {}  # gradients that are copied to where they stay
 
     # -- during backward ----------------------------------------------------------------------------------------------
@@ -72,21 +100,14 @@ class Gradients:
 
         `last`: it is the step's last micro-batch, so the norm of the sum counts.
         """
-        uses = self._place[name][1].weight.uses
-        flat = gradient.detach().reshape(-1)
-        if uses > 1:
-            seen, before = self._partial.pop(name, (0, None))
-            flat = flat if before is None else before.add_(flat)
-            if seen + 1 < uses:
-                self._partial[name] = seen + 1, flat
-                return
-        self._add(name, flat, last=last)
+        flat = self._uses.add(name, gradient.detach().reshape(-1))
+        if flat is not None:
+            self._add(name, flat, last=last)
 
     def end_of_backward(self, *, last: bool) -> None:
         """A micro-batch is through: tied weights of which it used a part get what there is."""
-        for name, (_, flat) in self._partial.items():
+        for name, flat in self._uses.rest():
             self._add(name, flat, last=last)
-        self._partial.clear()
 
     def _add(self, name: str, flat: torch.Tensor, *, last: bool) -> None:
         unit, place = self._place[name]

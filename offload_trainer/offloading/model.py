@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +22,21 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.activations import Activations
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.drives import Drives
-from offload_trainer.offloading.gradients import Gradients
+from offload_trainer.offloading.homes import Layout, homes_made
 from offload_trainer.offloading.page_index import PageIndex
 from offload_trainer.offloading.parameter import offload_parameter
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.state import TieredSnapshot, TieredState
-from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.stream import Stream
 from offload_trainer.offloading.update import Updater
-from offload_trainer.offloading.weights import Weights
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import Kernel, Stretch
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
-from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.kept import KeptInputs
-from offload_trainer.plan.layout import Homes, Unit
+from offload_trainer.plan.layout import Unit
 from offload_trainer.plan.routes import routes_of
-from offload_trainer.plan.sizes import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.storage.host_memory import return_now
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where everything lies, and in what form."""
-
-    units: tuple[Unit, ...]
-    homes: Homes
-    dtype: torch.dtype  # of the weights that the model computes with
-    gradient_dtype: torch.dtype  # of a step's sums
-    format: StateFormat  # of the optimizer state
-    page_buffers: int  # pages in memory on their way to or from a drive
-    unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
-    ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
 
 
 class OffloadedModel:
@@ -77,6 +58,7 @@ class OffloadedModel:
         What they hold is lost: `put` sets it. `kernels`: the CPU's, and the one for pages that live on `device`. `seed`
         is of the rounding of moments that are not fp32. Device and drives are closed by whoever made them, after this.
         """
+        self.node = layout.node
         self.units, self.parameters = layout.units, parameters
         self._module, self._device, self._drives, self._seed = module, device, drives, seed
         trainable = {place.weight.name: place.weight.trainable for unit in layout.units for place in unit.places}
@@ -90,8 +72,12 @@ class OffloadedModel:
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
-            self._make_homes(layout, stack)
-            self.renewal = Renewal(layout.homes.pages)
+            stores = homes_made(layout, device=device, drives=drives, order=self.trained)
+            self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
+            stack.callback(self.gradients.close)
+            every = routes_of(layout.homes, is_gpu=device.is_cuda)
+            routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]
+            self.renewal = Renewal([route.page for route in routes])
             self.updater = Updater(
                 self.store,
                 self.weights,
@@ -99,7 +85,7 @@ class OffloadedModel:
                 self.renewal,
                 device=device,
                 kernels=kernels,
-                routes=routes_of(layout.homes, is_gpu=device.is_cuda),
+                routes=routes,
                 slots=layout.page_buffers,
             )
             self.state = TieredState(layout.units, self.store, self.weights)
@@ -113,41 +99,6 @@ class OffloadedModel:
             self._open = stack.pop_all()
 
     # -- putting together ---------------------------------------------------------------------------------------------
-
-    def _make_homes(self, layout: Layout, stack: ExitStack) -> None:
-        """Files on the drives, and the homes of state, weights and gradients in them and in memory."""
-        units, homes, transfers = layout.units, layout.homes, self._drives.transfers
-        pages = [layout.format.page_bytes(page.elements) for page in homes.pages]
-        self.store = PageStore(
-            homes.pages,
-            format=layout.format,
-            files=self._drives.files("state", pages, [page.home for page in homes.pages]),
-            transfers=transfers,
-            device=self._device,
-        )
-        weights = [unit.elements * layout.dtype.itemsize for unit in units]
-        self.weights = Weights(
-            units,
-            homes.weights,
-            dtype=layout.dtype,
-            device=self._device,
-            files=self._drives.files("weights", weights, homes.weights),
-            transfers=transfers,
-        )
-        sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
-        self.gradients = Gradients(
-            units,
-            homes.gradients,
-            dtype=layout.gradient_dtype,
-            device=self._device,
-            files=self._drives.files("gradients", sums, homes.gradients),
-            transfers=transfers,
-            stagings=GRADIENT_BUFFERS,
-            ring_bytes=layout.ring_bytes,
-            in_flight_bytes=GRADIENTS_IN_FLIGHT,
-            order=self.trained,
-        )
-        stack.callback(self.gradients.close)
 
     def _give_memory(self) -> None:
         """Parameters on their units' memory, where that stays on the device; the stream gives it to the others."""
@@ -211,13 +162,21 @@ class OffloadedModel:
 
     @torch.no_grad()
     def put(self, values: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        """Weights to their homes, one at a time: (name, as the model computes with it, as its master begins)."""
-        for name, weight, master in values:
-            unit, place = self.places[name]
-            self.weights.put(unit.index, place.start, weight.reshape(-1))
-            if place.weight.trainable:
-                self.store.put("master", unit.index, place.start, place.weight.numel, master.float().reshape(-1))
-        self.state.put_away()
+        """Weights to their homes, one at a time: (name, as the model computes with it, as its master begins).
+
+        All ranks call it, and rank 0 alone asks for the values.
+        """
+
+        def put() -> None:
+            for name, weight, master in values:
+                unit, place = self.places[name]
+                self.weights.put(unit.index, place.start, weight.reshape(-1))
+                if place.weight.trainable:
+                    self.store.put("master", unit.index, place.start, place.weight.numel, master.float().reshape(-1))
+            self.state.put_away()
+
+        self.node.once(put)
+        self.weights.spread_all()
 
     # -- weights that are read outside their modules ------------------------------------------------------------------
 
@@ -298,7 +257,16 @@ class OffloadedModel:
         if self.stream:
             self.stream.forget()
         stretches = [self._stretches(unit, arrived, rules) for unit in self.units]
-        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=lambda: self._note(updating=False))
+        self.node.meet()  # rank 0 has noted it, and no rank computes with the weights of before
+        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=self._all_home)
+        if self.node.world > 1:
+            self.renewal.finish()
+
+    def _all_home(self) -> None:
+        """An update is over on this rank; on all of them when this returns."""
+        self.node.meet()
+        self.weights.spread()
+        self._note(updating=False)
 
     def clear(self) -> None:
         """Let go of the sums: the next step begins."""
@@ -365,14 +333,16 @@ class OffloadedModel:
             rule=self.store.format.rule.name,
             weight_steps={name: count for name, count in self.steps.items() if count != most},
         )
-        return TieredSnapshot(self.state, state, self.updater.snapshot())
+        first, alone = self.node.rank == 0, self.node.world == 1
+        return TieredSnapshot(self.state, state, self.updater.snapshot(), behind=alone, writes=first)
 
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:
         """Go on from what a snapshot has written, of this or another layout."""
         self.drop()
         self.updater.moving.forget_ahead()
-        state = self.state.load(directory)
+        state = self.node.once(lambda: self.state.load(directory))
+        self.weights.spread_all()
         self.steps = {name: state.steps_of(name) for name in self.trained}
         if self.stream:
             self.stream.forget()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients import Gradients
+from offload_trainer.offloading.exchange import AnyGradients
 from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.weights import Weights
 from offload_trainer.plan.routes import Route, host_slot
@@ -45,13 +45,13 @@ class MovingPages:
         self,
         store: PageStore,
         weights: Weights,
-        gradients: Gradients,
+        gradients: AnyGradients,
         *,
         device: Device,
         routes: Sequence[Route],
         slots: int,
     ) -> None:
-        """`routes`: of all pages; they come in this order."""
+        """`routes`: of all pages that are updated; they come in this order."""
         self._store, self._weights, self._gradients = store, weights, gradients
         self._routes = [route for route in routes if route.through_host]
         sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}

@@ -144,9 +144,12 @@ class TieredSnapshot:
     state: EngineState
     pages: PageSnapshot
     behind: bool = True
+    writes: bool = True  # of several ranks the first writes everybody's pages, while the others wait
 
     def write(self, directory: Path) -> dict[str, Any]:
         """One file a field, all of them end to end at once. TrainerError where the disk or a drive refuses."""
+        if not self.writes:
+            return {}
         names = self.held.names(trainable=True)
         writers = {
             field: TensorFileWriter(

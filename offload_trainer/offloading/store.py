@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.node import Node
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, Page, aligned
 from offload_trainer.storage.dtypes import DTYPES
@@ -72,14 +73,16 @@ class PageStore:
         files: Sequence[DriveFile],
         transfers: Transfers,
         device: Device,
+        node: Node,
     ) -> None:
+        """Pages in RAM and in `files` are there once a node; which rank changes which of them is the caller's."""
         self.pages = tuple(pages)
         self.format = format
         self._files, self._transfers, self._device = files, transfers, device
         self._sizes = [format.page_bytes(page.elements) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
-        self._memory = host_buffer(size_of_home(self._sizes, homes, RAM))
+        self._memory = node.memory(size_of_home(self._sizes, homes, RAM))
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # its memory is zero before anybody else writes there
@@ -224,14 +227,16 @@ class UnitStore:
         files: Sequence[DriveFile],
         transfers: Transfers,
         pinned: bool,
+        node: Node,
     ) -> None:
+        """What has its home in memory or in `files` is there once a node."""
         self.homes = tuple(homes)
         self.dtype = dtype
         self._elements = tuple(elements)
         self._files, self._transfers = files, transfers
         sizes = [count * dtype.itemsize for count in elements]
         self._offsets = offsets(sizes, homes)
-        self._memory = host_buffer(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
+        self._memory = node.memory(size_of_home(sizes, homes, RAM), pinned=pinned).view(dtype)
         self._cache = WriteBackCache(transfers)
 
     def host(self, unit: int) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients import Gradients
+from offload_trainer.offloading.exchange import AnyGradients
 from offload_trainer.offloading.moving import Arrived, MovingPages
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.snapshot import PageSnapshot
@@ -59,7 +59,7 @@ class Updater:
         self,
         store: PageStore,
         weights: Weights,
-        gradients: Gradients,
+        gradients: AnyGradients,
         renewal: Renewal,
         *,
         device: Device,
@@ -67,12 +67,12 @@ class Updater:
         routes: Sequence[Route],
         slots: int,
     ) -> None:
-        """`kernels`: the CPU's, and the one for pages that live on `device`; `routes`: those of the store's pages."""
+        """`kernels`: the CPU's, and the one for pages that live on `device`; `routes`: of the pages it updates."""
         self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, renewal
         self._device, (self._kernel, self._device_kernel) = device, kernels
         self.moving = MovingPages(store, weights, gradients, device=device, routes=routes, slots=slots)
-        self._paths = [self._resolved(route) for route in routes]
-        staying = [path for path in self._paths if not path.route.through_host]
+        self._paths = {route.number: self._resolved(route) for route in routes}
+        staying = [path for path in self._paths.values() if not path.route.through_host]
         self._staying = [path for path in staying if not path.route.on_device]
         living = [path for path in staying if path.route.on_device]
         self._living = {unit: list(paths) for unit, paths in groupby(living, lambda path: path.route.page.unit)}

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.store import UnitStore
-from offload_trainer.plan.layout import DEVICE, RAM, Unit
+from offload_trainer.plan.layout import DEVICE, RAM, Unit, stretch_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
@@ -29,12 +30,16 @@ class Weights:
         device: Device,
         files: Sequence[DriveFile],
         transfers: Transfers,
+        node: Node,
     ) -> None:
+        """Of those on the device each rank has its own, which `spread` brings up to date; others are once a node."""
+        self._node = node
         self.homes, self.dtype, self.units = tuple(homes), dtype, tuple(units)
         self._device = device
         away = [0 if home == DEVICE else unit.elements for unit, home in zip(units, homes, strict=True)]
         places = [RAM if home == DEVICE else home for home in homes]
-        self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=device.is_cuda)
+        pinned = device.is_cuda
+        self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
@@ -64,6 +69,22 @@ class Weights:
         if resident is not None:
             return self._device.upload(values, resident[start : start + values.numel()])
         return self.store.write(unit, start, values)
+
+    # -- with several ranks -------------------------------------------------------------------------------------------
+
+    def spread(self) -> None:
+        """What each rank has updated, on every rank's device; after `commit`s are done."""
+        for unit in self.units:
+            resident = self.resident(unit.index)
+            if resident is None:
+                continue
+            for rank in range(self._node.world):
+                first, end = stretch_of(unit, rank, ranks=self._node.world)
+                self._node.spread(resident[first:end], source=rank)
+
+    def spread_all(self) -> None:
+        """What rank 0 has on its device, on every rank's."""
+        self._node.spread(self._resident, source=0)
 
     # -- single weights -----------------------------------------------------------------------------------------------
 

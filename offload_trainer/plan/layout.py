@@ -5,7 +5,8 @@
 A unit is one of the model's repeated blocks, or a module outside them. Its weights lie end to end, the trainable ones
 first, matrices before vectors; so an element of the optimizer state has the same place in its unit as the weight it
 belongs to. A page is a stretch of one unit's trainable part. Everything that is moved starts and ends at a multiple
-of 4096 elements, which is a multiple of a drive's sector for elements of any size.
+of 4096 elements, which is a multiple of a drive's sector for elements of any size. Of several ranks each updates a
+stretch of every unit.
 """
 
 from __future__ import annotations
@@ -91,18 +92,49 @@ def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
     )
 
 
+def stretch_of(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
+    """The elements [first, end) of a unit's trainable part that one of several ranks updates, aligned.
+
+    Ranks in order make the whole; they differ by ALIGN at most, so of a small unit some have nothing.
+    """
+    pieces = unit.trained // ALIGN
+    return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
+
+
 def pages_of(
-    units: Sequence[Unit], *, page: int, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float = 0.0
+    units: Sequence[Unit],
+    *,
+    page: int,
+    ram_fraction: float,
+    speeds: Sequence[float],
+    gpu_fraction: float = 0.0,
+    ranks: int = 1,
 ) -> tuple[Page, ...]:
-    """Pages of at most `page` elements: `gpu_fraction` of all elements on the device, `ram_fraction` of all in RAM, the
-    rest divided as `speeds`.
+    """The pages of all ranks in the order of the elements: each rank's stretches cut, and divided by the shares."""
+    found = [
+        one
+        for rank in range(ranks)
+        for one in _pages_of_rank(
+            [piece for unit in units for piece in _cut(unit, *stretch_of(unit, rank, ranks=ranks), page=page)],
+            ram_fraction=ram_fraction,
+            speeds=speeds,
+            gpu_fraction=gpu_fraction,
+        )
+    ]
+    return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
+
+
+def _pages_of_rank(
+    bare: list[Page], *, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float
+) -> tuple[Page, ...]:
+    """`bare` with homes: `gpu_fraction` of all elements on the device, `ram_fraction` of all in RAM, the rest divided
+    as `speeds`.
 
     The device holds the first units, whole but for the last of them, so that their gradients can stay there, and what
     the next forward needs first is updated where it is needed. RAM and the drives alternate, so that the arithmetic of
     pages in RAM hides the drives. Both shares are exact to ALIGN elements, rounded up: a page is cut for each. `speeds`
     has one number a drive and may be empty where the shares make 1.
     """
-    bare = [piece for unit in units for piece in _cut(unit, page)]
     total = sum(piece.elements for piece in bare)
     on_device = min(total, aligned(int(-(-total * gpu_fraction // 1))))
     left = total - on_device
@@ -139,12 +171,12 @@ def _first(pages: Sequence[Page], elements: int) -> tuple[list[Page], list[Page]
     return inside, []
 
 
-def _cut(unit: Unit, page: int) -> list[Page]:
-    """A unit's pages, as even as they can be."""
-    if not unit.trained:
+def _cut(unit: Unit, first: int, end: int, *, page: int) -> list[Page]:
+    """The pages of a unit's elements [first, end), as even as they can be."""
+    if first == end:
         return []
-    size = aligned(-(-unit.trained // -(-unit.trained // page)))
-    return [Page(unit.index, start, min(size, unit.trained - start)) for start in range(0, unit.trained, size)]
+    size = aligned(-(-(end - first) // -(-(end - first) // page)))
+    return [Page(unit.index, start, min(size, end - start)) for start in range(first, end, size)]
 
 
 def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
@@ -173,19 +205,23 @@ class Homes:
     pages: tuple[Page, ...]
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
+    owners: tuple[int, ...] = ()  # the rank that updates each page; none where there is one rank
+
+    def of_rank(self, number: int, rank: int) -> bool:
+        """Whether a page is one of this rank's."""
+        return not self.owners or self.owners[number] == rank
 
 
 def homes_of(
     units: Sequence[Unit],
+    pages: Sequence[Page],
     *,
     params: str,
     gradients: str,
-    page: int,
-    ram_fraction: float,
     speeds: Sequence[float],
-    gpu_fraction: float = 0.0,
+    ranks: int = 1,
 ) -> Homes:
-    """`params` and `gradients` ("gpu", "cpu", "nvme") for what is not small, the rest as `pages_of`.
+    """`params` and `gradients` ("gpu", "cpu", "nvme") for what is not small; `pages`: as `pages_of` gives them.
 
     The sums of small units are on the device where all are, and in RAM otherwise; those of units whose whole state is
     on the device are there too.
@@ -193,7 +229,6 @@ def homes_of(
     moved = [unit for unit in units if not unit.small]
     drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
     place = {"gpu": DEVICE, "cpu": RAM}
-    pages = pages_of(units, page=page, ram_fraction=ram_fraction, speeds=speeds, gpu_fraction=gpu_fraction)
     updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
 
     def gradient(unit: Unit) -> int:
@@ -202,10 +237,15 @@ def homes_of(
         return place[gradients] if gradients in place else RAM if unit.small else drive[unit]
 
     return Homes(
-        pages=pages,
+        pages=tuple(pages),
         weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
         gradients=tuple(map(gradient, units)),
+        owners=tuple(_owner(units[page.unit], page, ranks=ranks) for page in pages) if ranks > 1 else (),
     )
+
+
+def _owner(unit: Unit, page: Page, *, ranks: int) -> int:
+    return next(rank for rank in range(ranks) if page.start < stretch_of(unit, rank, ranks=ranks)[1])
 
 
 def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.formats import StateFormat, state_format
-from offload_trainer.plan.layout import RAM, Homes, Unit, homes_of
+from offload_trainer.plan.layout import RAM, Homes, Unit, homes_of, pages_of
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
@@ -19,6 +19,7 @@ from offload_trainer.plan.zero import Placement
 GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a time
 # Bytes of gradients that wait on a GPU for their copies, beside the largest: 20 ms of copies on a slow bus.
 GRADIENTS_IN_FLIGHT = 256_000_000
+OUTBOXES = 2  # units whose gradients a rank has laid out for the others at a time
 SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
 _RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU is not ahead of its copies
 
@@ -43,6 +44,7 @@ class TierSizes:
     checksums: bool  # whether what is read is compared with what was written
     io_threads: int  # that read, and as many that write
     io_block_bytes: int  # of one request
+    ranks: int = 1  # that divide the update
 
     @property
     def format(self) -> StateFormat:
@@ -87,20 +89,33 @@ def tier_sizes(
         checksums=tiered.checksums or tiered.io == "async_io",
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
+        ranks=work.world,
     )
 
 
 def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> Homes:
     """Where the engine puts everything, and the plan counts it."""
-    return homes_of(
+    pages = pages_of(
         units,
-        params=placement.params,
-        gradients=sizes.gradients,
         page=sizes.page,
         gpu_fraction=sizes.gpu_fraction,
         ram_fraction=sizes.ram_fraction,
         speeds=sizes.speeds,
+        ranks=sizes.ranks,
     )
+    return homes_of(
+        units,
+        pages,
+        params=placement.params,
+        gradients=sizes.gradients,
+        speeds=sizes.speeds,
+        ranks=sizes.ranks,
+    )
+
+
+def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:
+    """Bytes that one of several ranks lays its gradients out in for the others: `OUTBOXES` of the largest unit."""
+    return OUTBOXES * item_bytes * max((unit.trained for unit in units), default=0)
 
 
 def gradient_ring(units: Sequence[Unit], homes: Sequence[int], *, item_bytes: int, several: bool, gpu: bool) -> int:

@@ -41,11 +41,7 @@ class Tiered:
     def mistakes(self) -> list[str]:
         """Of the configuration, one sentence each."""
         place = self.place
-        mistakes = []
-        if place.gpus > 1:
-            mistakes.append(
-                f"--gpus {place.gpus} with --engine tiered: it trains with one rank; use --engine deepspeed"
-            )
+        mistakes = self._not_with_ranks(place.gpus)
         if place.gradients == "nvme" and not place.nvme:
             mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
         if self.inputs == "nvme" and not place.nvme:
@@ -56,21 +52,41 @@ class Tiered:
             mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
         return mistakes
 
+    def _not_with_ranks(self, world: int) -> list[str]:
+        """What several ranks do not carry out, one sentence each."""
+        place, section = self.place, self.section
+        if world == 1:
+            return []
+        wishes = {
+            "--params nvme": (place.params == "nvme", "weights are on each device, or once in RAM (--params cpu)"),
+            "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
+            "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
+            f"placement.gradients={place.gradients}": (place.gradients not in ("auto", "cpu"), "sums are in RAM"),
+            "model.offload_activations=nvme": (self.inputs == "nvme", "inputs go to RAM (cpu)"),
+            "tiered.checksums": (section.checksums, "what one rank reads another may have written"),
+            "tiered.io=async_io": (section.io == "async_io", "its checksums are one process's; use tiered.io=threads"),
+        }
+        return [
+            f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"
+            for wish, (wanted, why) in wishes.items()
+            if wanted
+        ]
+
     def packages(self, *, world: int) -> list[tuple[str, str]]:
         """(wish, package) of what is not part of every installation."""
         return [("tiered.io=async_io", "deepspeed")] if self.section.io == "async_io" else []
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """UserError for what only the machine, or the launcher's number of ranks, makes impossible."""
-        if work.world > 1:
-            raise UserError(
-                f"--engine tiered trains with one rank, and {work.world} were started; use --engine deepspeed"
-            )
+        if mistakes := self._not_with_ranks(work.world):
+            raise UserError("; ".join(mistakes))
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
         if on_gpu and machine.no_state_on_gpu:
             raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
+        if work.world > 1 and self.place.gpu_fraction == "auto":
+            return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
         found: list[TieredCandidate] = []
         for placement, gradients in self._homes(work, machine):
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
@@ -110,10 +126,11 @@ class Tiered:
         for home in params:
             placement = Placement(home, "cpu" if place.optimizer == "auto" else place.optimizer)
             homes: list[GradientHome] = ["cpu", "nvme"] if home == "nvme" else ["cpu"]
-            if machine.gpu is not None and work.accumulate > 1:
+            if machine.gpu is not None and work.accumulate > 1 and work.world == 1:
                 homes.insert(0, "gpu")
             found += [(placement, one) for one in ([place.gradients] if place.gradients != "auto" else homes)]
-        return [one for one in found if place.nvme or "nvme" not in (one[0].params, one[1])]
+        away = place.nvme and work.world == 1
+        return [one for one in found if away or "nvme" not in (one[0].params, one[1])]
 
 
 def _mistakes_of_shares(place: PlacementSection) -> list[str]:
@@ -247,7 +264,13 @@ class TieredCandidate:
 
     def notes(self) -> list[str]:
         reason = self.machine.no_state_on_gpu
-        return [f"no optimizer state can live on this GPU: {reason}"] if reason else []
+        notes = [f"no optimizer state can live on this GPU: {reason}"] if reason else []
+        if self.work.world > 1:
+            notes.append(
+                f"{self.work.world} ranks on one node: state, sums and weights in RAM are there once; training waits "
+                "while a checkpoint is written"
+            )
+        return notes
 
     def tunable(self) -> list[tuple[str, ...]]:
         groups: list[tuple[str, ...]] = []

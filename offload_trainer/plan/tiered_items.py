@@ -1,18 +1,28 @@
 """Bytes of the tiered engine: what lies in memory, on the device and on each drive. Pure arithmetic.
 
 The engine lays out exactly what `plan/layout.py` says, so the bytes of pages, weights and gradients are not estimates.
+Of several ranks each has a process, a device and buffers; what lies in RAM and on drives is there once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from offload_trainer.plan.kept import input_items
 from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit
 from offload_trainer.plan.memory import Item, activation_items, process_item
 from offload_trainer.plan.rings import slot_sizes
-from offload_trainer.plan.routes import device_slot, host_slot, routes_of
-from offload_trainer.plan.sizes import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT, SAVE_BUFFERS, TierSizes, gradient_ring
+from offload_trainer.plan.routes import Route, device_slot, host_slot, routes_of
+from offload_trainer.plan.sizes import (
+    GRADIENT_BUFFERS,
+    GRADIENTS_IN_FLIGHT,
+    OUTBOXES,
+    SAVE_BUFFERS,
+    TierSizes,
+    exchange_bytes,
+    gradient_ring,
+)
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
@@ -26,21 +36,24 @@ def tiered_items(
     device: str,
     drives: Sequence[str],
 ) -> list[Item]:
-    """What the tiered engine holds at its peak. `device` is the tier that computes: "gpu", or "ram" on a CPU."""
+    """What the tiered engine holds at its peak, all ranks. `device` is what computes: "gpu", or "ram" on a CPU."""
     tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
     e, g, is_gpu = work.item_bytes, work.gradient_bytes, device == "gpu"
-    items = [process_item(device)]
+    items = _of_each_rank([process_item(device)], work.world)
     items += _page_items(homes, sizes, tiers=tiers, e=e, g=g)
     items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
     items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)
-    ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=is_gpu)
-    items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
-    items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
+    if work.world == 1:
+        ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=is_gpu)
+        items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
+        items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
+    else:
+        items += _of_each_rank(_exchange_items(units, device=device, e=e), work.world)
     stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home != RAM]
     if stored and work.checkpoints != 0:
         why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
         items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
-    kept = input_items(work, device=device, drives=drives)
+    kept = _of_each_rank(input_items(work, device=device, drives=drives), work.world)
     if sizes.checksums:
         on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
         items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
@@ -66,12 +79,39 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
     routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
     moved = [route for route in routes if route.through_host]
     if moved:
-        each = host_slot(routes, format=sizes.format, gradient=g, weight=e).total
-        count = min(sizes.page_buffers, len(moved))
-        items.append(Item("ram", "page buffers", count * each, f"{count}, each with a page on its way"))
+        slots = [_slots(routes, homes, sizes, rank=rank, e=e, g=g) for rank in range(sizes.ranks)]
+        count = sum(count for count, _ in slots)
+        items.append(
+            Item(
+                "ram",
+                "page buffers",
+                sum(count * each for count, each in slots),
+                f"{count}, each with a page on its way",
+            )
+        )
     each = device_slot(routes, gradient=g, weight=e).total
     if each:
         items.append(Item(tiers[DEVICE], "update buffers", each, "a page's gradient or new weights on their way"))
+    return items
+
+
+def _slots(routes: Sequence[Route], homes: Homes, sizes: TierSizes, *, rank: int, e: int, g: int) -> tuple[int, int]:
+    """A rank's page buffers, and the bytes of each."""
+    mine = [route for route in routes if homes.of_rank(route.number, rank)]
+    moved = sum(bool(route.through_host) for route in mine)
+    return min(sizes.page_buffers, moved), host_slot(mine, format=sizes.format, gradient=g, weight=e).total
+
+
+def _of_each_rank(items: Sequence[Item], world: int) -> list[Item]:
+    return [replace(item, bytes=item.bytes * world) for item in items]
+
+
+def _exchange_items(units: Sequence[Unit], *, device: str, e: int) -> list[Item]:
+    """A rank's gradients on their way to the ranks that add them up."""
+    size = exchange_bytes(units, item_bytes=e)
+    items = [Item("ram", "gradient exchange", size, f"{OUTBOXES} of the largest unit's gradients, read by all ranks")]
+    if device == "gpu":
+        items.append(Item(device, "gradients in flight", size // OUTBOXES, "a unit's, until they are laid out"))
     return items
 
 
@@ -79,14 +119,16 @@ def _weight_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], e: int
 ) -> list[Item]:
     held = _held([e * unit.elements for unit in units], homes)
+    held[DEVICE] = held.get(DEVICE, 0) * sizes.ranks
     away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
     if not away:
         return [Item(tiers[DEVICE], "weights", held[DEVICE], f"{e} B a parameter")]
-    items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE, 0), "never moved")]
+    items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE), "never moved")]
     items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
     blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     words = f"{len(blocks)} blocks and {len(others)} other module{'s' * (len(others) != 1)}"
-    items.append(Item(tiers[DEVICE], "weights in use", e * (sum(blocks) + sum(others)), words))
+    in_use = sizes.ranks * e * (sum(blocks) + sum(others))
+    items.append(Item(tiers[DEVICE], "weights in use", in_use, words))
     if tiers[DEVICE] == "gpu" and max(homes) >= 0:
         staging = 2 * e * max(unit.elements for unit in units)
         items.append(Item("ram", "weight staging", staging, "2 of the largest unit, between drive and GPU"))

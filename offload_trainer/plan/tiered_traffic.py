@@ -95,7 +95,7 @@ def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: Homes) -> i
     From the second micro-batch on each sum, twice, and the gradient that is added to it.
     """
     added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
-    return (work.accumulate - 1) * (2 * work.gradient_bytes + work.item_bytes) * added
+    return (work.added - 1) * (2 * work.gradient_bytes + work.item_bytes) * added
 
 
 def _orders(units: Sequence[Unit]) -> tuple[list[int], list[int]]:

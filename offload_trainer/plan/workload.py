@@ -35,7 +35,12 @@ class Workload:
     @property
     def gradient_bytes(self) -> int:
         """Of an element of the step's sums: a weight's where there is one micro-batch."""
-        return 4 if self.accumulate > 1 and self.sums == "fp32" else self.item_bytes
+        return 4 if self.added > 1 and self.sums == "fp32" else self.item_bytes
+
+    @property
+    def added(self) -> int:
+        """Micro-batches whose gradients a step adds up, on all ranks."""
+        return self.accumulate * self.world
 
     @property
     def tokens(self) -> int:

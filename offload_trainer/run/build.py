@@ -101,7 +101,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
     assert isinstance(planned.plan.sizes, TierSizes)
     engine = TieredEngine(
         planned.source,
-        workload(planned.config, planned.source.shape),
+        workload(planned.config, planned.source.shape, world=planned.plan.world),
         planned.config.optim,
         placement=planned.plan.placement,
         sizes=planned.plan.sizes,
@@ -109,7 +109,8 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
         load_weights=load_weights,
         say=setup.log.say,
     )
-    engine.offloaded.keep_account(model=setup.output / "model")
+    if engine.rank == 0:
+        engine.offloaded.keep_account(model=setup.output / "model")
     return engine
 
 

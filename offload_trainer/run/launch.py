@@ -55,20 +55,31 @@ def _is_of_hub(name: str) -> bool:
     return "/" in name and not os.path.isdir(os.path.expanduser(name))
 
 
-def start_ranks(words: Sequence[str], *, count: int) -> None:
+def refuse_several_nodes() -> None:
+    """UserError for ranks on other machines, whose memory these do not see."""
+    here, world = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), ranks_of_environment()[1]
+    if here != world:
+        raise UserError(
+            f"--engine tiered trains with the ranks of one node, and {here} of {world} are here; use --engine deepspeed"
+        )
+
+
+def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
     """Replace this process by torchrun with `count` ranks of the same command, where more than one is wanted.
 
     UserError, once and not from each rank, where the engine that trains with several is not installed.
     """
     if count == 1 or "RANK" in os.environ:
         return
-    if not is_installed("deepspeed"):
+    if engine == "deepspeed" and not is_installed("deepspeed"):
         raise UserError(lacks(f"--gpus {count}", "deepspeed"))
     command = [
         sys.executable,
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
+        *("-m", "offload_trainer.run.torchrun", "--standalone", "--nproc-per-node", str(count)),
         *("-m", "offload_trainer", "train", *words),
     ]
+    if engine == "tiered":  # who is missing is told by the rank that finds out, and not by torch's log as well
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would end its ranks all the same
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     sys.stdout.flush()

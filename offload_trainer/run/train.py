@@ -19,15 +19,16 @@ import torch
 from offload_trainer import trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_identity, check_resume, find_resume, read_state
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import Interrupted, UserError
+from offload_trainer.errors import Elsewhere, Interrupted, UserError
 from offload_trainer.export.final import done_before, write_final
 from offload_trainer.model.source import DTYPES
-from offload_trainer.ranks import on_rank_zero, share_from_zero
+from offload_trainer.plan.choose import engine_of
+from offload_trainer.ranks import join, on_rank_zero, share_from_zero
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
 from offload_trainer.run.data import check_data, first_row, prepare_data, unknown_identity
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
-from offload_trainer.run.launch import ranks_of_environment
+from offload_trainer.run.launch import ranks_of_environment, refuse_several_nodes
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
@@ -87,21 +88,33 @@ def train_run(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if config.train.deterministic:
             use_deterministic_algorithms()
-    if world > 1:
-        from offload_trainer.engine.deepspeed import start_processes
-
-        start_processes()
+    _join(engine_of(config, world=world).name, world=world)
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-    planned = plan_run(config)
+    found: list[Planned] = []
+    on_rank_zero(lambda: found.append(plan_run(config)))
+    planned = found[0] if found else plan_run(config)
     config, plan, machine = share_from_zero((planned.config, planned.plan, planned.machine))
     planned = Planned(config, plan, machine, planned.source)
     log.say(planned.plan.describe())
-    refuse(planned)
+    on_rank_zero(lambda: refuse(planned))
     on_rank_zero(lambda: check_start(planned, say=lambda _: None))
     if not planned.plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
     _carry_out(Setup(planned, data, record_of(planned, data), log), instead=instead, build=build)
+
+
+def _join(engine: str, *, world: int) -> None:
+    """Be one of several ranks."""
+    if world == 1:
+        return
+    if engine == "tiered":
+        refuse_several_nodes()
+        join()
+        return
+    from offload_trainer.engine.deepspeed import start_processes
+
+    start_processes()
 
 
 def use_deterministic_algorithms() -> None:
@@ -217,7 +230,8 @@ def _train(setup: Setup, job: Job, *, resume: tuple[Path, TrainState] | None) ->
         if log.loud:
             report(setup, swaps=job.swaps)
         if asked.stop:
-            raise Interrupted(_farewell(state.step, steps, saved=saved, output=output), signal_number=asked.stop)
+            stopped = Interrupted(_farewell(state.step, steps, saved=saved, output=output), signal_number=asked.stop)
+            raise stopped if log.loud else Elsewhere(str(stopped), code=stopped.exit_code)
         log.say(f"done: {steps} steps; {output}{_next_command(output)}")
 
 

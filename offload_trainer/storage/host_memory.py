@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 
 import torch
@@ -55,6 +56,35 @@ def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             pass  # a kernel without huge pages: the same memory, a little slower
+    return _tensor(mapping, size, pinned=pinned)
+
+
+def memory_file(size: int) -> int:
+    """Descriptor of `size` bytes of zeros that several processes map, and that are gone with the last of them.
+
+    It has no name and no filesystem, whose size (/dev/shm: 64 MB in a container) would bound it; the others open
+    /proc/PID/fd/DESCRIPTOR. TrainerError where the system has no such memory left.
+    """
+    try:
+        descriptor = os.memfd_create("offload-trainer")
+        os.ftruncate(descriptor, -(-size // PAGE) * PAGE)
+    except OSError as error:
+        raise TrainerError(f"{format_bytes(size)} of shared memory cannot be had: {error.strerror}") from error
+    return descriptor
+
+
+def mapped(descriptor: int, size: int, *, pinned: bool = False) -> torch.Tensor:
+    """The uint8 bytes of a `memory_file`, resident as they are touched; `pinned` as above."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        mapping = mmap.mmap(descriptor, -(-size // PAGE) * PAGE, flags=mmap.MAP_SHARED)
+    except OSError as error:
+        raise TrainerError(f"{format_bytes(size)} of shared memory cannot be mapped: {error.strerror}") from error
+    return _tensor(mapping, size, pinned=pinned)
+
+
+def _tensor(mapping: mmap.mmap, size: int, *, pinned: bool) -> torch.Tensor:
     buffer = torch.frombuffer(mapping, dtype=torch.uint8)[:size]
     if pinned:
         _register(buffer)

@@ -335,7 +335,9 @@ def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launch.os, "execv", lambda _, words: started.append(" ".join(words)))
-    for words in ([], ["--gpus", "3", "--engine", "deepspeed"]):
-        launch.start_ranks(words, count=load_config(words).placement.gpus)
-    assert len(started) == 1
+    for words in ([], ["--gpus", "3", "--engine", "deepspeed"], ["--gpus", "2", "--engine", "tiered"]):
+        place = load_config(words).placement
+        launch.start_ranks(words, count=place.gpus, engine=place.engine)
+    assert len(started) == 2
     assert "--nproc-per-node 3" in started[0]
+    assert "--nproc-per-node 2" in started[1]

@@ -133,7 +133,7 @@ def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="--gpus 2 needs deepspeed"):
-        launch.start_ranks([], count=2)
+        launch.start_ranks([], count=2, engine="deepspeed")
 
 
 def test_one_that_is_there_and_broken_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, pages_of, units_of
+from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, homes_of, pages_of, stretch_of, units_of
 from offload_trainer.plan.machine import Rate, Rates
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.sizes import TierSizes
@@ -153,6 +154,48 @@ def test_where_the_gpu_has_no_kernel_no_state_is_there() -> None:
     for words in (["--gpu-fraction", "0.5"], ["--optimizer", "gpu"]):
         with pytest.raises(UserError, match="no NVRTC; use --gpu-fraction 0"):
             make_plan(wish(*words), shape, here)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_divide_every_unit(ranks: int) -> None:
+    """Every element is one rank's; each rank has about the same of each home, and pages within its own stretches."""
+    units = units_of(SHAPES["gpt2"])
+    pages = pages_of(units, page=100_000, ram_fraction=0.5, speeds=[1.0], ranks=ranks)
+    homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[1.0], ranks=ranks)
+    ends = dict.fromkeys(range(len(units)), 0)
+    held: Counter[tuple[int, int]] = Counter()
+    for page, owner in zip(homes.pages, homes.owners, strict=True):
+        assert page.start == ends[page.unit]
+        ends[page.unit] += page.elements
+        first, end = stretch_of(units[page.unit], owner, ranks=ranks)
+        assert first <= page.start < page.start + page.elements <= end
+        held[owner, page.home] += page.elements
+    assert list(ends.values()) == [unit.trained for unit in units]
+    each = sum(unit.trained for unit in units) / ranks
+    for rank in range(ranks):
+        assert held[rank, RAM] + held[rank, 0] == pytest.approx(each, abs=ALIGN * len(units))
+        assert held[rank, RAM] == pytest.approx(each / 2, abs=ALIGN * len(units))
+
+
+def test_what_ranks_share_is_in_ram_once() -> None:
+    """Of four ranks: the state, sums and weights of one, four processes, and buffers to exchange gradients in."""
+
+    def items(world: int) -> dict[str, int]:
+        words = ("--engine", "tiered", "--params", "cpu", "placement.gradients=cpu", "--accumulate", str(4 // world))
+        shares = ("--gpu-fraction", "0", "--ram-fraction", "0.5")
+        plan = make_plan(wish(*words, *shares), SHAPES["gpt2-medium"], machine(gpu=32 * GB), world=world)
+        found = {"drives": sum(moved.read + moved.written for moved in plan.traffic if moved.place == "/ssd")}
+        for item in plan.items:
+            found[f"{item.tier} {item.name}"] = found.get(f"{item.tier} {item.name}", 0) + item.bytes
+        return found
+
+    one, four = items(1), items(4)
+    for name in ("ram state in RAM", "/ssd state", "ram gradients", "ram weights", "drives"):
+        assert four[name] == pytest.approx(one[name], rel=1e-2), name
+    for name in ("ram process", "gpu weights in use", "gpu CUDA context"):
+        assert four[name] == 4 * one[name], name
+    unit = max(unit.trained for unit in units_of(SHAPES["gpt2-medium"]))
+    assert four["ram gradient exchange"] == 4 * 2 * 2 * unit
 
 
 def test_what_lies_on_tiers_adds_up_to_the_state() -> None:

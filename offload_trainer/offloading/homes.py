@@ -1,0 +1,95 @@
+"""From a layout to the memory and the files in which state, weights and gradients live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.drives import Drives
+from offload_trainer.offloading.exchange import AnyGradients, SharedGradients
+from offload_trainer.offloading.gradients import Gradients
+from offload_trainer.offloading.node import Node
+from offload_trainer.offloading.store import PageStore
+from offload_trainer.offloading.weights import Weights
+from offload_trainer.plan.formats import StateFormat
+from offload_trainer.plan.layout import Homes, Unit
+from offload_trainer.plan.sizes import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies, and in what form."""
+
+    units: tuple[Unit, ...]
+    homes: Homes
+    dtype: torch.dtype  # of the weights that the model computes with
+    gradient_dtype: torch.dtype  # of a step's sums
+    format: StateFormat  # of the optimizer state
+    page_buffers: int  # pages in memory on their way to or from a drive
+    unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
+    ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
+    node: Node = field(default_factory=Node)  # the ranks that have all of it together, on the drives of rank 0
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The homes of what a layout lays out."""
+
+    state: PageStore
+    weights: Weights
+    gradients: AnyGradients
+
+
+def homes_made(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> Stores:
+    """Homes in memory, and in files on the drives. `order`: of the trained weights, as the norm adds them up."""
+    units, homes, transfers = layout.units, layout.homes, drives.transfers
+    pages = [layout.format.page_bytes(page.elements) for page in homes.pages]
+    state = PageStore(
+        homes.pages,
+        format=layout.format,
+        files=drives.files("state", pages, [page.home for page in homes.pages]),
+        transfers=transfers,
+        device=device,
+        node=layout.node,
+    )
+    sizes = [unit.elements * layout.dtype.itemsize for unit in units]
+    weights = Weights(
+        units,
+        homes.weights,
+        dtype=layout.dtype,
+        device=device,
+        files=drives.files("weights", sizes, homes.weights),
+        transfers=transfers,
+        node=layout.node,
+    )
+    return Stores(state, weights, _gradients(layout, device=device, drives=drives, order=order))
+
+
+def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> AnyGradients:
+    units, homes, transfers = layout.units, layout.homes, drives.transfers
+    if layout.node.world > 1:
+        return SharedGradients(
+            units,
+            dtype=layout.gradient_dtype,
+            given=layout.dtype,
+            device=device,
+            transfers=transfers,
+            order=order,
+            node=layout.node,
+        )
+    sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
+    return Gradients(
+        units,
+        homes.gradients,
+        dtype=layout.gradient_dtype,
+        device=device,
+        files=drives.files("gradients", sums, homes.gradients),
+        transfers=transfers,
+        stagings=GRADIENT_BUFFERS,
+        ring_bytes=layout.ring_bytes,
+        in_flight_bytes=GRADIENTS_IN_FLIGHT,
+        order=order,
+    )

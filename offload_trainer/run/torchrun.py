@@ -1,0 +1,62 @@
+"""torchrun with words of its own: the reason that the rank tells which failed first stays the last thing said.
+
+    python -m offload_trainer.run.torchrun TORCHRUN'S WORDS
+
+A rank that ends because another has gone tells nothing (`ranks.LOST`). The exit code is that of the rank that failed
+first, or 128 and the number of the signal that killed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import main as torchrun
+
+from offload_trainer.ranks import LOST
+
+
+def main(words: list[str]) -> int:
+    """Start the ranks and wait for them; returns the exit code."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun(words)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as error:
+        return _told(first_failure(error.failures))
+    return 0
+
+
+def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, int]:
+    """(rank, exit code, negative for a signal) of the one that the others only followed.
+
+    The launcher ends those that are left with SIGTERM, which is nobody's reason where there is another.
+    """
+    codes = {rank: failure.exitcode for rank, failure in failures.items()}
+    own = [rank for rank in codes if codes[rank] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
+    rank = min(own or codes, key=lambda rank: failures[rank].timestamp)
+    return rank, codes[rank]
+
+
+def _told(failure: tuple[int, int]) -> int:
+    rank, code = failure
+    if code < 0:
+        name = signal.Signals(-code).name
+        print(
+            f"offload-train: rank {rank} was killed by {name}, and the run ended with it; the same command goes on "
+            "from the newest checkpoint",
+            file=sys.stderr,
+        )
+        return 128 - code
+    if code == LOST:
+        print("offload-train: the ranks lost each other; the same command goes on from the newest", file=sys.stderr)
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Several ranks of the tiered engine: the bits of one rank with the same micro-batches, and an end with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench_of_engines import model_directory
+from conftest import start
+from ranked import Case, run_ranks
+
+import offload_trainer.plan.layout as layout
+from offload_trainer.ranks import LOST
+
+COUNT = 3
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "SMALL", 0)
+
+
+def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+    """Losses, norms, masters and moments; a checkpoint goes on with other numbers of ranks."""
+    tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
+    experts = model_directory(tmp_path / "experts", "mixtral")  # of which not every micro-batch uses all
+    (tmp_path / "drive").mkdir()
+    drives = (str(tmp_path / "drive"),)
+    wishes = [
+        Case(str(tied), ("--params", "gpu", "--dtype", "bf16", *HALF), "", steps=2, micro=COUNT, drives=drives),
+        Case(str(experts), ("--params", "cpu", "--dtype", "fp32"), "", steps=2, micro=2 * COUNT),
+    ]
+
+    def by(ranks: int, name: str, *, cases: list[Case]) -> list[Case]:
+        return [
+            replace(
+                case,
+                words=(*case.words, "--accumulate", str(case.micro // ranks)),
+                out=str(tmp_path / name / str(number)),
+            )
+            for number, case in enumerate(cases)
+        ]
+
+    alone = by(1, "alone", cases=wishes)
+    on = replace(wishes[0], load=alone[0].out, skip=2)
+    for case in alone:
+        case.run()
+    several = by(COUNT, "several", cases=[*wishes, on])
+    run_ranks(several, count=COUNT, folder=tmp_path / "ranks")
+    for made, expected in zip(several, alone, strict=False):
+        assert made.left == expected.left, expected
+    (back,) = by(1, "back", cases=[replace(on, load=several[0].out)])
+    back.run()
+    assert back.left == several[2].left
+
+
+FAULTY = """
+import sys, time
+from pathlib import Path
+import ranked
+from offload_trainer import cli, ranks
+from offload_trainer.errors import TrainerError
+
+def ends(words):
+    rank, fault = int(sys.argv[1]), sys.argv[2]
+    ranked.join(rank, 2, Path(sys.argv[3]))
+    ranks.meet()
+    if rank and fault == "stalls":
+        time.sleep(600)
+    if rank:
+        raise TrainerError("the disk is full")
+    ranks.meet(stalled=1.0 if fault == "stalls" else 300.0)
+
+cli._COMMANDS["train"] = ends
+sys.exit(cli.main(["train"]))
+"""
+
+
+@pytest.mark.parametrize("fault", ["stalls", "ends"])
+def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
+    """One that failed tells its reason alone; one that stalls is named."""
+    script = tmp_path / "faulty.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n{FAULTY}")
+    told = [tmp_path / f"told-{rank}" for rank in range(2)]
+    forks = [start(script, rank, fault, tmp_path, stdout=told[rank], stderr=told[rank]) for rank in range(2)]
+    codes = [forks[0].wait(200)]
+    if fault == "stalls":
+        forks[1].send_signal(9)
+    codes.append(forks[1].wait(200))
+    said = [[line for line in path.read_text().splitlines() if line.startswith("offload-train")] for path in told]
+    if fault == "ends":
+        assert codes == [LOST, 1]
+        assert said == [[], ["offload-train: the disk is full"]]
+    else:
+        assert codes == [1, -9]
+        assert "after 1 s another rank has not come" in said[0][0]
+        assert "Rank 1" in said[0][0]

@@ -1,0 +1,90 @@
+"""Several ranks on this machine, each a fork: what they train and leave.
+
+run_ranks(cases, count=3, folder=...)   each case in turn; rank 0 leaves its steps and its state in the case's folder
+python ranked.py RANK COUNT FOLDER      one of them, which reads FOLDER/cases.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_of_engines import Step, batches, engine, train
+
+import offload_trainer.plan.layout as layout
+from offload_trainer import ranks
+from offload_trainer.ranks import place_here, wait_for_all
+
+FILES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of `steps`, of `micro` micro-batches each over all ranks, on an engine of `words`."""
+
+    model: str
+    words: tuple[str, ...]
+    out: str
+    steps: int = 20
+    micro: int = 2
+    drives: tuple[str, ...] = ()
+    load: str = ""
+    skip: int = 0  # steps that were done before
+
+    def run(self) -> None:
+        """Train, and leave the steps and the state in `out`."""
+        rank, world = place_here()
+        data = batches(self.micro * (self.skip + self.steps))[self.micro * self.skip :]
+        with engine(
+            Path(self.model), "--engine", "tiered", *self.words, drives=[Path(drive) for drive in self.drives]
+        ) as made:
+            if self.load:
+                made.load(Path(self.load))
+            done = train(made, data[rank::world], accumulate=self.micro // world)
+            wait_for_all()
+            Path(self.out).mkdir(parents=True, exist_ok=True)
+            snapshot = made.snapshot()
+            snapshot.write(Path(self.out))
+            snapshot.close()
+            if rank == 0:
+                (Path(self.out) / "steps.json").write_text(json.dumps(done))
+            wait_for_all()
+
+    @property
+    def left(self) -> tuple[list[Step], list[bytes]]:
+        """Losses and norms; masters and moments as they are stored."""
+        out = Path(self.out)
+        steps = [tuple(step) for step in json.loads((out / "steps.json").read_text())]
+        return steps, [(out / f"{name}.safetensors").read_bytes() for name in FILES]  # type: ignore[return-value]
+
+
+def run_ranks(cases: Sequence[Case], *, count: int, folder: Path) -> None:
+    """All of `cases` by `count` ranks."""
+    from conftest import start
+
+    folder.mkdir(parents=True)
+    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    told = [folder / f"told-{rank}" for rank in range(count)]
+    forks = [start(__file__, rank, count, folder, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
+    codes = [fork.wait(400) for fork in forks]
+    assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
+
+
+def join(rank: int, count: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+
+
+if __name__ == "__main__":
+    layout.SMALL = 0  # embeddings and norms of small models are moved as those of large ones are
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[3])
+    join(int(sys.argv[1]), int(sys.argv[2]), folder)
+    for told in json.loads((folder / "cases.json").read_text()):
+        Case(**told).run()
+    ranks.wait_for_all()
+    dist.destroy_process_group()

@@ -7,6 +7,7 @@
         engine.json        Adam's step count, the loss scale
         run.json           the run's configuration, plan and versions
         model/             the model's configuration and its tokenizer
+        resident/          of a session: what was trained beside the model's weights (session/resident.py)
 
     trainer ── save(state) ──> snapshot ── written under a hidden name, synced, renamed ──> the oldest go
                                  (behind the training, where the engine's snapshot allows it)
@@ -45,6 +46,7 @@ from offload_trainer.storage.removal import name_in_workplace, replacing
 from offload_trainer.storage.transfer import Future, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
+RESIDENT = "resident"
 _SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most, for most models
 
 # What a run may change when it goes on, and what then goes on differently.

@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
 from offload_trainer.offloading.parameter import OffloadedParameter
-from offload_trainer.offloading.stored import StoredWeight
+from offload_trainer.session.listing import listed
 from offload_trainer.session.session import Session
 from offload_trainer.session.start import load as load_session
 from offload_trainer.storage.dtypes import DTYPES
@@ -56,7 +56,7 @@ def attach(session: Session) -> Any:
     """The session's model, which now knows its session: it saves itself by streaming, and lists its weights."""
     model: Any = session.model
     model._offload_session = session
-    model.state_dict = partial(_state_dict, session)
+    model.state_dict = partial(listed, model, session.weight)
     if isinstance(model, PreTrainedModel):
         model.save_pretrained = partial(_save_pretrained, session)
         with suppress(OSError):  # a model that is none for generation has no such file
@@ -274,55 +274,21 @@ def _refuse(mistakes: list[str]) -> None:
 # -- weights out ------------------------------------------------------------------------------------------------------
 
 
-def _state_dict(
-    session: Session, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
-) -> dict[str, Any]:
-    """As `nn.Module.state_dict`; offloaded weights are read when something is done with them."""
-    found = {} if destination is None else destination
-    model = session.model
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, OffloadedParameter):
-            found[prefix + name] = StoredWeight.of(parameter, partial(session.weight, parameter.weight))
-        else:
-            found[prefix + name] = parameter if keep_vars else parameter.detach()
-    for owner, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                found[f"{prefix}{owner}.{leaf}" if owner else prefix + leaf] = buffer
-    return found
-
-
 def _save_pretrained(session: Session, save_directory: str | Path, **words: Any) -> None:
     """transformers' `save_pretrained` without the model in memory: streamed, in the weights' dtype."""
     harmless = ("is_main_process", "max_shard_size", "safe_serialization")
     others = [f"{name}={value!r}" for name, value in words.items() if value and name not in harmless]
     if others:
         raise UserError(f"save_pretrained of offloaded weights takes a directory only, not {', '.join(others)}")
-    _export_into(session, Path(save_directory))
+    _export_into(session, Path(save_directory), merge=False)
 
 
 def save_merged(model: nn.Module, directory: str | Path) -> None:
     """Export the model with its LoRA adapters added to the weights, streamed: the bits of PEFT's `merge_and_unload`."""
-    from peft.tuners.lora import LoraLayer
-
-    session = session_of(model)
-    dtype = _dtype(session)
-    layers = {f"{name}.weight": layer for name, layer in session.model.named_modules() if isinstance(layer, LoraLayer)}
-
-    @torch.no_grad()
-    def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
-        if (layer := layers.get(name)) is None:
-            return weight
-        weight = weight.to(dtype)
-        for adapter in layer.active_adapters:
-            if adapter in layer.lora_A:
-                weight = weight + layer.get_delta_weight(adapter).to(dtype)
-        return weight
-
-    _export_into(session, Path(directory), change=merged)
+    _export_into(session_of(model), Path(directory), merge=True)
 
 
-def _export_into(session: Session, folder: Path, **words: Any) -> None:
+def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
     """The session's export among what else is in `folder`, with the configurations that the model has now."""
     model: Any = session.model
     dtype = next(name for name, dtype in DTYPES.items() if dtype is _dtype(session))
@@ -330,7 +296,7 @@ def _export_into(session: Session, folder: Path, **words: Any) -> None:
     with suppress(FileNotFoundError):
         remove_dead(folder / _WORK, what=EXPORT)  # of a killed process
     with Workplace(folder / _WORK, what=EXPORT) as place:
-        session.export(place.path / "model", dtype=dtype, **words)
+        session.export(place.path / "model", dtype=dtype, merge=merge)
         new = {path.name: path for path in (place.path / "model").iterdir() if path.name != "README.md"}
         for name, path in new.items():
             path.replace(folder / name)

@@ -20,7 +20,14 @@ import torch
 from pydantic import with_config
 from safetensors.torch import load_file
 
-from offload_trainer.checkpoint import complete_checkpoints, find_checkpoint, read_manifest, read_state, reading
+from offload_trainer.checkpoint import (
+    RESIDENT,
+    complete_checkpoints,
+    find_checkpoint,
+    read_manifest,
+    read_state,
+    reading,
+)
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, final_card, model_card
@@ -124,6 +131,11 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     checkpoint = find_checkpoint(path)
     with reading(checkpoint), ExitStack() as stack:
         read_manifest(checkpoint, moments=False)
+        if (checkpoint / RESIDENT).exists():
+            raise UserError(
+                f"{checkpoint} holds what a session trained beside the model's weights, adapters for one: export it "
+                "from there, with session.resume and session.export, which merges them"
+            )
         files = [
             stack.enter_context(TensorFileReader(held))
             for name in ("master", "fixed")

@@ -175,15 +175,16 @@ class Gradients:
 
     def norm(self) -> float:
         """Global norm of the sums, as they are scaled: infinite or NaN if one of them is. After `finish`."""
-        names = [name for name in self._order if name in self._arrived]
-        norms = [self._norm_of(name) for name in names]
-        if not norms:
-            return 0.0
-        far = [place for place, norm in enumerate(norms) if norm.device.type != "cpu"]
+        norms = self.norms()
+        return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
+
+    def norms(self) -> dict[str, torch.Tensor]:
+        """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`."""
+        norms = {name: self._norm_of(name) for name in self._order if name in self._arrived}
+        far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
         if far:
-            for place, norm in zip(far, torch.stack([norms[place] for place in far]).cpu(), strict=True):
-                norms[place] = norm
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+            norms |= zip(far, torch.stack([norms[name] for name in far]).cpu(), strict=True)
+        return norms
 
     def _norm_of(self, name: str) -> torch.Tensor:
         """What was taken on the way, or, for a weight that the last micro-batch did not use, the norm of its sums."""

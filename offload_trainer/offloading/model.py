@@ -245,6 +245,11 @@ class OffloadedModel:
         self.gradients.finish()
         return self.gradients.norm()
 
+    def norms(self) -> dict[str, torch.Tensor]:
+        """What `norm` is made of: of each weight that got a gradient, in the model's order, 0-dim on the CPU."""
+        self.gradients.finish()
+        return self.gradients.norms()
+
     def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """The update of the weights in `rules` that got a gradient, with `scale` times their sums; after `norm`.
 

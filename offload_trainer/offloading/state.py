@@ -100,7 +100,7 @@ class TieredState:
             for number, fields in self.store.replaced():
                 self._fill_page(number, fields, stored, converted=theirs != ours)
         fixed = self.shapes(trainable=False)
-        if fixed:
+        if fixed and shapes:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, tensor.reshape(-1))
@@ -161,7 +161,8 @@ class TieredSnapshot:
             for number, fields in self.pages.pages():
                 list(threads.map(lambda field: self._append(writers[field], field, number, fields[field]), writers))  # noqa: B023 - waited for
         written = {f"{field}.safetensors": asdict(writer.close()) for field, writer in writers.items()}
-        written |= write_files(directory, self.held.fixed_files(), writes=True)
+        if names:  # where nothing is trained the weights are as they were loaded, and are not written again
+            written |= write_files(directory, self.held.fixed_files(), writes=True)
         self.held.weights.put_away()
         write_engine_state(directory, self.state)
         return written

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
 
@@ -40,3 +41,10 @@ Hyper = AdamW | Lion
 def hyper_of(rule: UpdateRule, *, lr: float, betas: tuple[float, float], eps: float, decay: float) -> Hyper:
     """The numbers of one step; `eps` is AdamW's alone."""
     return AdamW(lr, betas, eps, decay) if rule is ADAMW else Lion(lr, betas, decay)
+
+
+def hyper_of_group(rule: UpdateRule, group: Mapping[str, Any]) -> Hyper:
+    """The numbers in a group of an optimizer of torch's kind, as they are now."""
+    betas = float(group["betas"][0]), float(group["betas"][1])
+    numbers = {"lr": float(group["lr"]), "eps": float(group.get("eps", 0.0)), "decay": float(group["weight_decay"])}
+    return hyper_of(rule, betas=betas, **numbers)

@@ -67,7 +67,7 @@ def _update(master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.T
     if isinstance(part.hyper, AdamW):
         _adamw([master, *moments, grad], part.hyper, step=part.step)
     else:
-        _lion(master, moments[0], grad, part.hyper)
+        lion(master, moments[0], grad, part.hyper)
 
 
 def _adamw(tensors: Sequence[torch.Tensor], hyper: AdamW, *, step: int) -> None:
@@ -100,8 +100,8 @@ def _adamw(tensors: Sequence[torch.Tensor], hyper: AdamW, *, step: int) -> None:
             tensor[whole:] = result[:left]
 
 
-def _lion(master: torch.Tensor, exp_avg: torch.Tensor, grad: torch.Tensor, hyper: Lion) -> None:
-    """No `add(alpha=)` nor `lerp`, which fuse a product with a sum on some CPUs."""
+def lion(master: torch.Tensor, exp_avg: torch.Tensor, grad: torch.Tensor, hyper: Lion) -> None:
+    """One step in place. No `add(alpha=)` nor `lerp`, which fuse a product with a sum on some CPUs."""
     beta1, beta2 = hyper.betas
     way = exp_avg.mul(beta1).add_(grad.mul(1 - beta1)).sign_()  # of a NaN 0
     master.mul_(1 - hyper.lr * hyper.decay).sub_(way.mul_(hyper.lr))

@@ -3,13 +3,17 @@
 DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as a run's (checkpoint.py)
     session.json   the optimizer's groups, and the state of what was given with them: plain data
     model/         the model's configuration, where it has one
+    resident/      what is trained beside the offloaded weights (resident.py)
+
+Where none of those is trained, a save holds no weights of the model: they are as they were loaded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,16 +28,18 @@ from offload_trainer.export.sources import Source
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest
 from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.readback import LENIENT, is_there, read_back
+from offload_trainer.readback import LENIENT, Crc32, is_there, read_back
 from offload_trainer.retention import WORK
+from offload_trainer.session.adapters import Change
 from offload_trainer.session.optimizer import OffloadedOptimizer
+from offload_trainer.session.resident import layout_of, read_residents, set_residents, steps_of, write_residents
 from offload_trainer.storage.durable import copy_tree, make_directories, put_in_place, sync_directory, write_text
 from offload_trainer.storage.removal import clear, replacing
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
-Change = Callable[[str, torch.Tensor], torch.Tensor]
 _STATE = "session.json"
 _FIX = "Go on from another save"
+_COMPARED = 1024  # elements of each weight that a base is known by
 
 
 class Stateful(Protocol):
@@ -51,6 +57,7 @@ class _SessionState:
 
     groups: list[dict[str, Any]]  # as param_groups, the weights by name
     stateful: list[dict[str, Any]]
+    base: Crc32 | None = None  # where nothing of the model is trained: which weights it had
 
 
 @dataclass(frozen=True)
@@ -68,15 +75,18 @@ class Saves:
         final = final.absolute()
         if final.exists() and not is_there(final / MANIFEST) and (not final.is_dir() or any(final.iterdir())):
             raise UserError(f"{final} holds something that is no save, and is not replaced: name another directory")
-        held = _SessionState(_groups(optimizer), [_plain(one.state_dict(), type(one).__name__) for one in stateful])
+        told = [_plain(one.state_dict(), type(one).__name__) for one in stateful]
+        held = _SessionState(_groups(optimizer), told, base=_base(offloaded))
+        residents, step = optimizer.residents, steps_done(offloaded, optimizer)
+        record = replace(self.record, layout={**self.record.layout, **layout_of(residents)})
         snapshot = offloaded.snapshot()
         try:
             make_directories(final.parent)
             with replacing(final, what=WORK) as new:
                 new.mkdir()
-                files = snapshot.write(new)
+                files = snapshot.write(new) | write_residents(new, residents, optimizer.state)
                 write_text(new / _STATE, json.dumps(asdict(held), indent=1))
-                finish_checkpoint(new, files, TrainState(offloaded.steps_done, 0, 0), self.record)
+                finish_checkpoint(new, files, TrainState(step, 0, 0), record)
                 put_in_place(new, final)
         except OSError as error:
             raise TrainerError(
@@ -85,7 +95,10 @@ class Saves:
         finally:
             snapshot.close()
 
-    def export(self, destination: Path, offloaded: OffloadedModel, *, dtype: str, change: Change | None = None) -> None:
+    def export(
+        self, destination: Path, offloaded: OffloadedModel, *, dtype: str, change: Change | None, step: int
+    ) -> None:
+        """`change`: what is written of each weight; `step`: after how many of them, for the card."""
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
         places = offloaded.places
@@ -94,8 +107,8 @@ class Saves:
             weights=partial(_changed, offloaded, change) if change else offloaded.masters,
             read=offloaded.state.master,
             model=self.record.model,
-            told=f"a session after step {offloaded.steps_done}",
-            card=lambda dtype: _CARD.format(dtype=dtype, steps=offloaded.steps_done),
+            told=f"a session after step {step}",
+            card=lambda dtype: _CARD.format(dtype=dtype, steps=step),
         )
         if self.causal_lm:
             write_model(source.with_buffers(), destination, dtype=dtype)
@@ -111,17 +124,22 @@ class Saves:
         if save is None:
             return 0
         manifest = checked_manifest(save, moments=True, fix=_FIX)
-        refuse_other_run(save, manifest.layout, self.record.layout)
+        residents = optimizer.residents
+        refuse_other_run(save, manifest.layout, {**self.record.layout, **layout_of(residents)})
         held = read_back(save / _STATE, _SessionState, fix=_FIX)
         if len(held.stateful) != len(stateful):
             raise UserError(f"{save} holds the state of {len(held.stateful)} objects, and {len(stateful)} were given")
         _refuse_other_groups(save, held.groups, _groups(optimizer))
+        if held.base != _base(offloaded):
+            raise UserError(f"{save} was made beside other weights, or in another dtype: load the same model for it")
+        values = read_residents(save, residents, rule=optimizer.rule)
         offloaded.load(save)
+        set_residents(residents, optimizer.state, values)
         for group, saved in zip(optimizer.param_groups, held.groups, strict=True):
             group |= {key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key != "params"}
         for one, state in zip(stateful, held.stateful, strict=True):
             one.load_state_dict(state)
-        return offloaded.steps_done
+        return steps_done(offloaded, optimizer)
 
 
 _CARD = "---\nlibrary_name: transformers\n---\n\nWeights in {dtype}, from fp32 masters after {steps} steps.\n"
@@ -132,12 +150,29 @@ def _changed(offloaded: OffloadedModel, change: Change) -> Iterator[tuple[str, t
         yield name, change(name, weight)
 
 
+def steps_done(offloaded: OffloadedModel, optimizer: OffloadedOptimizer | None) -> int:
+    """The most that any weight has been updated."""
+    return max(offloaded.steps_done, steps_of(optimizer.state) if optimizer else 0)
+
+
+def _base(offloaded: OffloadedModel) -> int | None:
+    """CRC-32 of the beginnings of all weights, where none is trained: they are in no save. None where some are."""
+    if offloaded.trained:
+        return None
+    crc = 0
+    for name in offloaded.fixed:
+        unit, place = offloaded.places[name]
+        some = offloaded.weights.get(unit.index, place.start, min(place.weight.numel, _COMPARED))
+        crc = zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, crc)
+    return crc
+
+
 def _groups(optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
     """The optimizer's groups as plain data."""
     return [
         _plain({key: value for key, value in group.items() if key != "params"}, "the optimizer's group")
-        | {"params": [parameter.weight for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        | {"params": names}
+        for group, names in zip(optimizer.param_groups, optimizer.names(), strict=True)
     ]
 
 

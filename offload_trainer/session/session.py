@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +24,11 @@ from offload_trainer.offloading.norms import clip_factor
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
 from offload_trainer.plan.plan import Plan
+from offload_trainer.session.adapters import merging
+from offload_trainer.session.listing import listed
 from offload_trainer.session.optimizer import OffloadedOptimizer
-from offload_trainer.session.saving import Change, Saves, Stateful
+from offload_trainer.session.resident import Changes, changes_of, counted_in, norm_of_all, with_gradient
+from offload_trainer.session.saving import Saves, Stateful, steps_done
 
 
 class Session:
@@ -44,11 +47,12 @@ class Session:
         self._depth = 0  # forwards of the model inside each other
         self._counted = False  # whether the norms of the sums are taken already
         self._norm: float | None = None  # of the sums, as they were when `_taken` gradients had come
-        self._taken, self._clip = 0, 1.0
+        self._taken: tuple[int, Changes] = (0, {})
+        self._clip = 1.0
         offloaded.guard_reads()
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward, always_call=True)
-        model.state_dict = self._refuse_state_dict  # type: ignore[method-assign]
+        model.state_dict = self._state_dict  # type: ignore[method-assign, assignment]
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
@@ -88,6 +92,7 @@ class Session:
     ) -> OffloadedOptimizer:
         """The session's optimizer, with torch.optim.AdamW's arguments and groups. None: all that is trained.
 
+        Groups may hold any parameters beside the offloaded ones, adapters for one: torch's fused AdamW updates those.
         Parameters that are in none of its groups stay as they are, although they have a state: freeze them with
         `requires_grad_(False)` before the model is offloaded, and they have none.
         """
@@ -113,18 +118,23 @@ class Session:
             raise UserError(
                 f"the session keeps {kept.title}'s state: call {kept.name}(), or make it with rule={rule.name!r}"
             )
-        if not self._offloaded.trained:
-            raise UserError("every weight of the session is frozen: give what is trained to an optimizer of torch")
         if params is None:
-            params = [use for name in self._offloaded.trained for use in self._offloaded.parameters[name]]
-        self._optimizer = OffloadedOptimizer(params, rule=rule, defaults=defaults, update=self._step, clear=self._clear)
-        return self._optimizer
+            params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        made = OffloadedOptimizer(
+            params, model=self.model, rule=rule, defaults=defaults, update=self._step, clear=self._clear
+        )
+        if not made.residents and not self._offloaded.trained:
+            raise UserError("every weight of the session is frozen, and no others are given: there is nothing to train")
+        self.plan = counted_in(self.plan, made.residents.values(), rule)
+        self._optimizer = made
+        return made
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """The norm of all gradients since the last step: fp32, 0-dim, before clipping.
 
         The next step takes the gradients times max_norm / (norm + 1e-6), if that is less than 1, as
-        torch.nn.utils.clip_grad_norm_ does.
+        torch.nn.utils.clip_grad_norm_ does. Norms are added up in the order of the model's parameters, then of those
+        in the optimizer's groups that are not the model's.
         """
         self._refuse_closed()
         if max_norm <= 0:
@@ -135,18 +145,28 @@ class Session:
 
     @torch.no_grad()
     def _norm_of_sums(self) -> float:
-        taken = self._offloaded.taken
+        parameters = self._parameters()
+        beside = with_gradient(parameters)
+        taken = self._offloaded.taken, changes_of(beside)
         if self._norm is None or taken != self._taken:
             if self._clip != 1.0:
                 raise UserError("a backward came after clip_grad_norm_, which was for the gradients before it")
-            self._norm, self._taken = self._offloaded.norm(), taken
+            offloaded = self._offloaded
+            self._norm = norm_of_all(parameters, offloaded.norms()) if beside else offloaded.norm()
+            self._taken = taken
         return self._norm
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """The model's, then what else is in the optimizer's groups."""
+        groups = self._optimizer.param_groups if self._optimizer else ()
+        return [*self.model.parameters(), *(parameter for group in groups for parameter in group["params"])]
 
     @torch.no_grad()
     def _step(self, rules: dict[str, Hyper]) -> None:
         """NonFiniteGradient, with nothing changed, where a sum holds a NaN or an infinity."""
         self._refuse_closed()
-        if not self._offloaded.gradients.arrived:
+        arrived, made = self._offloaded.gradients.arrived, self._given_optimizer()
+        if not arrived and not with_gradient(self._parameters()):
             return  # as torch's, where no parameter has a gradient
         norm = self._norm_of_sums()
         if not isfinite(norm):
@@ -154,13 +174,18 @@ class Session:
                 f"the gradient's norm is {norm}: nothing was changed. The optimizer's zero_grad() lets go of these "
                 "gradients, and the next backward begins anew"
             )
-        self._offloaded.step(rules, scale=self._clip)
+        if arrived:
+            self._offloaded.step(rules, scale=self._clip)
+        made.update_residents(scale=self._clip)
         self._clear()
         self._offloaded.begin()
 
     def _clear(self) -> None:
         self._offloaded.drop()
+        for parameter in with_gradient(self._parameters()):
+            parameter.grad = None
         self._counted, self._norm, self._clip = False, None, 1.0
+        self._taken = 0, {}
         self._offloaded.last = True
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -172,8 +197,8 @@ class Session:
 
     @property
     def trained(self) -> Sequence[str]:
-        """Names of the weights that have a state."""
-        return tuple(self._offloaded.trained)
+        """Names of the weights that have a state, those beside the offloaded ones last."""
+        return (*self._offloaded.trained, *(self._optimizer.residents if self._optimizer else ()))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight as the model computes with it, on the CPU), one at a time, tied ones once."""
@@ -191,7 +216,10 @@ class Session:
         self._refuse_closed()
         return self._offloaded.masters()
 
-    def _refuse_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+    def _state_dict(self, *_: Any, destination: Any = None, **words: Any) -> dict[str, Any]:
+        """For the state_dict() of a module around the model, PEFT's for one, which takes from it what is its own."""
+        if destination is not None:
+            return listed(self.model, self.weight, destination=destination, **words)
         raise UserError(
             "state_dict() would hold all weights of an offloaded model at once: use session.export(directory) for a "
             "model, session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
@@ -218,14 +246,16 @@ class Session:
         self._clear()
         return self._saves.resume(Path(directory), self._offloaded, self._given_optimizer(), stateful)
 
-    def export(self, directory: str | Path, *, dtype: str = "bf16", change: Change | None = None) -> None:
+    def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
         """Write the weights as transformers loads them, one at a time: "bf16", "fp16" or "fp32".
 
-        A module that is none of transformers' becomes model.safetensors, by the parameters' names. `change` gives what
-        is written for a name and its fp32 values.
+        A module that is none of transformers' becomes model.safetensors, by the parameters' names. `merge` adds LoRA
+        adapters to their weights: the bits of PEFT's merge_and_unload. UserError for others in the model.
         """
         self._refuse_closed()
-        self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change)
+        change = merging(self.model) if merge else None
+        step = steps_done(self._offloaded, self._optimizer)
+        self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change, step=step)
 
     def _given_optimizer(self) -> OffloadedOptimizer:
         if self._optimizer is None:

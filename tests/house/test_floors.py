@@ -33,7 +33,7 @@ FLOORS = {name: number for number, floor in enumerate(HOUSE) for name in floor}
 ROOMS = {
     "deepspeed": {"engine", "optim"},  # in optim/ its count of Adam optimizers
     "transformers": {"model", "data", "hf"},
-    "peft": {"hf"},
+    "peft": {"session"},
     "bitsandbytes": {"engine"},
     "gguf": {"export"},
 }

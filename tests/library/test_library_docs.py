@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from bench_of_engines import VOCABULARY, batches, model_directory
+from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
 
 ROOT = Path(__file__).resolve().parents[2]
-LOOP, OWN = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+LOOP, OWN, ADAPTERS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -53,6 +54,22 @@ def test_the_loop_trains_and_goes_on_from_its_save(here: Path) -> None:
     assert again["start"] == 12
     files = [(here / name / "model.safetensors").read_bytes() for name in ("trained", "again")]
     assert files[0] == files[1]
+
+
+def test_the_loop_of_adapters(here: Path) -> None:
+    """Their directory is PEFT's; merged, the model is another than it was."""
+    first = run(ADAPTERS, ot=ot, torch=torch, STEPS=12, batches_from=micro_batches_from)
+    assert (first["start"], first["step"]) == (0, 12)
+    again = run(ADAPTERS.replace('"merged"', '"again"'), ot=ot, torch=torch, STEPS=12, batches_from=micro_batches_from)
+    assert again["start"] == 12
+    names = ("model", "merged", "again")
+    before, merged, resumed = (AutoModelForCausalLM.from_pretrained(here / name) for name in names)
+    for (name, one), two, plain in zip(
+        merged.named_parameters(), resumed.parameters(), before.parameters(), strict=True
+    ):
+        assert torch.equal(one, two), name
+        assert torch.equal(one, plain) == ("q_proj" not in name and "v_proj" not in name), name
+    assert PeftModel.from_pretrained(before, here / "adapters").peft_config["default"].r == 16
 
 
 def test_a_module_of_ones_own(here: Path) -> None:

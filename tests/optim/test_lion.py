@@ -14,6 +14,7 @@ import pytest
 import torch
 from bench_of_engines import Step, assert_same, batches, engine, masters, model_directory, train
 from conftest import TINY, ask, call
+from plain_lion import PlainLion
 from safetensors.torch import load_file
 
 import offload_trainer as ot
@@ -35,25 +36,6 @@ HOMES = {
     "on two drives and in RAM": ["--optimizer", "nvme", "--ram-fraction", "0.3"],
     "all on the drives": ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "optim.kernel=native"],
 }
-
-
-class PlainLion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al. 2023, as it stands there, in place of plain torch's AdamW."""
-
-    def __init__(self, groups: Any, *, betas: tuple[float, float], lr: float = 0.0) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "betas": betas})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                m = self.state[weight].setdefault("exp_avg", torch.zeros_like(weight))
-                c = beta1 * m + (1 - beta1) * weight.grad
-                weight.copy_((1 - lr * group["weight_decay"]) * weight - lr * torch.sign(c))
-                m.copy_(beta2 * m + (1 - beta2) * weight.grad)
 
 
 @pytest.fixture(autouse=True)

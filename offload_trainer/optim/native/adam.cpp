@@ -115,7 +115,7 @@ void adam(const AdamStep& s, const Divisor& correction, Scales scales, float* __
     }
 }
 
-// Operation by operation `_lion` in torch_adam.py: nothing is fused.
+// Operation by operation `lion` in torch_adam.py: nothing is fused.
 void lion(const LionStep& s, float* __restrict master, float* __restrict exp_avg, const float* __restrict grad,
           int64_t count) {
     for (int64_t i = 0; i < count; i++) {

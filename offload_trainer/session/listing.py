@@ -1,0 +1,35 @@
+"""An offloaded model's state_dict as a list of weights that are read when something is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_trainer.offloading.parameter import OffloadedParameter
+from offload_trainer.offloading.stored import StoredWeight
+
+
+def listed(
+    model: nn.Module,
+    read: Callable[[str], torch.Tensor],
+    *,
+    destination: Any = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> dict[str, Any]:
+    """As `nn.Module.state_dict`; an offloaded weight's values are `read` by its name, each time anew."""
+    found = {} if destination is None else destination
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, OffloadedParameter):
+            found[prefix + name] = StoredWeight.of(parameter, partial(read, parameter.weight))
+        else:
+            found[prefix + name] = parameter if keep_vars else parameter.detach()
+    for owner, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                found[f"{prefix}{owner}.{leaf}" if owner else prefix + leaf] = buffer
+    return found

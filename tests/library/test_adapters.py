@@ -1,0 +1,413 @@
+"""PEFT's adapters in a loop of one's own, beside weights that are away: against plain PEFT and torch's AdamW."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import assert_same
+from conftest import run_script
+from peft import LoraConfig, PeftModel, get_peft_model
+from plain_lion import PlainLion
+from safetensors.torch import load_file
+from torch import nn
+from trainers import model_folder, rows
+from transformers import AutoModelForCausalLM
+
+import offload_trainer as ot
+import offload_trainer.plan.layout as layout
+from offload_trainer.export.weights import export
+from offload_trainer.manifest import MANIFEST
+from offload_trainer.session import saving
+
+STEPS, ACCUMULATE = 20, 3
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"params": "gpu"},
+    "in RAM": {"params": "cpu", "unit_buffers": 2},
+    "on the drive": {"params": "nvme", "unit_buffers": 2},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora with dropout": {"use_rslora": True, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "lm_head"]},
+}
+FROZEN = ["."]
+ALL_BUT_NORMS = [r"^(?!.*norm)"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "SMALL", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+def adapted(model: Any, **changes: Any) -> PeftModel:
+    torch.manual_seed(7)
+    words: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    return get_peft_model(model, LoraConfig(**(words | {"task_type": "CAUSAL_LM"} | changes)))
+
+
+def with_norms(model: PeftModel) -> PeftModel:
+    """The layer norms of its base are trained too."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(True)
+    return model
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=STEPS + 1)
+
+
+def trained(
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    clip: Callable[[float], torch.Tensor],
+    session: ot.Session | None = None,
+    start: int = 0,
+    steps: int = STEPS,
+) -> Iterator[tuple[float, float]]:
+    """The loop that both run: loss and norm of each step."""
+    data = [{key: value[None] for key, value in row.items()} for row in rows(STEPS * ACCUMULATE)]
+    model.train()
+    for step in range(start, steps):
+        torch.manual_seed(step)  # of the dropout
+        total = 0.0
+        for number in range(ACCUMULATE):
+            last = number == ACCUMULATE - 1
+            with nullcontext() if session is None else session.micro_batch(last=last):
+                loss = model(**data[step * ACCUMULATE + number]).loss / ACCUMULATE
+                loss.backward()
+            total += loss.item()
+        norm = clip(0.2)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        yield total, float(norm)
+
+
+def by_peft(model: PeftModel, *, whole: bool = True) -> list[tuple[float, float]]:
+    """Plain PEFT, trained by torch."""
+    parameters = list(model.parameters() if whole else filter(lambda p: p.requires_grad, model.parameters()))
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    clip = lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False)  # noqa: E731
+    return list(trained(model, optimizer, one_cycle(optimizer), clip=clip))
+
+
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def opened(folder: Path, drive: Path, *, home: str = "on the drive", **keys: Any) -> ot.Session:
+    words: dict[str, Any] = {"dtype": "fp32", "freeze": FROZEN, "page_size": 8192, "seq_len": 24, "say": lambda _: None}
+    return ot.load(folder, nvme=drive, **(words | HOMES[home] | keys))
+
+
+def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> dict[str, tuple[list[Any], PeftModel]]:
+    made = {}
+    for kind, changes in KINDS.items():
+        model = adapted(plain(folder), **changes)
+        made[kind] = by_peft(model), model
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("home", HOMES)
+def test_a_loop_is_plain_pefts_to_the_last_bit(
+    home: str, kind: str, folder: Path, references: Any, drive: Path, tmp_path: Path
+) -> None:
+    """Losses, norms and adapters; exported merged and apart."""
+    expected, reference = references[kind]
+    with opened(folder, drive, home=home) as session:
+        model = adapted(session.model, **KINDS[kind])
+        optimizer = session.adamw(model.parameters(), lr=1e-2)
+        names = [name.removeprefix("base_model.model.") for name in adapters_of(model)]
+        assert list(session.trained) == names
+        clip = session.clip_grad_norm_
+        assert list(trained(model, optimizer, one_cycle(optimizer), clip=clip, session=session)) == expected
+        assert_same(adapters_of(model), adapters_of(reference))
+        session.export(tmp_path / "merged", dtype="fp32")
+        session.export(tmp_path / "base", dtype="fp32", merge=False)
+        model.save_pretrained(tmp_path / "apart", save_embedding_layers=False)
+        with pytest.raises(ot.UserError, match=r"session\.export"):
+            session.model.state_dict()
+    apart = PeftModel.from_pretrained(plain(folder), tmp_path / "apart")
+    inputs = rows(1)[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(apart(inputs).logits, reference.eval()(inputs).logits)
+    assert_same(plain(tmp_path / "merged").state_dict(), apart.merge_and_unload().state_dict())
+    assert_same(plain(tmp_path / "base").state_dict(), plain(folder).state_dict())
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_offloaded_norms_are_trained_beside_adapters(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+    """One optimizer, one norm, in groups that mix both."""
+    reference = with_norms(adapted(plain(folder)))
+    expected = by_peft(reference)
+    with opened(folder, drive, home=home, freeze=ALL_BUT_NORMS) as session:
+        model = with_norms(adapted(session.model))
+        optimizer = session.adamw(lr=1e-2)  # all that is trained
+        clip = session.clip_grad_norm_
+        steps = trained(model, optimizer, one_cycle(optimizer), clip=clip, session=session)
+        assert list(steps) == expected
+        assert_same(adapters_of(model), adapters_of(reference))
+        session.export(tmp_path / "merged", dtype="fp32")
+        masters = dict(session.named_masters())
+        assert sum("norm" in name for name in session.trained) == 7
+        assert all(torch.equal(masters[n], reference.base_model.model.get_parameter(n)) for n in masters if "norm" in n)
+    assert_same(plain(tmp_path / "merged").state_dict(), reference.merge_and_unload().state_dict())
+
+
+# -- saves -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freeze", [FROZEN, ALL_BUT_NORMS], ids=["frozen", "norms"])
+def test_killed_and_resumed_elsewhere_it_goes_on_as_it_would_have(
+    freeze: list[str], folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """SIGKILL in the second save: the first is gone on from, in other homes, by adapters that were drawn anew."""
+    whole = freeze == FROZEN
+    model = adapted(plain(folder))
+    reference = model if whole else with_norms(model)
+    expected = by_peft(reference)
+    done = run_script(__file__, folder, drive, tmp_path, freeze[0])
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with opened(folder, drive, home="in RAM", freeze=freeze) as session:
+        model = adapted(session.model, init_lora_weights=False)
+        if not whole:
+            with_norms(model)
+        optimizer = session.adamw(model.parameters())
+        scheduler = one_cycle(optimizer)
+        start = session.resume(tmp_path / "saves", scheduler)
+        assert start == 5
+        clip = session.clip_grad_norm_
+        assert list(trained(model, optimizer, scheduler, clip=clip, session=session, start=start)) == expected[start:]
+        assert_same(adapters_of(model), adapters_of(reference))
+    assert (tmp_path / "saves" / "fixed.safetensors").exists() != whole  # a frozen base is in no save
+
+
+@pytest.fixture
+def save(folder: Path, drive: Path, tmp_path: Path) -> Path:
+    """Of two steps, with LoRA over a frozen base."""
+    with opened(folder, drive) as session:
+        model = adapted(session.model)
+        optimizer = session.adamw(model.parameters(), lr=1e-2)
+        list(trained(model, optimizer, one_cycle(optimizer), clip=session.clip_grad_norm_, session=session, steps=2))
+        session.save(tmp_path / "save")
+    return tmp_path / "save"
+
+
+def test_what_a_save_holds(save: Path, folder: Path, tmp_path: Path) -> None:
+    """Adapters by name; no weights of a frozen base. The command does not export it without them."""
+    held = {path.stem: load_file(path) for path in (save / "resident").iterdir()}
+    assert held.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
+    assert all(len(tensors) == 12 for tensors in held.values())
+    assert {float(step) for step in held["step"].values()} == {2.0}
+    assert "model.layers.0.self_attn.q_proj.lora_A.default.weight" in held["weight"]
+    assert sum(path.stat().st_size for path in save.rglob("*.safetensors")) < 50_000
+    with pytest.raises(ot.UserError, match="beside the model's weights"):
+        export(save, tmp_path / "out", dtype="fp32", check=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"r": 8}, r"lora_A\.default\.weight: it has .*4, 64.*, this run .*8, 64"),
+        ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.default\.weight: it has .*, this run none"),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"o_proj\.lora_A\.default\.weight: it has none"),
+        (None, "it has .*, this run none"),
+        ({"model": 5}, "made beside other weights"),
+    ],
+    ids=["shape", "fewer", "more", "none", "another base"],
+)
+def test_other_adapters_and_another_base_are_refused(
+    changes: dict[str, Any] | None, said: str, save: Path, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """And nothing is changed."""
+    changes = changes if changes is None else dict(changes)
+    if changes and changes.pop("model", None):
+        folder = tmp_path / "other"
+        model_folder(folder, initializer_range=0.03)
+    with opened(folder, drive, freeze=FROZEN if changes is not None else ALL_BUT_NORMS) as session:
+        model = session.model if changes is None else adapted(session.model, **changes)
+        optimizer = session.adamw(model.parameters())
+        before = adapters_of(model)
+        with pytest.raises(ot.UserError, match=said):
+            session.resume(save)
+        assert_same(adapters_of(model), before)
+        assert not any(optimizer.state.values())
+
+
+def test_a_save_of_earlier_versions_is_resumed(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """They knew of nothing beside the offloaded weights."""
+    with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
+        session.adamw()
+        session.save(tmp_path / "save")
+        told = json.loads((tmp_path / "save" / "session.json").read_text())
+        assert told.pop("base") is None
+        text = json.dumps(told)
+        (tmp_path / "save" / "session.json").write_text(text)
+        manifest = json.loads((tmp_path / "save" / MANIFEST).read_text())
+        manifest["files"]["session.json"] = {"bytes": len(text), "crc32": zlib.crc32(text.encode())}
+        (tmp_path / "save" / MANIFEST).write_text(json.dumps(manifest))
+        session.resume(tmp_path / "save")
+
+
+class WithValue(nn.Module):
+    """A head of its own on an offloaded model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model, self.value = model, nn.Linear(64, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.value(self.model(inputs, output_hidden_states=True).hidden_states[-1])
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_a_head_of_ones_own(rule: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+    """It is no part of the session's model, which is trained whole: by either rule, resumed, with torch's bits."""
+    inputs = rows(1)[0]["input_ids"][None]
+    words = {"lr": 1e-2, "weight_decay": 0.1}
+
+    def losses(model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            loss = (model(inputs) - 1).square().mean()
+            loss.backward()
+            found += [loss.item(), float(clip(0.5))]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    reference = WithValue(plain(folder))
+    usual = (
+        torch.optim.AdamW(reference.parameters(), fused=True, **words)
+        if rule == "adamw"
+        else PlainLion([{"params": reference.parameters(), **words}], betas=(0.9, 0.99))
+    )
+    clip = lambda limit: nn.utils.clip_grad_norm_(reference.parameters(), limit, foreach=False)  # noqa: E731
+    expected = losses(reference, usual, clip, 6)
+    keys = {"freeze": [], "optimizer": "nvme", "rule": rule}
+    for start in (0, 3):
+        with opened(folder, drive, **keys) as session:
+            model = WithValue(session.model)
+            optimizer = getattr(session, rule)(model.parameters(), **words)
+            assert session.resume(tmp_path / "saves") == start
+            assert losses(model, optimizer, session.clip_grad_norm_, 3) == expected[2 * start : 2 * start + 6]
+            assert session.trained[-2:] == ("beside.0", "beside.1")
+            session.save(tmp_path / "saves")
+    assert torch.equal(model.value.weight, reference.value.weight)
+
+
+# -- a step ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_both_or_neither(folder: Path, drive: Path) -> None:
+    batch = {key: value[None] for key, value in rows(1)[0].items()}
+    with opened(folder, drive, freeze=ALL_BUT_NORMS) as session:
+        model = with_norms(adapted(session.model))
+        optimizer = session.adamw(model.parameters(), lr=1e-2)
+        before, masters = adapters_of(model), {n: m.clone() for n, m in session.named_masters()}
+
+        def backward(factor: float = 1.0) -> None:
+            with session.micro_batch():
+                (model(**batch).loss * factor).backward()
+
+        def unchanged() -> bool:
+            same = all(torch.equal(m, masters[n]) for n, m in session.named_masters())
+            return same and all(torch.equal(p, before[n]) for n, p in adapters_of(model).items())
+
+        backward()
+        adapter = next(p for name, p in model.named_parameters() if "lora_B" in name)
+        assert adapter.grad is not None
+        adapter.grad[0, 0] = torch.nan  # of an adapter alone
+        with pytest.raises(ot.NonFiniteGradient):
+            optimizer.step()
+        assert unchanged()
+        optimizer.zero_grad()
+        assert adapter.grad is None
+        optimizer.step()
+        assert unchanged()
+        backward()
+        norm = session.clip_grad_norm_(1e-3)
+        assert session.clip_grad_norm_(1e-3) == norm  # the factor is for the step
+        adapter.grad.mul_(2)
+        with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+        assert adapter.grad is None
+        assert not unchanged()
+
+
+def test_what_is_trained_beside_is_counted(folder: Path, drive: Path) -> None:
+    """At adamw(): values, gradients, two moments. A plan that it breaks is refused."""
+    with opened(folder, drive) as session:
+        planned = session.plan
+        model = adapted(session.model)
+        size = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+        session.adamw(model.parameters())
+        assert session.plan.tiers["ram"]["need"] == planned.tiers["ram"]["need"] + 4 * size
+        assert sum(item.bytes for item in session.plan.items if item.name == "adapters") == 4 * size
+    with opened(folder, drive) as session:
+        large = nn.Parameter(torch.empty(1, device="meta").expand(1 << 44))
+        with pytest.raises(ot.UserError, match=r"for what is trained beside the model this does not fit: ram needs"):
+            session.adamw([large])
+
+
+def test_nothing_to_train_and_what_cannot_be_merged_are_refused(folder: Path, drive: Path, tmp_path: Path) -> None:
+    with opened(folder, drive) as session:
+        with pytest.raises(ot.UserError, match="nothing to train"):
+            session.adamw(session.model.parameters())
+        adapted(session.model, lora_bias=True, target_modules=["q_proj"])
+        with pytest.raises(ot.UserError, match=r"cannot be merged .*lora_A.*merge=False"):
+            session.export(tmp_path / "out")
+    with opened(folder, drive, freeze=[], rule="lion", states="fp32") as session:
+        head = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        with pytest.raises(ot.UserError, match="Lion's are kept in fp32"):
+            session.lion([head])
+
+
+# -- as a script: what is killed -------------------------------------------------------------------------------------
+
+
+def killed(folder: Path, drive: Path, out: Path, freeze: str) -> None:
+    """Saves after five steps, and dies while it saves again."""
+    layout.SMALL = 0
+    session = opened(folder, drive, freeze=[freeze])
+    model = adapted(session.model)
+    if [freeze] != FROZEN:
+        with_norms(model)
+    optimizer = session.adamw(model.parameters(), lr=1e-2)
+    scheduler = one_cycle(optimizer)
+    for number, _ in enumerate(trained(model, optimizer, scheduler, clip=session.clip_grad_norm_, session=session), 1):
+        if number == 7:
+            saving.finish_checkpoint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        if number in (5, 7):
+            session.save(out / "saves", scheduler)
+
+
+if __name__ == "__main__":
+    killed(*map(Path, sys.argv[1:4]), sys.argv[4])

@@ -158,6 +158,17 @@ def test_a_loop_is_plain_pefts_to_the_last_bit(
     assert_same(plain(tmp_path / "base").state_dict(), plain(folder).state_dict())
 
 
+def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """The adapters are in fp32, and the sum is rounded once; those of an embedding are tables."""
+    changes = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"], "init_lora_weights": False}
+    with opened(folder, drive, dtype="bf16") as session:
+        adapted(session.model, **changes)
+        session.export(tmp_path / "merged", dtype="bf16")
+    reference = adapted(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), **changes)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    assert_same(merged.state_dict(), reference.merge_and_unload().state_dict())
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_offloaded_norms_are_trained_beside_adapters(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
     """One optimizer, one norm, in groups that mix both."""

@@ -158,13 +158,17 @@ class SharedGradients:
 
     def norm(self) -> float:
         """Global norm of the sums, as they are scaled: infinite or NaN if one of them is. After `finish`."""
+        norms = self.norms()
+        return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
+
+    def norms(self) -> dict[str, torch.Tensor]:
+        """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`."""
         for number in self._takes:
             name = self._order[number]
             if name in self._arrived:
                 self._norms[number] = self._norm_of(name)
         self._node.meet()
-        norms = [self._norms[number] for number, name in enumerate(self._order) if name in self._arrived]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        return {name: self._norms[number] for number, name in enumerate(self._order) if name in self._arrived}
 
     def _norm_of(self, name: str) -> torch.Tensor:
         unit, place = self._place[name]

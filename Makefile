@@ -14,7 +14,7 @@ demo: setup
 test: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
 test: setup check
 	$(RUN)/python scripts/build_kernels.py
-	$(RUN)/python -m pytest -n 2
+	$(RUN)/python -m pytest -n 2 --dist worksteal
 	$(RUN)/python scripts/lowest_versions.py
 
 check: setup

@@ -20,6 +20,7 @@ from pathlib import Path
 from offload_trainer.packages import OPTIONAL, REQUIRED
 
 ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("pytest", "pytest-xdist")
 _LINKED = ("torch", "functorch", "nvidia", "triton")  # beginnings of what torch's wheels install
 TESTS = (
     "tests/house/test_settings.py",
@@ -40,22 +41,23 @@ def main() -> int:
     """0 where the tests passed or nothing could be tried, else pytest's or pip's code."""
     venv = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-lowest")
     pins = [f"{name}=={bound}" for name, bound in (REQUIRED | OPTIONAL).items() if name not in ("torch", "deepspeed")]
-    wanted = hashlib.sha256(json.dumps([pins, sys.version, version("torch")]).encode()).hexdigest()
+    wanted = hashlib.sha256(json.dumps([pins, TOOLS, sys.version, version("torch")]).encode()).hexdigest()
     ready = venv / "ready"
     if not ready.exists() or ready.read_text() != wanted:
         if code := _install(venv, pins):
             return 0 if code == _UNREACHABLE else code
         ready.write_text(wanted)
     print(f"lowest versions: {' '.join(pins)}", flush=True)
-    command = [venv / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not ops", *TESTS]
+    command = [venv / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not ops", *_TWO, *TESTS]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode
 
 
 _UNREACHABLE = -1
+_TWO = ("-n", "2", "--dist", "worksteal")
 
 
 def _install(venv: Path, pins: list[str]) -> int:
-    """A fresh environment with these and pytest."""
+    """A fresh environment with these and TOOLS."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", venv / "bin/python"]
     asked = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "index", "versions", "tqdm"]
     if subprocess.run(asked, capture_output=True, check=False).returncode:
@@ -67,7 +69,7 @@ def _install(venv: Path, pins: list[str]) -> int:
     for found in here.iterdir():
         if found.name.startswith(_LINKED):
             (there / found.name).symlink_to(found)
-    installed = subprocess.run([*pip, "install", "--quiet", "--only-binary", ":all:", *pins, "pytest"], check=False)
+    installed = subprocess.run([*pip, "install", "--quiet", "--only-binary", ":all:", *pins, *TOOLS], check=False)
     return installed.returncode
 
 

@@ -1,6 +1,6 @@
 """Runs that end in every way, in forks of one process that has imported torch: each signal x phase x kind of stream.
 
-    python tests/ends.py FOLDER [--only WORD,WORD] [--table]      one JSON line a cell, or a table
+    python tests/ends.py FOLDER [--only WORD,WORD] [--phases PHASE,PHASE] [--table]     a JSON line a cell, or a table
 
 A cell is a whole command with a small model. When it gets to the phase, its stdout and stderr lose their reader (where
 that is the kind), and the process sends itself the signal, once or twice. `expected` is what is documented.
@@ -327,13 +327,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="words of cells, with commas: TERM,2,training")
+    parser.add_argument("--phases", default=",".join(PHASES), help="some of them, with commas")
     parser.add_argument("--table", action="store_true", help="print a table at the end instead of a line for each")
     wishes = parser.parse_args()
     load_libraries()
-    ends = []
+    ends, only = [], [word for word in wishes.only.split(",") if word]
     for number, cell in enumerate(all_cells()):
         words = (cell.signal, str(cell.times), cell.phase, cell.stream)
-        if not all(word in words for word in filter(None, wishes.only.split(","))):
+        if cell.phase not in wishes.phases.split(",") or not all(map(words.__contains__, only)):
             continue
         folder = wishes.folder / f"cell-{number}"
         end = finish(cell, folder, wishes.folder)

@@ -251,6 +251,9 @@ class TieredSection(_Section):
     unit_buffers: Annotated[int, Field(ge=1)] = Field(
         3, description="blocks whose weights are on the device at a time, where they live elsewhere"
     )
+    overlap: Literal["auto", "off", "forward"] = Field(
+        "auto", description="forward: the update runs behind the next forward; auto: off"
+    )
     io: Literal["threads", "async_io"] = Field(
         "threads", description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, every byte checked"
     )

@@ -65,6 +65,7 @@ class Job:
     flops_per_step: float  # of all ranks, forward and backward
     peak_flops: float | None  # a second's, that products reach on this machine, all ranks; None: not timed
     swaps: list[Path]  # the run's private directories on drives
+    counted: IoCount | None = None  # where the last step's update went on: what drives had moved when it returned
 
 
 def train(job: Job, asked: Asked, *, resume: tuple[Path, TrainState] | None = None) -> TrainState:
@@ -147,9 +148,10 @@ def _due(step: int, every: int) -> bool:
 def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     """One optimizer step, measured."""
     lr = learning_rate(state.step, job.optim, steps=job.train.steps)
-    before = read_io()
-    group, result, seconds = _carry_out(job, batches, lr=lr)
-    drive = _of_all_ranks(read_io() - before)
+    before = job.counted or read_io()
+    group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
+    after = read_io()
+    drive, job.counted = _of_all_ranks(after - before), after if result.goes_on else None
     state = replace(
         state,
         step=state.step + 1,
@@ -174,6 +176,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 host_rss_bytes=peak_rss_bytes(),
                 device_peak_bytes=device_peak_bytes(),
                 skipped=result.skipped,
+                hidden=result.hidden,
             )
         )
     else:
@@ -189,12 +192,17 @@ def _of_all_ranks(moved: IoCount) -> IoCount:
     return IoCount(*(None if None in counts else sum(counts) for counts in ways))
 
 
-def _carry_out(job: Job, batches: Iterator[Batch], *, lr: float) -> tuple[list[Batch], StepResult, float]:
-    """The next step's batches, its result, and its seconds."""
+def _carry_out(
+    job: Job, batches: Iterator[Batch], *, lr: float, last: bool = False
+) -> tuple[list[Batch], StepResult, float]:
+    """The next step's batches, its result, and its seconds; the `last` one's have all of its update."""
     start = time.perf_counter()
     with job.clock.phase("data"):
         group = [next(batches) for _ in range(job.train.accumulate)]
     result = job.engine.train_step(group, lr=lr, clock=job.clock)
+    if last:
+        with job.clock.phase("update"):
+            job.engine.settle()
     return group, result, time.perf_counter() - start
 
 

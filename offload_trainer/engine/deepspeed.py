@@ -148,6 +148,9 @@ class DeepSpeedEngine:
                 "--engine tiered, or leave them as they are with model.freeze"
             )
 
+    def settle(self) -> None:
+        """A step is over when `train_step` returns."""
+
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._engine.eval()

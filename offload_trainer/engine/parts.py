@@ -75,6 +75,7 @@ def opened(
         page_buffers=sizes.page_buffers,
         unit_buffers=sizes.unit_buffers,
         node=Node(together=work.world > 1),
+        behind=sizes.overlap,
         ring_bytes=gradient_ring(
             units,
             homes.gradients,

@@ -128,6 +128,9 @@ class PlainEngine:
         self._scale.after_step(finite=finite)
         return float(norm) if finite else None
 
+    def settle(self) -> None:
+        """A step is over when `train_step` returns."""
+
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()

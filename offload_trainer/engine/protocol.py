@@ -25,6 +25,8 @@ class StepResult:
     grad_norm: float | None
     loss_scale: float
     skipped: bool
+    hidden: float = 0.0  # seconds that the update before went on behind what followed it
+    goes_on: bool = False  # whether this step's update may still be under way
 
 
 class Snapshot(Protocol):
@@ -50,6 +52,9 @@ class Engine(Protocol):
 
         A NaN or infinity in the gradient changes nothing: `skipped`.
         """
+
+    def settle(self) -> None:
+        """Nothing that a step has begun is under way when this returns. Raises what went wrong with it."""
 
     def eval_loss(self, batch: Batch) -> float:
         """Mean loss over the targets that the batch counts on this rank, without dropout or gradients."""

@@ -6,7 +6,7 @@ What it is made of is in `offloading/`; what is put where, and how large buffers
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class TieredEngine:
         return_what_is_freed()
         with ExitStack() as stack:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
-            self._place, node = parts.device.place, parts.layout.node
+            self._place, self._behind, self._hidden = parts.device.place, parts.layout.behind, 0.0
+            node = parts.layout.node
             self.rank, self.world = node.rank, node.world
             self._module = source.build(dtype=self._dtype, context=parameters_without_memory())
             parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
@@ -95,16 +96,38 @@ class TieredEngine:
         counts = self._of_all([batch.counted for batch in batches])
         weights = weights_in_step(counts)[self.rank :: self.world]
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
-            with clock.phase("forward"), self.offloaded.forward(then=True):
+            with self._phase(clock, "forward"), self.offloaded.forward(then=True):
                 loss = self._module(*self._given(batch), batch.seed, batch.counted)
                 losses.append(loss.detach() * weight)
-            with clock.phase("backward"), self.offloaded.backward(last=number == len(batches)):
+            with self._phase(clock, "backward"), self.offloaded.backward(last=number == len(batches)):
                 (loss * (scale * weight / len(counts))).backward()
+        renewal = self.offloaded.renewal
+        hidden = renewal.hidden - self._hidden
+        self._hidden = renewal.hidden
         with clock.phase("update"), torch.no_grad():
             norm = self._update(lr=lr)
             self.offloaded.begin()
         mean = float(torch.stack([loss.to(self._place) for loss in self._of_all(losses)]).mean())
-        return StepResult(loss=mean, grad_norm=norm, loss_scale=scale, skipped=norm is None)
+        return StepResult(
+            loss=mean,
+            grad_norm=norm,
+            loss_scale=scale,
+            skipped=norm is None,
+            hidden=hidden if self._behind else 0.0,
+            goes_on=self._behind,
+        )
+
+    @contextmanager
+    def _phase(self, clock: PhaseClock, name: str) -> Iterator[None]:
+        """A phase of the clock; what waits for the update in it is one of its own."""
+        before = self.offloaded.renewal.waited
+        with clock.phase(name):
+            yield
+        if self._behind:
+            clock.move(self.offloaded.renewal.waited - before, from_=name, to="wait")
+
+    def settle(self) -> None:
+        self.offloaded.settle()
 
     def _of_all(self, mine: list[Any]) -> list[Any]:
         """One value of each of this rank's micro-batches -> those of all ranks, in the order of one rank's."""

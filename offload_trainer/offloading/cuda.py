@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -35,6 +36,7 @@ class CudaDevice:
         self._keeping, self._returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._beside = torch.cuda.Stream(device)
         self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
+        self._lock = threading.Lock()
         self._waiter, self._stager = Workers(1, "event"), Workers(1, "staging")
         self._passed = Workers(1, "passed")
         self._downloaded = Workers(1, "downloaded")
@@ -50,11 +52,12 @@ class CudaDevice:
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Arrival:
         if isinstance(source, torch.Tensor):
             return self._arrive(self._inward, None, source, into, after=after)
-        staging = self._stagings.pop(0)  # the one used longest ago is first
-        self._stagings.append(staging)
-        part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
-        before, read = staging.last, Future()
-        staging.last = self._arrive(self._inward, read, part, into, after=after)
+        with self._lock:  # who computes fetches, and whoever saw new weights come home
+            staging = self._stagings.pop(0)  # the one used longest ago is first
+            self._stagings.append(staging)
+            part = staging.buffer[: into.numel() * into.element_size()].view(into.dtype)
+            before, read = staging.last, Future()
+            arrival = staging.last = self._arrive(self._inward, read, part, into, after=after)
 
         def fill() -> None:
             try:
@@ -68,7 +71,7 @@ class CudaDevice:
             fill()
         else:
             self._stager.put(fill)
-        return staging.last
+        return arrival
 
     def _arrive(
         self,

@@ -27,14 +27,14 @@ from offload_trainer.offloading.page_index import PageIndex
 from offload_trainer.offloading.parameter import offload_parameter
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.state import TieredSnapshot, TieredState
-from offload_trainer.offloading.stream import Stream
-from offload_trainer.offloading.update import Updater
+from offload_trainer.offloading.stream import Stream, modules_of_units
+from offload_trainer.offloading.update import Updater, stretches_of
+from offload_trainer.offloading.withheld import Withheld
 from offload_trainer.optim.moments import Noise
-from offload_trainer.optim.protocol import Kernel, Stretch
+from offload_trainer.optim.protocol import Kernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.kept import KeptInputs
-from offload_trainer.plan.layout import Unit
 from offload_trainer.plan.routes import routes_of
 from offload_trainer.storage.host_memory import return_now
 
@@ -69,6 +69,7 @@ class OffloadedModel:
         self.taken = 0  # gradients, ever
         self.adds_up = True  # whether several micro-batches may be added up
         self.closed = False
+        self._reads_ahead = False  # when the backward begins
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
@@ -87,11 +88,13 @@ class OffloadedModel:
                 kernels=kernels,
                 routes=routes,
                 slots=layout.page_buffers,
+                behind=layout.behind,
             )
+            stack.callback(self.updater.close)
             self.state = TieredState(layout.units, self.store, self.weights)
             self.places = self.state.places
             self._give_memory()
-            self.stream = self._make_stream(layout.unit_buffers, stack)
+            self.stream, self.withheld = self._attach(layout, stack)
             for name in self.trained:
                 for parameter in parameters[name]:
                     hook = parameter.register_post_accumulate_grad_hook(self._hand_over(name))
@@ -109,15 +112,21 @@ class OffloadedModel:
                 for parameter in uses:
                     parameter.data = resident[place.start :][: place.weight.numel].view(place.weight.shape)
 
-    def _make_stream(self, blocks: int, stack: ExitStack) -> Stream | None:
-        if all(self.weights.resident(unit.index) is not None for unit in self.units):
-            return None
-        stream = Stream(self.weights, self.parameters, device=self._device, blocks=blocks)
-        stack.callback(stream.close)
+    def _attach(self, layout: Layout, stack: ExitStack) -> tuple[Stream | None, Withheld | None]:
+        """What brings the weights that are away, and what withholds the others; None where it has nothing to do."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
-        model = self._module
-        stream.attach(model, {n: unit_of[p] for n, p in model.named_parameters(remove_duplicate=False)})
-        return stream
+        names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
+        wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
+        stream = withheld = None
+        if any(self.weights.resident(unit.index) is None for unit in self.units):
+            blocks, device = layout.unit_buffers, self._device
+            stream = Stream(self.weights, self.parameters, self.renewal, device=device, blocks=blocks)
+            stack.callback(stream.close)
+            stream.attach(wanted)
+        if layout.behind:
+            withheld = Withheld(self.weights, self.parameters, self.renewal, place=self._device.place)
+            withheld.attach(wanted)
+        return stream, withheld
 
     def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
         first_of_blocks = next((n for n in self.trained if self.places[n][0].block), None)
@@ -126,6 +135,7 @@ class OffloadedModel:
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            self._begin_backward()
             self._refuse_another(name)
             self.taken += 1
             self.gradients.add(name, gradient, last=self.last)
@@ -189,6 +199,8 @@ class OffloadedModel:
     def lend(self, names: Sequence[str]) -> AbstractContextManager[None]:
         if self.closed:
             raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
+        if self.withheld is not None:
+            self.withheld.give_back(self.places[name][0].index for name in names)
         if self.stream is None:
             return nullcontext()
         places = {name: self.places[name] for name in names}
@@ -202,7 +214,13 @@ class OffloadedModel:
 
     def weight(self, name: str) -> torch.Tensor:
         """A copy of one weight as the model computes with it, on the CPU."""
+        self.renewal.wait(self.places[name][0].index)
         return self.state.weight(name)
+
+    def master(self, name: str) -> torch.Tensor:
+        """A copy of one master: fp32, whole, on the CPU. `state.put_away` follows the last one."""
+        self.renewal.wait(self.places[name][0].index)
+        return self.state.master(name)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -216,6 +234,7 @@ class OffloadedModel:
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Around each backward; `last`: it is the step's last, so the norms of its sums count."""
+        self.settle()
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
@@ -227,8 +246,9 @@ class OffloadedModel:
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Around a forward, whatever makes a loss of it, and the backward, where nobody says which of them it is."""
-        if last:
-            self.updater.moving.read_ahead()
+        self._reads_ahead = last
+        if not self.renewal.under_way:
+            self._begin_backward()
         if self.stream is None:
             yield
             return
@@ -236,6 +256,19 @@ class OffloadedModel:
         with self.stream.saving():
             yield
         self.stream.end_backward()
+
+    def _begin_backward(self) -> None:
+        """From here on the sums of the last step are overwritten."""
+        self.settle()
+        if self._reads_ahead:
+            self._reads_ahead = False
+            self.updater.moving.read_ahead()
+
+    def settle(self) -> None:
+        """No update is under way when this returns. Raises what went wrong with the last one."""
+        self.renewal.finish()
+        if self.withheld is not None:
+            self.withheld.give_all_back()
 
     def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
         return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
@@ -253,19 +286,23 @@ class OffloadedModel:
     def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """The update of the weights in `rules` that got a gradient, with `scale` times their sums; after `norm`.
 
-        `clear` follows. Raises TrainerError where a drive fails; the state is then partly of the step before.
+        `clear` follows. It may go on after this has returned: who needs what is new waits for it. Raises TrainerError,
+        here or from whoever waits next, where a drive fails; the state is then partly of the step before.
         """
+        assert not self.renewal.under_way  # the backward has waited for it
+        self.state.put_away()
         arrived = self.gradients.arrived & rules.keys()
         self._note(updating=True)
         for name in arrived:
             self.steps[name] += 1
         if self.stream:
             self.stream.forget()
-        stretches = [self._stretches(unit, arrived, rules) for unit in self.units]
+        changed = {name: rules[name] for name in arrived}
+        stretches = [stretches_of(unit, changed, self.steps) for unit in self.units]
         self.node.meet()  # rank 0 has noted it, and no rank computes with the weights of before
         self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=self._all_home)
-        if self.node.world > 1:
-            self.renewal.finish()
+        if self.withheld is not None:
+            self.withheld.begin()
 
     def _all_home(self) -> None:
         """An update is over on this rank; on all of them when this returns."""
@@ -296,22 +333,6 @@ class OffloadedModel:
         if self.account:
             self.account.note(self.steps_done, updating=updating)
 
-    def _stretches(self, unit: Unit, arrived: frozenset[str], rules: Mapping[str, Hyper]) -> list[Stretch]:
-        """The unit's elements that are updated, as long as they are updated alike."""
-        places = [place for place in unit.places if place.weight.trainable]
-        ends = [place.start for place in places[1:]] + [unit.trained]
-        found: list[Stretch] = []
-        for place, end in zip(places, ends, strict=False):
-            name = place.weight.name
-            if name not in arrived:
-                continue
-            alike = (rules[name], self.steps[name])
-            if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == alike:
-                found[-1] = Stretch(found[-1].start, end, *alike)
-            else:
-                found.append(Stretch(place.start, end, *alike))
-        return found
-
     def _noise(self) -> Noise | None:
         if not self.store.format.moments.stochastic:
             return None
@@ -322,13 +343,14 @@ class OffloadedModel:
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole fp32 master on the CPU) one at a time; weights that are fixed last, as fp32."""
         for name in self.trained:
-            yield name, self.state.master(name)
+            yield name, self.master(name)
         for name in self.fixed:
-            yield name, self.state.weight(name).float()
+            yield name, self.weight(name).float()
         self.state.put_away()
 
     def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
         """The state of now, to be written once; the update waits for pages that are not written yet."""
+        self.settle()
         most = self.steps_done
         state = EngineState(
             optimizer_steps=most,
@@ -344,6 +366,7 @@ class OffloadedModel:
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:
         """Go on from what a snapshot has written, of this or another layout."""
+        self.settle()
         self.drop()
         self.updater.moving.forget_ahead()
         state = self.node.once(lambda: self.state.load(directory))
@@ -356,4 +379,5 @@ class OffloadedModel:
     def close(self) -> None:
         """Wait for what is under way; what was taken from the device and the drives stays theirs."""
         self.closed = True
+        self.updater.close()  # it uses all that follows
         self._open.close()

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.autograd import as_saved, hooks_of_autograd, in_backward, set_memory, unprotected
 from offload_trainer.offloading.device import Arrival, Device
+from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.weights import Weights
 from offload_trainer.plan.layout import Unit
 from offload_trainer.plan.rings import Rings
@@ -57,12 +58,13 @@ class Stream:
         self,
         weights: Weights,
         parameters: Mapping[str, Sequence[nn.Parameter]],
+        renewal: Renewal,
         *,
         device: Device,
         blocks: int,
     ) -> None:
         """`blocks`: ring buffers for units that are blocks."""
-        self._weights, self._device = weights, device
+        self._weights, self._device, self._renewal = weights, device, renewal
         units = [unit for unit in weights.units if weights.resident(unit.index) is None]
         self._rings = Rings(units, blocks=blocks)
         self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
@@ -91,9 +93,8 @@ class Stream:
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, unit_of: dict[str, int]) -> None:
-        """Watch the modules of `model`; `unit_of` maps the names of its parameters, tied ones too, to units."""
-        wanted = _modules_of_units(model, unit_of, blocks=[unit for unit in self._weights.units if unit.block])
+    def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
+        """Watch these modules, each with the units that it needs."""
         for module, units in wanted.items():
             streamed = [unit for unit in units if unit in self._parts]
             if not streamed:
@@ -240,7 +241,8 @@ class Stream:
         into = slot.buffer[: self._weights.units[unit].elements]
         host = self._weights.store.host(unit)
         source = host if host is not None else lambda buffer: self._weights.store.read(unit, 0, buffer)
-        slot.arrival = self._device.fetch(source, into, after=self._device.mark())
+        after = self._device.mark()
+        slot.arrival = self._renewal.fetched(unit, lambda: self._device.fetch(source, into, after=after))
 
     def _evict(self, number: int) -> None:
         unit, slot = self._rings.slots[number].unit, self._slots[number]
@@ -300,6 +302,7 @@ class Stream:
 
     @torch.no_grad()
     def _copy(self, unit: int, start: int, shape: torch.Size) -> torch.Tensor:
+        self._renewal.wait(unit)
         with torch.inference_mode(False):  # it may outlive that
             return self._weights.get(unit, start, shape.numel()).to(self._device.place).view(shape)
 
@@ -321,12 +324,13 @@ class Stream:
                 self._evict(number)
 
 
-def _modules_of_units(
+def modules_of_units(
     model: nn.Module, unit_of: dict[str, int], *, blocks: Sequence[Unit]
 ) -> dict[nn.Module, list[int]]:
     """The units that must be there while a module runs: those of its own weights; for a block, of all inside it.
 
-    The modules inside a block are watched too, since transformers recomputes a block below its hooks.
+    `unit_of` maps the names of the model's parameters, tied ones too, to units. The modules inside a block are watched
+    too, since transformers recomputes a block below its hooks.
     """
     inside = {unit.name for unit in blocks}
     wanted: dict[nn.Module, list[int]] = {}

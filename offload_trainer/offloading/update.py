@@ -12,8 +12,9 @@ does not change a bit. `Renewal` is told of each page that is home.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -28,8 +29,10 @@ from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.weights import Weights
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch, within
+from offload_trainer.optim.rules import Hyper
+from offload_trainer.plan.layout import Unit
 from offload_trainer.plan.routes import Route, device_slot
-from offload_trainer.storage.transfer import done
+from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,11 @@ class Updater:
         kernels: tuple[Kernel, Kernel],
         routes: Sequence[Route],
         slots: int,
+        behind: bool,
     ) -> None:
-        """`kernels`: the CPU's, and the one for pages that live on `device`; `routes`: of the pages it updates."""
+        """`behind`: whether an update goes on after `start` has returned. `kernels`: the CPU's, and the one for pages
+        that live on `device`. `routes`: of the pages it updates, in the order in which a forward needs them.
+        """
         self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, renewal
         self._device, (self._kernel, self._device_kernel) = device, kernels
         self.moving = MovingPages(store, weights, gradients, device=device, routes=routes, slots=slots)
@@ -80,6 +86,9 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
+        self._thread = Workers(1, "update") if behind else None
+        if self._thread is not None and not device.is_cuda:
+            _take_one_core(self._thread)
 
     def _resolved(self, route: Route) -> _Path:
         """Homes do not change, so where a page's parts are is asked once."""
@@ -111,14 +120,18 @@ class Updater:
     ) -> None:
         """One step: `stretches` of each unit, gradients times `scale`; `renewal.finish` waits for the end of it.
 
-        `noise` is for bf16 and 8-bit moments. `at_end` is called once all is home. TrainerError where a drive fails;
-        the state is then partly of the step before and partly of this one.
+        `noise` is for bf16 and 8-bit moments. `at_end` is called once all is home. TrainerError, from whoever waits,
+        where a drive fails; the state is then partly of the step before and partly of this one.
         """
         step = _Step(stretches, scale=scale, noise=noise, after=self._device.mark())
         self._renewal.begin()
-        self._carry_out(step, at_end)
-        self._renewal.finish()
+        if self._thread is None:
+            self._carry_out(step, at_end)
+            self._renewal.finish()
+        else:
+            self._thread.put(partial(self._carry_out, step, at_end))
 
+    @torch.no_grad()
     def _carry_out(self, step: _Step, at_end: Callable[[], None]) -> None:
         try:
             self._walk(step)
@@ -155,6 +168,13 @@ class Updater:
             else:
                 self._compute(path, page, step)
                 self.moving.send(page, done(), home)
+
+    def close(self) -> None:
+        """No update is under way when this returns, whatever became of it."""
+        if self._thread is not None:
+            self._thread.close()
+
+    # -- a page -------------------------------------------------------------------------------------------------------
 
     def _compute(self, path: _Path, arrived: Arrived | None, step: _Step) -> None:
         """The arithmetic of one page on the CPU, on whichever of its parts are in a slot and whichever are at home."""
@@ -201,6 +221,36 @@ class Updater:
             scale=step.scale,
             noise=None if step.noise is None else PageNoise(step.noise, page.unit, page.start),
         )
+
+
+def stretches_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[Stretch]:
+    """The unit's elements that are updated, those of the weights in `rules`, as long as they are updated alike."""
+    places = [place for place in unit.places if place.weight.trainable]
+    ends = [place.start for place in places[1:]] + [unit.trained]
+    found: list[Stretch] = []
+    for place, end in zip(places, ends, strict=False):
+        name = place.weight.name
+        if name not in rules:
+            continue
+        alike = (rules[name], steps[name])
+        if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == alike:
+            found[-1] = Stretch(found[-1].start, end, *alike)
+        else:
+            found.append(Stretch(place.start, end, *alike))
+    return found
+
+
+def _take_one_core(thread: Workers) -> None:
+    """A thread that computes beside a model on the CPU computes alone; the others go on as they are."""
+    threads, taken = torch.get_num_threads(), Future()
+
+    def take() -> None:
+        torch.get_num_threads()  # or torch would set the thread up, with the number for new ones, after this
+        torch.set_num_threads(1)
+
+    thread.put(ending(taken, take))
+    taken.wait()
+    torch.set_num_threads(threads)  # for new threads too
 
 
 def _memory(path: _Path, arrived: Arrived | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from offload_trainer.plan.memory import Item
 from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.plan.time import Bound
+from offload_trainer.plan.time import Bound, Forecast
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.zero import Placement, ZeroSizes
 
@@ -57,6 +57,10 @@ class Candidate(Protocol):
 
     def on_top(self) -> Mapping[str, float]:
         """Seconds that a phase takes beyond the slowest of what it waits for."""
+        ...
+
+    def overlapped(self, found: Forecast) -> Forecast:
+        """With what of the update runs behind the forward."""
         ...
 
     def notes(self) -> list[str]: ...

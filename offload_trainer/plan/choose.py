@@ -178,6 +178,7 @@ def _notes_of_rule(optim: OptimSection) -> list[str]:
 def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine: str) -> Plan:
     """The plan of one candidate."""
     items, traffic = one.items(), one.traffic()
+    found = forecast(work, machine, traffic, one.bounds(), engine=engine, stretch=one.stretch(), on_top=one.on_top())
     items += saved_items(work, output=machine.output.directory)
     return Plan(
         engine=engine,
@@ -196,9 +197,7 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         items=tuple(items),
         tiers=_tiers(items, work, machine),
         traffic=tuple(traffic),
-        forecast=forecast(
-            work, machine, traffic, one.bounds(), engine=engine, stretch=one.stretch(), on_top=one.on_top()
-        ),
+        forecast=one.overlapped(found),
         rejected=(),
         notes=(*work.shape.notes, *_notes(work, traffic, machine), *one.notes()),
     )

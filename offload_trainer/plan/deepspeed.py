@@ -15,7 +15,7 @@ from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import Item, activation_items, cuda_process
-from offload_trainer.plan.time import UPDATE_START, Bound, update_rate
+from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, ZeroSizes, drive_stretch, zero_sizes
@@ -249,6 +249,9 @@ class DeepSpeedCandidate:
 
     def on_top(self) -> Mapping[str, float]:
         return {} if self.machine.gpu is not None else {"backward": _HOOKS * self.work.shape.trainable}
+
+    def overlapped(self, found: Forecast) -> Forecast:
+        return found
 
     def notes(self) -> list[str]:
         notes = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from offload_trainer.config import PlacementSection
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import Item, activation_items, process_item
-from offload_trainer.plan.time import UPDATE_START, Bound, update_rate
+from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
@@ -86,6 +86,9 @@ class PlainCandidate:
 
     def on_top(self) -> Mapping[str, float]:
         return {}
+
+    def overlapped(self, found: Forecast) -> Forecast:
+        return found
 
     def notes(self) -> list[str]:
         return []

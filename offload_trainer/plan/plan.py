@@ -69,6 +69,7 @@ class Plan:
             "tiers": {tier: dict(room) for tier, room in self.tiers.items()},
             "items": [asdict(item) for item in self.items],
             "seconds": dict(self.forecast.seconds),
+            "hidden": self.forecast.hidden,
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
@@ -107,6 +108,9 @@ class Plan:
         lines = [f"  a step: about {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s"]
         for phase in PHASES:
             lines.append(f"    {phase:<24}{format_seconds(found.seconds[phase] or 0.0):>10}   {found.limits(phase)}")
+        if found.behind:
+            behind, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
+            lines.append(f"    {behind} of the update's {whole} go on behind the next forward (tiered.overlap)")
         hidden = tokens_that_hide_the_update(found, tokens=self.tokens_per_step)
         if hidden and hidden > self.tokens_per_step:
             lines.append(

@@ -21,11 +21,14 @@ _OUTVOTE = 3  # ratios that a middle one is taken of, at least
 
 
 def steady_ratios(found: Forecast, taken: Mapping[str, Sequence[float]], *, engine: str) -> dict[str, float]:
-    """By "engine.phase.bound"; `taken`: each phase's seconds in the steps that count."""
+    """By "engine.phase.bound"; `taken`: each phase's seconds in the steps that count.
+
+    None of a forward and an update that run at once: each makes the other longer.
+    """
     kept = {}
     for phase, seconds in taken.items():
         predicted = found.seconds.get(phase)
-        if predicted is None or predicted < _LEAST_SECONDS or len(seconds) < LEAST_STEPS:
+        if phase not in found.apart or predicted is None or predicted < _LEAST_SECONDS or len(seconds) < LEAST_STEPS:
             continue
         middle = median(seconds)
         low, _, high = quantiles(seconds, n=4)

@@ -39,6 +39,7 @@ class TierSizes:
     page: int  # elements
     page_buffers: int
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
+    overlap: bool  # whether the update runs behind the next forward
     speeds: tuple[float, ...]  # of the drives, relative
     io: str  # what moves bytes to and from drives
     checksums: bool  # whether what is read is compared with what was written
@@ -84,6 +85,7 @@ def tier_sizes(
         page=tiered.page_size,
         page_buffers=tiered.page_buffers,
         unit_buffers=tiered.unit_buffers,
+        overlap=tiered.overlap == "forward",
         speeds=speeds,
         io=tiered.io,
         checksums=tiered.checksums or tiered.io == "async_io",

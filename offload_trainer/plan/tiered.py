@@ -17,11 +17,12 @@ from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.layout import Homes, Unit, units_of
 from offload_trainer.plan.machine import MachineProfile, update_key
 from offload_trainer.plan.memory import Item
+from offload_trainer.plan.overlap import hidden_seconds, parts_of
 from offload_trainer.plan.shares import shares_that_fit
 from offload_trainer.plan.sizes import GradientHome, TierSizes, homes_in, tier_sizes
 from offload_trainer.plan.tiered_items import tiered_items
 from offload_trainer.plan.tiered_traffic import bytes_of_additions, tiered_traffic
-from offload_trainer.plan.time import UPDATE_START, Bound, update_rate
+from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, Tier
@@ -63,6 +64,7 @@ class Tiered:
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
             f"placement.gradients={place.gradients}": (place.gradients not in ("auto", "cpu"), "sums are in RAM"),
             "model.offload_activations=nvme": (self.inputs == "nvme", "inputs go to RAM (cpu)"),
+            "tiered.overlap=forward": (section.overlap == "forward", "ranks wait for each other's updates"),
             "tiered.checksums": (section.checksums, "what one rank reads another may have written"),
             "tiered.io=async_io": (section.io == "async_io", "its checksums are one process's; use tiered.io=threads"),
         }
@@ -255,6 +257,13 @@ class TieredCandidate:
             seconds = outside / speed * longer + UPDATE_START if speed else None
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
+
+    def overlapped(self, found: Forecast) -> Forecast:
+        if not self.sizes.overlap:
+            return found
+        micro, gpu = self.work.accumulate, self.machine.gpu is not None
+        hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
+        return replace(found, behind=True, hidden=hidden)
 
     def stretch(self) -> float:
         return 1.0

@@ -3,8 +3,8 @@
     forward, backward   the slowest of: computing, the weights' way to the device, the drives, adding gradients in RAM
     update              the slowest of: AdamW on the CPU and on the GPU, the drives, the weights' way to the device
 
-What overlaps counts once: everything within a phase does, phases follow each other. A phase for which the machine has
-no rate is None.
+What overlaps counts once: everything within a phase does, phases follow each other, but for an update that runs behind
+the next forward (`overlap.py`). A phase for which the machine has no rate is None.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Bound:
     seconds: float | None  # None: not timed
     what: str
     kind: str  # "compute", "adamw", "adamw_gpu", "device", "drive" or "memory"
+    place: str = ""  # of a drive: the disk
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,27 @@ class Forecast:
 
     seconds: dict[str, float | None]
     bounds: tuple[Bound, ...]
+    behind: bool = False  # whether the update runs behind the next forward
+    hidden: float = 0.0  # seconds of it that nothing waits for
 
     @property
     def step(self) -> float | None:
         """Seconds of a whole step."""
         known = [seconds for seconds in self.seconds.values() if seconds is not None]
-        return sum(known) if len(known) == len(self.seconds) else None
+        return sum(known) - self.hidden if len(known) == len(self.seconds) else None
+
+    @property
+    def in_line(self) -> dict[str, float | None]:
+        """Seconds of each phase as one after the other: of an update behind the forward, what is waited for."""
+        update = self.seconds.get("update")
+        if not self.behind or update is None:
+            return self.seconds
+        return {**self.seconds, "update": 0.0, "wait": update - self.hidden}
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The phases whose seconds are theirs alone."""
+        return ("backward",) if self.behind else PHASES
 
     def limits(self, phase: str) -> str:
         """What makes a phase as long as it is."""
@@ -173,7 +189,7 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
             seconds = None if alone is None else stretch * alone
             ways = ((read, "read"), (written, "written"))
             what = f"{parts[0].place}: " + ", ".join(f"{format_bytes(count)} {way}" for count, way in ways if count)
-        bounds.append(Bound(phase, seconds, what, "device" if disk == "device" else "drive"))
+        bounds.append(Bound(phase, seconds, what, "device" if disk == "device" else "drive", disk))
     return bounds
 
 
@@ -208,4 +224,4 @@ def tokens_that_hide_the_update(found: Forecast, *, tokens: int, share: float = 
     forward, backward, update = (found.seconds[phase] for phase in PHASES)
     if forward is None or backward is None or update is None or forward + backward <= 0:
         return None
-    return -int(-tokens * update * (1 - share) / share // (forward + backward))
+    return -int(-tokens * (update - found.hidden) * (1 - share) / share // (forward + backward))

@@ -25,6 +25,7 @@ from offload_trainer.model.sample import sample_text
 from offload_trainer.model.source import DTYPES
 from offload_trainer.plan.choose import workload
 from offload_trainer.plan.memory import checkpoint_bytes
+from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.zero import ZeroSizes
 from offload_trainer.ranks import share_from_zero
@@ -158,7 +159,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
         tokens_per_step=plan.tokens_per_step,
         text_bytes=TokenBytes(data.tokenizer).of,
-        clock=PhaseClock(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None),
+        clock=PhaseClock(synchronize=_what_computes(plan) if torch.cuda.is_available() else None),
         telemetry=_telemetry(setup, done=done),
         sample=_sampled(setup) if train.sample_every else None,
         say=log.say,
@@ -170,6 +171,13 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         peak_flops=peak.value * plan.world if peak else None,
         swaps=swaps,
     )
+
+
+def _what_computes(plan: Plan) -> Callable[[], None]:
+    """Waits for all of the device; where an update goes on beside the model, for the model."""
+    if plan.forecast.behind:
+        return lambda: torch.cuda.current_stream().synchronize()
+    return torch.cuda.synchronize
 
 
 def _telemetry(setup: Setup, *, done: int) -> Telemetry | None:

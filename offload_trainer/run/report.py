@@ -50,7 +50,7 @@ def _bytes(
     measured[str(output.expanduser().absolute())] = sum(
         bytes_below(output / left) for left in ("checkpoints", "export")
     )
-    planned = plan.to_json()
+    planned = plan.to_json() | {"seconds": plan.forecast.in_line}
     on_drives = [moved for moved in plan.traffic if moved.place != "device"]
     for way, bytes_of in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
         counted = [getattr(row, bytes_of) for row in steady(rows)]
@@ -66,7 +66,7 @@ def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str,
 
     plan, log = setup.planned.plan, setup.log
     off = {
-        phase: seconds[phase] / known for phase, known in plan.forecast.seconds.items() if known and phase in seconds
+        phase: seconds[phase] / known for phase, known in plan.forecast.in_line.items() if known and phase in seconds
     }
     if not off or len(rows) < _TELLING:
         return

@@ -60,7 +60,8 @@ class Trial:
 
 def steered_phase(plan: Plan) -> str:
     """What the keys of `Plan.tunable` make longer or shorter; forward and backward would only add their noise."""
-    return "update" if plan.placement.params == "gpu" and plan.uses_drives else "step"
+    alone = plan.placement.params == "gpu" and not plan.forecast.behind
+    return "update" if alone and plan.uses_drives else "step"
 
 
 def tune(

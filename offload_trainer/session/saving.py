@@ -105,7 +105,7 @@ class Saves:
         source = Source(
             shapes={name: places[name][1].weight.shape for name in (*offloaded.trained, *offloaded.fixed)},
             weights=partial(_changed, offloaded, change) if change else offloaded.masters,
-            read=offloaded.state.master,
+            read=offloaded.master,
             model=self.record.model,
             told=f"a session after step {step}",
             card=lambda dtype: _CARD.format(dtype=dtype, steps=step),

@@ -46,6 +46,11 @@ class PhaseClock:
             self._open = None
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def move(self, seconds: float, *, from_: str, to: str) -> None:
+        """Charge some of a phase to another one."""
+        self._seconds[from_] -= seconds
+        self._seconds[to] = self._seconds.get(to, 0.0) + seconds
+
     def take(self) -> dict[str, float]:
         """Seconds since the last `take`, with every one of `PHASES`; starts again at zero."""
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)

@@ -26,12 +26,15 @@ class StepRecord:
     seconds: Number  # the whole optimizer step
     tokens_per_second: Number
     mfu: Number | None  # None where the device's peak is not known
-    phases: dict[str, Number]  # seconds
-    nvme_read_bytes: Count | None  # of this step, counted by the kernel; None where it does not count
+    phases: dict[str, Number]  # seconds; "wait": for an update behind the forward, apart from what waited
+    # Of this step, counted by the kernel, None where it does not count. Of an update behind the forward what falls into
+    # the next step, or before it, is counted there.
+    nvme_read_bytes: Count | None
     nvme_written_bytes: Count | None
     host_rss_bytes: Count  # peak so far
     device_peak_bytes: Count  # peak so far
     skipped: Flag  # no update was made
+    hidden: Number = 0.0  # seconds that an update behind the forward went on while nobody waited for it
 
     def to_json(self) -> str:
         """One line without its end. JSON has no NaN and no infinity: they become null."""

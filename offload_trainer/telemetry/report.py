@@ -122,6 +122,8 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> str
         facts["host memory, peak"] = format_bytes(last.host_rss_bytes)
         if last.device_peak_bytes:
             facts["GPU memory, peak"] = format_bytes(last.device_peak_bytes)
+        if any(row.hidden for row in counted):
+            facts["update hidden behind the forward (median)"] = format_seconds(median(row.hidden for row in counted))
         skipped = sum(row.skipped for row in rows)
         if skipped:
             facts["steps skipped"] = str(skipped)

@@ -114,6 +114,7 @@ ELSEWHERE = {
     "train.deterministic": "engine/test_plain.py::test_a_gpu_takes_the_same_bits_where_that_is_asked_for",
     "train.tokens_per_step": "plan/test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
     "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
+    "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
     "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
     "tiered.checksums": "offloading/test_tiered.py::test_a_changed_block_is_found_with_checksums",
     "model.trust_remote_code": "house/test_config_promises.py::test_a_models_own_code_runs_where_it_is_allowed",

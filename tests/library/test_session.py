@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ import offload_trainer as ot
 import offload_trainer.plan.layout as layout
 from offload_trainer.export.weights import export
 from offload_trainer.offloading.store import UnitStore
+from offload_trainer.offloading.update import Updater
 from offload_trainer.session import saving
 from offload_trainer.storage import removal
 from offload_trainer.storage.tensorfile import TensorFileWriter
@@ -154,6 +156,82 @@ def test_a_loop_is_torchs_to_the_last_bit(home: str, kind: str, tmp_path: Path, 
         for name, master in session.named_masters():
             assert torch.equal(master, weights[name]), name
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
+@pytest.mark.parametrize("home", ["resident", "on the drive"])
+def test_the_update_goes_on_behind_the_loop(
+    home: str, told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slowly; each weight is read as soon as `step` has returned, without its module too, and has its new values."""
+    update = Updater._update
+    monkeypatch.setattr(Updater, "_update", lambda *given, **words: (time.sleep(0.001), update(*given, **words)))
+    model = tower(tmp_path)
+
+    def loop(model: nn.Module, optimizer: Any, inside: Callable[[], Any]) -> Iterator[list[float]]:
+        names = [name for name, _ in model.named_parameters()]
+        for step, batch in enumerate(batches(8)):
+            with inside():
+                loss = loss_of(model, batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            read = [model.get_parameter(names[-1 - step % 3]).sum().item()] if step % 2 else []
+            yield [loss.item(), *read]
+
+    other = copy.deepcopy(model)
+    expected = list(loop(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
+    with ot.offload(model, nvme=drive, page_size=4096, overlap="forward", **HOMES[home]) as session:
+        inside = session.micro_batch if told else nullcontext
+        assert list(loop(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
+        for name, weight in session.named_weights():
+            assert torch.equal(weight, other.get_parameter(name)), name
+
+
+class Spare(Tower):
+    """Its last module is used every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(VOCABULARY + 13, VOCABULARY + 13)
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found = super().forward(input_ids)
+        return found + self.spare(found) if self.calls % 2 else found
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["micro_batch", "alone"])
+def test_a_backward_waits_for_what_its_forward_did_not_use(
+    told: bool, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Updater._update
+
+    def slow(updater: Updater, kernel: Any, route: Any, *given: Any, **words: Any) -> None:
+        time.sleep(0.2 if route.number == len(updater._store.pages) - 1 else 0)
+        update(updater, kernel, route, *given, **words)
+
+    monkeypatch.setattr(Updater, "_update", slow)
+    torch.manual_seed(3)
+    model = Spare()
+
+    def losses(model: nn.Module, optimizer: Any, inside: Callable[[], Any]) -> Iterator[float]:
+        for batch in batches(5):
+            with inside():
+                loss = loss_of(model, batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    other = copy.deepcopy(model)
+    expected = list(losses(other, torch.optim.AdamW(groups(other), lr=1e-2, fused=True), nullcontext))
+    with ot.offload(model, nvme=drive, optimizer="nvme", overlap="forward") as session:
+        inside = session.micro_batch if told else nullcontext
+        assert list(losses(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
+        for name, weight in session.named_weights():
+            assert torch.equal(weight, other.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -162,7 +162,8 @@ def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str,
 
 
 def _settle(ours: Any) -> None:
-    """The last inputs are on their drives, which no step waits for."""
+    """The last inputs are on their drives, and the update is over, for which no step waits."""
+    ours.settle()
     for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
         buffer.free.wait()
 

@@ -456,8 +456,10 @@ def test_bytes_are_the_planned_ones_and_no_more(folder: Path) -> None:
             trained = sum(page.elements for page in ours.offloaded.store.pages)
             data = batches(4)
             train(ours, data[:2])
+            ours.settle()
             before = read_io()
             train(ours, data[2:])
+            ours.settle()
             moved = read_io() - before
             wanted = 2 * 12 * (trained - layout.aligned(int(trained * share)))
             assert moved.read_bytes == wanted
@@ -469,11 +471,12 @@ def test_a_file_cut_short_stops_the_run_with_the_numbers(folder: Path) -> None:
     (drive,) = drives(folder, 1)
     with engine(model, "--optimizer", "nvme", drives=[drive]) as ours:
         train(ours, batches(1))
+        ours.settle()
         file = next(drive.glob("offload-trainer/run-*/state"))
         with open(file, "r+b") as opened:
             opened.truncate(8192)
         with pytest.raises(TrainerError, match=r"state: cut short: .* the file has 8192 of \d+"):
-            train(ours, batches(1))
+            train(ours, batches(2))  # at the latest in the second step, which waits for the first one's update
 
 
 def test_a_changed_block_is_found_with_checksums(folder: Path) -> None:
@@ -481,9 +484,10 @@ def test_a_changed_block_is_found_with_checksums(folder: Path) -> None:
     (drive,) = drives(folder, 1)
     with engine(model, *PLACES["checked"], drives=[drive]) as ours:
         train(ours, batches(1))
+        ours.settle()
         file = next(drive.glob("offload-trainer/run-*/state"))
         with open(file, "r+b") as opened:
             opened.seek(40000)
             opened.write(b"\x17")
         with pytest.raises(TrainerError, match=r"1 blocks of 4096 bytes do not hold what was written, .* at 36864"):
-            train(ours, batches(1))
+            train(ours, batches(2))  # at the latest in the second step, which waits for the first one's update

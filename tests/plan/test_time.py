@@ -143,7 +143,7 @@ def test_traffic_adds_up_with_the_seconds_and_the_endurance() -> None:
 
 
 def test_tokens_that_hide_the_update() -> None:
-    plan = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], timed())
+    plan = make_plan(wish("--ram-fraction", "0", "tiered.overlap=off"), SHAPES["gpt2"], timed())
     tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.tokens_per_step)
     assert tokens is not None
     seconds = plan.forecast.seconds
@@ -190,7 +190,8 @@ def test_what_was_timed_fastest_is_used_unless_something_else_was_asked() -> Non
 
 def test_only_what_is_steady_corrects_later_plans() -> None:
     """Short runs, steps that differ, phases of milliseconds and ratios that only a wrong rate explains are left out."""
-    found = make_plan(wish("--ram-fraction", "0"), SHAPES["gpt2"], timed()).forecast
+    words = ("--ram-fraction", "0", "tiered.overlap=off")
+    found = make_plan(wish(*words), SHAPES["gpt2"], timed()).forecast
     update = found.seconds["update"]
     assert update is not None
 

@@ -58,7 +58,10 @@ def test_the_first_steps_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
-        (["--ram-fraction", "0"], {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers"}),
+        (
+            ["--ram-fraction", "0", "tiered.overlap=off"],
+            {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers"},
+        ),
         (["--ram-fraction", "1"], set()),
         (["--params", "cpu", "--ram-fraction", "1"], {"tiered.unit_buffers"}),
         (["--engine", "deepspeed", "--optimizer", "cpu"], {"deepspeed.reduce_bucket_size"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -141,6 +143,21 @@ def fill(directory: Path) -> None:
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory on a real drive: /tmp may be a tmpfs, which has no O_DIRECT."""
     return tmp_path_factory.mktemp("drive")
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for all workers of pytest, for what only one of them should make: `in_turn`."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Inside, no other worker makes `path`."""
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM

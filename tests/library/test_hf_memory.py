@@ -5,39 +5,40 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import environment
+from conftest import environment, in_turn
 from trainers import model_folder
 
 SCRIPT = Path(__file__).parent.with_name("measured.py")
 RUNS = ("trainer", "lora")
 
 
-@cache
-def base(folder: Path) -> Path:
-    """118 MB in bf16; to train it whole takes 940 MB."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
-    return model_folder(folder / "model", **sizes, num_key_value_heads=8, vocab_size=8192)
-
-
-@cache
-def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
-    """Bytes of host memory that the plan counts, and that were held; `before`: words before the command."""
-    drive, output = folder / "drive", folder / f"{what}{len(before)}"
-    drive.mkdir(exist_ok=True)
-    words = [*before, sys.executable, SCRIPT, what, base(folder), output, drive]
-    env = environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env, timeout=500)
-    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("measured")
+def folder(shared: Path) -> Path:
+    """With a model of 118 MB in bf16, which takes 940 MB to be trained whole; for all workers of pytest."""
+    made = shared / "measured"
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    with in_turn(made):
+        if not (made / "model/model.safetensors").exists():
+            (made / "drive").mkdir(parents=True, exist_ok=True)
+            model_folder(made / "model", **sizes, num_key_value_heads=8, vocab_size=8192)
+    return made
+
+
+def measured(what: str, folder: Path, *before: str) -> dict[str, int]:
+    """Bytes of host memory that the plan counts, and that were held, once; `before`: words before the command."""
+    output = folder / f"{what}{len(before)}"
+    found = output.with_suffix(".json")
+    with in_turn(output):
+        if not found.exists():
+            words = [*before, sys.executable, SCRIPT, what, folder / "model", output, folder / "drive"]
+            env = environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+            done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=env, timeout=500)
+            assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+            found.write_text(done.stdout.splitlines()[-1])
+    return json.loads(found.read_text())
 
 
 @pytest.mark.parametrize("what", RUNS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import INTERRUPT, KILL, TERMINATE, TINY, Run, ask, assert_same_run, call, call_and_kill, environment
+from conftest import (
+    INTERRUPT,
+    KILL,
+    TERMINATE,
+    TINY,
+    Run,
+    ask,
+    assert_same_run,
+    call,
+    call_and_kill,
+    environment,
+    in_turn,
+)
 from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,17 +55,13 @@ def words(name: str, drive: Path) -> list:
 
 
 @pytest.fixture(scope="session")
-def finished(drive: Path, tmp_path_factory: pytest.TempPathFactory):
+def finished(drive: Path, shared: Path):
     """`finished(name)`: that placement's uninterrupted run of 20 steps, made once for all workers of pytest."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
 
     @cache
     def make(name: str) -> Run:
         output = shared / f"finished-{name.replace(' ', '-')}"
-        with open(f"{output}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with in_turn(output):
             if not (output / "finished").exists():
                 run = call(*words(name, drive), output=output)
                 (output / "finished").write_text(run.text)

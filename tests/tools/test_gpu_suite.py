@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import environment
+from conftest import environment, in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -48,15 +47,21 @@ def suite(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a stage's rehearsal, with what the suite said, and left on the drive, beside its pages."""
+def rehearsed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a stage's rehearsal, with what the suite said, and left on the drive, beside its pages.
 
-    @cache
+    Made once for all workers of pytest.
+    """
+
     def rehearse(stage: str) -> Path:
-        folder, drive = tmp_path_factory.mktemp("gpu"), tmp_path_factory.mktemp("drive")
-        done = suite(stage, folder, "--rehearse", "--drive", drive)
-        (folder / "said").write_text(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
-        (folder / "left").write_text(" ".join(path.name for path in drive.iterdir()))
+        folder = shared / f"rehearsed-{stage}"
+        with in_turn(folder):
+            if not (folder / "left").exists():
+                folder.mkdir(exist_ok=True)
+                drive = tmp_path_factory.mktemp("drive")
+                done = suite(stage, folder, "--rehearse", "--drive", drive)
+                (folder / "said").write_text(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
+                (folder / "left").write_text(" ".join(path.name for path in drive.iterdir()))
         return folder
 
     return rehearse

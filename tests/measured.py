@@ -1,7 +1,7 @@
-"""measured.py WHAT FOLDER OUTPUT DRIVE: a Trainer's run with weights and state on the drive; plan and peak as JSON.
+"""measured.py WHAT FOLDER OUTPUT DRIVE: a run with weights and state on the drive; plan and peak as JSON.
 
-WHAT: `trainer`, all of the model in FOLDER; `lora`, adapters beside it. The peak is of memory that no file backs, seen
-every few milliseconds.
+WHAT: `trainer`, a Trainer's of all of the model in FOLDER; `lora`, of adapters beside it; `loop`, of those without the
+Trainer. The peak is of memory that no file backs, seen every few milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import torch
 from trainers import Ours, arguments, rows
 
 from offload_trainer.hf import load, session_of
@@ -28,19 +30,41 @@ def watch() -> None:
         time.sleep(0.004)
 
 
-def main(what: str, folder: str, output: str, drive: str) -> None:
-    keys = {"freeze": ["."]} if what == "lora" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
-    threading.Thread(target=watch, daemon=True).start()
-    model = load(folder, nvme=drive, params="nvme", seq_len=24, micro_batch=2, accumulate=2, **keys)
-    session = session_of(model)
-    if what == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+def by_trainer(model: Any, output: str) -> None:
     words = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0}
     trainer = Ours(model, arguments(Path(output), **words), train_dataset=rows(24), eval_dataset=rows(4))
     trainer.train()
     trainer.save_model(output + "/final")
+
+
+def by_hand(model: Any, output: str) -> None:
+    """The same in a loop of one's own: saved, and exported merged and apart."""
+    session, data = session_of(model), rows(16)
+    optimizer = session.adamw(model.parameters(), lr=1e-2)
+    for number in range(0, 16, 2):
+        with session.micro_batch(last=number % 4 == 2):
+            pair = {key: torch.stack([row[key] for row in data[number : number + 2]]) for key in data[0]}
+            (model(**pair).loss / 2).backward()
+        if number % 4 == 2:
+            session.clip_grad_norm_(1.0)
+            optimizer.step()
+        if number % 8 == 6:
+            session.save(f"{output}/save")
+    session.export(f"{output}/merged")
+    model.save_pretrained(f"{output}/apart")
+
+
+def main(what: str, folder: str, output: str, drive: str) -> None:
+    keys = {"freeze": ["."]} if what != "trainer" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
+    threading.Thread(target=watch, daemon=True).start()
+    model = load(folder, nvme=drive, params="nvme", seq_len=24, micro_batch=2, accumulate=2, **keys)
+    session = session_of(model)
+    if what != "trainer":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    run = by_hand if what == "loop" else by_trainer
+    run(model, output)
     needs = sum(item.bytes for item in session.plan.items if item.tier == "ram")
     session.close()
     print(json.dumps({"plan": needs, "peak": peak}))

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offload_trainer.errors import UserError
 from offload_trainer.offloading.device import Device, Return
 from offload_trainer.offloading.store import offsets
 from offload_trainer.plan.kept import INPUTS_UNDER_WAY, KeptInputs
@@ -37,8 +38,9 @@ class Hooks(Protocol):
 
 @dataclass(frozen=True)
 class _Kept:
-    """An input that is away: its number within the forward."""
+    """An input that is away: its forward, and its number within that."""
 
+    forward: int
     number: int
     shape: torch.Size
     dtype: torch.dtype
@@ -92,16 +94,17 @@ class Activations:
         made = [_Buffer(memory[n * inputs.size :][: inputs.size], ring=bool(files)) for n in range(count)]
         self._ring = made if files else []
         self._own = {} if files else dict(enumerate(made))
+        self._forward, self._within = 0, False  # which it is, and whether it is under way
         self._kept: list[_Kept] = []  # of this forward, by number
         self._written: dict[int, Future] = {}
         self._leaving: deque[Future] = deque()  # copies from the device, the oldest first
         self._coming: dict[int, tuple[torch.Tensor, Return]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Let `model`'s checkpointed blocks keep their inputs here."""
+        """Let `model`'s checkpointed blocks keep their inputs here, those too for which it is turned on anew."""
         for module in model.modules():
             checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if checkpoint is not None:
+            if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not self:
                 setattr(module, "_gradient_checkpointing_func", self._keeping(checkpoint))  # noqa: B010
 
     def _keeping(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,9 +121,15 @@ class Activations:
                     return self._keep(tensor)
                 return self._otherwise.pack(tensor) if self._otherwise else tensor.detach()
 
+            if not self._within:
+                raise UserError(
+                    "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
+                    "whole forwards keep: call the model"
+                )
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 return checkpoint(function, *args, **words)
 
+        keeping.kept_by = self  # type: ignore[attr-defined]
         return keeping
 
     @contextmanager
@@ -128,13 +137,18 @@ class Activations:
         """Around each forward that a backward follows: what it keeps takes the place of the last one's."""
         self._kept.clear()
         self._coming.clear()
-        yield
+        self._forward += 1
+        self._within = True
+        try:
+            yield
+        finally:
+            self._within = False
         self._look_ahead(len(self._kept) - 1)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _keep(self, tensor: torch.Tensor) -> _Kept:
-        kept = _Kept(len(self._kept), tensor.shape, tensor.dtype)
+        kept = _Kept(self._forward, len(self._kept), tensor.shape, tensor.dtype)
         self._kept.append(kept)
         buffer = self._buffer(kept)
         buffer.free.wait()
@@ -173,6 +187,11 @@ class Activations:
         if not isinstance(kept, _Kept):
             saved: torch.Tensor = self._otherwise.unpack(kept) if self._otherwise else kept
             return saved
+        if kept.forward != self._forward:
+            raise UserError(
+                "another forward came between a forward and its backward, and what the first one kept is gone: with "
+                "offload_activations each backward follows its forward"
+            )
         coming = self._coming.pop(kept.number) if kept.number in self._coming else self._bring(kept)
         values, returned = coming
         returned.arrival.wait()

@@ -19,7 +19,6 @@ _RULE = "optim.name"  # name is the model's
 _NOT = {  # what a session has in another way, or not yet
     "model.name": "give it to ot.load",
     "model.loss_chunk": "the loss is yours",
-    "model.offload_activations": "a session keeps what gradient checkpointing keeps on the device",
     "placement.engine": "a session is the tiered engine",
     "placement.gpus": "a session trains with one GPU",
     "placement.threads": "use torch.set_num_threads",

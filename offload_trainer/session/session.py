@@ -72,6 +72,8 @@ class Session:
         self._refuse_closed()
         self._depth += 1
         if self._depth == 1:
+            if self._offloaded.activations:
+                self._offloaded.activations.attach(self.model)
             self._pass.enter_context(self._offloaded.forward(then=torch.is_grad_enabled()))
 
     def _end_forward(self, *_: Any) -> None:

@@ -23,6 +23,7 @@ from offload_trainer.model.initial import meta_model
 from offload_trainer.model.source import DTYPES, parameters_without_memory, resolve_model, save_model_config
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.choose import settle_and_plan, workload
+from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
@@ -64,7 +65,11 @@ def load(name: str | Path, *, say: Say = print, **keys: Any) -> Session:
             save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
             weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
             saves = Saves(_record(config, plan, source.shape, folder, random=source.random), causal_lm=True)
-            return _session(model, _offloaded(model, parameters, weights, parts, config, stack), plan, saves, stack)
+            offloaded = _offloaded(model, parameters, weights, parts, config, stack)
+            work = workload(config, source.shape)
+            if home := work.inputs_away:
+                offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
+            return _session(model, offloaded, plan, saves, stack)
 
 
 def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say = print, **keys: Any) -> Session:

@@ -1,4 +1,4 @@
-"""What a Trainer's run and a LoRA run over a base on the drive hold is what the plan says, in a memory cgroup too."""
+"""What a Trainer's run and LoRA runs over a base on the drive hold is what the plan says, in a memory cgroup too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conftest import environment, in_turn
 from trainers import model_folder
 
 SCRIPT = Path(__file__).parent.with_name("measured.py")
-RUNS = ("trainer", "lora")
+RUNS = ("trainer", "lora", "loop")
 
 
 @pytest.fixture(scope="module")

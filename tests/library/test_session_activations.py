@@ -1,0 +1,96 @@
+"""A session that keeps what gradient checkpointing keeps away from the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import assert_same
+from trainers import model_folder, rows
+
+import offload_trainer as ot
+import offload_trainer.plan.layout as layout
+from offload_trainer.offloading.activations import Activations
+
+BLOCKS = 7
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"params": "gpu"},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "unit_buffers": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "SMALL", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"), num_hidden_layers=BLOCKS)
+
+
+def opened(folder: Path, drive: Path, *, home: str = "on the drive", **keys: Any) -> ot.Session:
+    words: dict[str, Any] = {"dtype": "fp32", "checkpointing": "on", "seq_len": 24, "micro_batch": 1}
+    return ot.load(folder, nvme=drive, say=lambda _: None, **(words | HOMES[home] | keys))
+
+
+def loss_of(session: ot.Session, number: int) -> torch.Tensor:
+    loss: torch.Tensor = session.model(**{key: value[None] for key, value in rows(8)[number].items()}).loss
+    return loss
+
+
+def trained(session: ot.Session, *, anew: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    session.model.train()
+    if anew:
+        session.model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = session.adamw(lr=1e-2)
+    found = []
+    for number in range(8):
+        with session.micro_batch(last=number % 2 == 1):
+            loss = loss_of(session, number)
+            loss.backward()
+        found.append(loss.item())
+        if number % 2:
+            found.append(float(session.clip_grad_norm_(0.5)))
+            optimizer.step()
+    return found, dict(session.named_masters())
+
+
+@pytest.mark.parametrize("away", ["cpu", "nvme"])
+@pytest.mark.parametrize("home", HOMES)
+def test_no_bit_changes_and_the_plan_counts_them(
+    home: str, away: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpointing that is turned on anew, as a Trainer does, keeps them away too."""
+    kept: list[int] = []
+    keep = Activations._keep
+    monkeypatch.setattr(Activations, "_keep", lambda self, tensor: (kept.append(tensor.nbytes), keep(self, tensor))[1])
+    with opened(folder, drive, home=home) as session:
+        expected, weights = trained(session)
+    assert not kept
+    for anew in (False, True):
+        kept.clear()
+        with opened(folder, drive, home=home, offload_activations=away) as session:
+            found, masters = trained(session, anew=anew)
+            tier = "ram" if away == "cpu" else str(drive)
+            planned = [i.bytes for i in session.plan.items if i.name == "block inputs" and i.tier.startswith(tier)]
+        assert found == expected
+        assert_same(masters, weights)
+        assert kept == [24 * 64 * 4] * 8 * BLOCKS
+        assert max(planned) == 2 * 4096 * BLOCKS  # each in whole sectors
+
+
+def test_what_it_cannot_keep_is_refused(folder: Path, drive: Path) -> None:
+    with opened(folder, drive, offload_activations="cpu") as session:
+        session.model.train()
+        with session.micro_batch():
+            first, second = loss_of(session, 0), loss_of(session, 1)
+            second.backward()
+            with pytest.raises(ot.UserError, match="another forward came between"):
+                first.backward()
+        with session.micro_batch(), pytest.raises(ot.UserError, match="was called by itself"):
+            session.model.forward(rows(1)[0]["input_ids"][None])
+    with pytest.raises(ot.UserError, match="needs checkpointed activations"):
+        ot.offload(torch.nn.Linear(3, 3), offload_activations="cpu", say=lambda _: None)

@@ -37,6 +37,7 @@ HOMES: dict[str, dict[str, Any]] = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "DoRA": {"use_dora": True},
     "rslora with dropout": {"use_rslora": True, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "lm_head"]},
 }
 FROZEN = ["."]

@@ -170,12 +170,15 @@ def test_in_bf16_merged_weights_are_pefts_too(folder: Path, drive: Path, tmp_pat
     assert_same(merged.state_dict(), reference.merge_and_unload().state_dict())
 
 
+@pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
-def test_offloaded_norms_are_trained_beside_adapters(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+def test_offloaded_norms_are_trained_beside_adapters(
+    home: str, overlap: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
     """One optimizer, one norm, in groups that mix both."""
     reference = with_norms(adapted(plain(folder)))
     expected = by_peft(reference)
-    with opened(folder, drive, home=home, freeze=ALL_BUT_NORMS) as session:
+    with opened(folder, drive, home=home, freeze=ALL_BUT_NORMS, overlap=overlap) as session:
         model = with_norms(adapted(session.model))
         optimizer = session.adamw(lr=1e-2)  # all that is trained
         clip = session.clip_grad_norm_

@@ -66,6 +66,8 @@ def opened(
     drives = Drives(directories, _transfers(sizes))
     stack.callback(drives.close)
     homes = homes_in(units, placement, sizes)
+    node = Node(together=work.world > 1)
+    assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     layout = Layout(
         units=units,
         homes=homes,
@@ -74,7 +76,7 @@ def opened(
         format=sizes.format,
         page_buffers=sizes.page_buffers,
         unit_buffers=sizes.unit_buffers,
-        node=Node(together=work.world > 1),
+        node=node,
         behind=sizes.overlap,
         ring_bytes=gradient_ring(
             units,

@@ -133,6 +133,7 @@ class TieredEngine:
         """One value of each of this rank's micro-batches -> those of all ranks, in the order of one rank's."""
         if self.world == 1:
             return mine
+        self.offloaded.node.meet()  # who stalls is named
         told = gather([one.cpu() if isinstance(one, torch.Tensor) else one for one in mine])
         return [its[number] for number in range(len(mine)) for its in told]
 

@@ -88,7 +88,7 @@ def train_run(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if config.train.deterministic:
             use_deterministic_algorithms()
-    _join(engine_of(config, world=world).name, world=world)
+    _join(config, world=world)
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     found: list[Planned] = []
     on_rank_zero(lambda: found.append(plan_run(config)))
@@ -104,11 +104,14 @@ def train_run(
     _carry_out(Setup(planned, data, record_of(planned, data), log), instead=instead, build=build)
 
 
-def _join(engine: str, *, world: int) -> None:
-    """Be one of several ranks."""
+def _join(config: TrainConfig, *, world: int) -> None:
+    """Be one of several ranks. UserError where they are not as many as the configuration says, or not all here."""
+    tiered, wished = engine_of(config, world=world).name == "tiered", config.placement.gpus
+    if tiered and wished not in (1, world):
+        raise UserError(f"--gpus {wished}, and the launcher has started {world}: leave one of the two numbers out")
     if world == 1:
         return
-    if engine == "tiered":
+    if tiered:
         refuse_several_nodes()
         join()
         return

@@ -309,6 +309,25 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
         assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
 
 
+def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_path: Path) -> None:
+    """Half of the state on the drive; with dropout. One rank goes on from the checkpoint of two."""
+    both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 4]
+    both += ["--save-every", 2, "save.keep=5", "tiered.page_size=65536"]
+    one = call(*both, "--accumulate", 2, output=tmp_path / "one")
+    two = call(*both, "--gpus", 2, "--engine", "tiered", output=tmp_path / "two")
+    shutil.copytree(tmp_path / "two", tmp_path / "three")
+    shutil.rmtree(tmp_path / "three/checkpoints/step-00000004")
+    three = call(*both, "--accumulate", 2, output=tmp_path / "three")
+    assert "step-00000002, step 2" in three.text
+    for key in ("loss", "grad_norm", "tokens", "lr"):
+        assert [step[key] for step in two.steps] == [step[key] for step in one.steps], key
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        place = f"checkpoints/step-00000004/{kind}.safetensors"
+        assert (one.output / place).read_bytes() == (two.output / place).read_bytes(), kind
+        assert (one.output / place).read_bytes() == (three.output / place).read_bytes(), kind
+    assert not any(drive.glob("*/run-*"))
+
+
 def test_the_tiered_engine_needs_no_deepspeed(drive: Path, tmp_path: Path) -> None:
     """Not imported, let alone built: `auto` trains, saves and exports without it."""
     code = (

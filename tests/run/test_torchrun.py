@@ -1,4 +1,4 @@
-"""Which rank's end is told where several have ended."""
+"""Which rank's end is told where several have ended; which ranks do not begin."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import signal
 
 import pytest
 
+from offload_trainer.errors import UserError
 from offload_trainer.ranks import LOST
 from offload_trainer.run.torchrun import first_failure
+from offload_trainer.run.train import _join
+from offload_trainer.settings import load_config
 
 
 class Failure:
@@ -28,3 +31,13 @@ class Failure:
 def test_the_rank_that_the_others_followed_is_told(codes: list[int], first: tuple[int, int]) -> None:
     failures = {rank: Failure(code, timestamp=rank) for rank, code in enumerate(codes)}
     assert first_failure(failures) == first  # type: ignore[arg-type]
+
+
+def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--engine", "tiered"]
+    with pytest.raises(UserError, match="--gpus 3, and the launcher has started 2"):
+        _join(load_config([*words, "--gpus", "3"]), world=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="ranks of one node, and 2 of 4 are here"):
+        _join(load_config(words), world=4)

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from transformers import PreTrainedModel
 
 from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model import source as model_source
+from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.source import ModelSource, resolve_model
 from offload_trainer.plan.choose import make_plan, workload
@@ -87,6 +91,22 @@ class Reentrant(ModelSource):
         return super().build(**asked | {"reentrant": True})
 
 
+_counted: dict[Any, Any] = {}
+
+
+def _counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
+    """What a model holds, the same for all engines of one shape: counting takes longer than their steps."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.train()
+    trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    attention = model.config._attn_implementation
+    key = (type(model), model.config.to_json_string(), attention, trained, tuple(blocks), dtype, *which.items())
+    if key not in _counted:
+        _counted[key] = count_activations(model, blocks, dtype=dtype, **which)
+    return _counted[key]
+
+
 @contextmanager
 def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) -> Iterator[Any]:
     """The engine that `words` ask for, as the command would build it; of several ranks all call."""
@@ -95,7 +115,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
     always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
     config = load_config(["--model", str(model), "--lr", "1e-2", *always, *named, *words])
     use_fp32_products(torch.bfloat16)
-    source = resolve_model(config.model, seed=config.train.seed)
+    with mock.patch.object(model_source, "count_activations", _counted_once):
+        source = resolve_model(config.model, seed=config.train.seed)
     if REENTRANT in given:
         source = Reentrant(**vars(source))
     if config.placement.engine == "plain":

@@ -63,14 +63,14 @@ class LateDevice:
         return None
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Future:
-        return self.upload(source, into) if isinstance(source, torch.Tensor) else source(into)
+        return self.upload(source, into, after=after) if isinstance(source, torch.Tensor) else source(into)
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
         bytes_of(into).fill_(0xFF)
         return late(lambda: into.copy_(values))
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        return self.upload(values, into)
+        return self.upload(values, into, after=None)
 
     def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
         into.fill_(float("nan"))

@@ -101,8 +101,8 @@ class CudaDevice:
             event.record(stream)
         return event
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        event, future = self._copy_in(values, into, after=None, stream=self._inward), Future()
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:
+        event, future = self._copy_in(values, into, after=after, stream=self._inward), Future()
         self._waiter.put(ending(future, event.synchronize))
         return future
 

@@ -57,7 +57,9 @@ class Device(Protocol):
         """Fill `into` (on the device) from host memory or by a read, not before the device has passed `after`."""
         ...
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future: ...
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
+        """Copy host memory to `into` on the device, which may still read that until it has passed `after`."""
+        ...
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
         """Copy `values` (on the device), as it is at `after`, or after what was computed so far, to host memory."""
@@ -100,9 +102,9 @@ class CpuDevice:
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
         if not isinstance(source, torch.Tensor):
             return source(into)
-        return self.upload(source, into)
+        return self.upload(source, into, after=after)
 
-    def upload(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+    def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
         future = Future()
         self._copies.put(ending(future, lambda: _copy(values, into)))
         return future

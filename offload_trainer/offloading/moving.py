@@ -160,7 +160,7 @@ class MovingPages:
             if "state" in through:
                 leaving.append(self._store.write(route.number, page.state))
             if "weights" in through:
-                leaving.append(self._weights.commit(where.unit, where.start, page.out))
+                leaving.append(self._weights.commit(where.unit, where.start, page.out, after=self._after))
             together(leaving).then(sent.finish_part)
         except BaseException as caught:
             sent.finish_part(caught)

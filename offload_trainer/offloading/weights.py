@@ -7,6 +7,7 @@ computes with comes from here (`resident`, or a `Stream` that fetches).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -63,11 +64,14 @@ class Weights:
             return None if self._device.is_cuda else self.resident(unit)
         return self.store.host(unit)
 
-    def commit(self, unit: int, start: int, values: torch.Tensor) -> Future:
-        """Bring new weights (host memory, untouched until the future is done) from element `start` on to their home."""
+    def commit(self, unit: int, start: int, values: torch.Tensor, *, after: Any) -> Future:
+        """Bring new weights (host memory, untouched until the future is done) from element `start` on to their home.
+
+        `after`: the device's mark at which nothing computes with the old ones any more.
+        """
         resident = self.resident(unit)
         if resident is not None:
-            return self._device.upload(values, resident[start : start + values.numel()])
+            return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
 
     # -- with several ranks -------------------------------------------------------------------------------------------

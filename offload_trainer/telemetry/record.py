@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -34,11 +35,11 @@ class StepRecord:
     host_rss_bytes: Count  # peak so far
     device_peak_bytes: Count  # peak so far
     skipped: Flag  # no update was made
-    hidden: Number = 0.0  # seconds that an update behind the forward went on while nobody waited for it
+    hidden: Number = 0.0  # seconds that an update behind the forward went on while nobody waited for it; 0: not told
 
     def to_json(self) -> str:
         """One line without its end. JSON has no NaN and no infinity: they become null."""
-        return _to_json(self)
+        return _to_json(self, leave_out=() if self.hidden else ("hidden",))
 
     @classmethod
     def from_json(cls, line: str) -> Self:
@@ -97,10 +98,11 @@ def mfu(flops: float, *, seconds: float, peak_flops: float | None) -> float | No
     return flops / seconds / peak_flops if peak_flops else None
 
 
-def _to_json(record: StepRecord | EvalRecord) -> str:
+def _to_json(record: StepRecord | EvalRecord, *, leave_out: Sequence[str] = ()) -> str:
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: finite(inner) for key, inner in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(finite(asdict(record)), allow_nan=False)
+    told = {key: finite(value) for key, value in asdict(record).items() if key not in leave_out}
+    return json.dumps(told, allow_nan=False)

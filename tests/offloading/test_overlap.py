@@ -211,8 +211,8 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
         threading.Timer(0.1, lambda: begin().then(home.finish_part)).start()
         return home
 
-    def committed(held: Weights, unit: int, *given: Any) -> Future:
-        begin = partial(commit, held, unit, *given)
+    def committed(held: Weights, unit: int, *given: Any, **more: Any) -> Future:
+        begin = partial(commit, held, unit, *given, **more)
         return late(begin) if held.units[unit].name.endswith("h.4") else begin()
 
     def written(store: PageStore, number: int, buffer: torch.Tensor) -> Future:

@@ -46,14 +46,13 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
 
     alone = by(1, "alone", cases=wishes)
     on = replace(wishes[0], load=alone[0].out, skip=2)
-    for case in alone:
-        case.run()
+    run_ranks(alone, count=1, folder=tmp_path / "one")  # a process as theirs, with as many threads
     several = by(COUNT, "several", cases=[*wishes, on])
     run_ranks(several, count=COUNT, folder=tmp_path / "ranks")
     for made, expected in zip(several, alone, strict=False):
         assert made.left == expected.left, expected
     (back,) = by(1, "back", cases=[replace(on, load=several[0].out)])
-    back.run()
+    run_ranks([back], count=1, folder=tmp_path / "one again")
     assert back.left == several[2].left
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.answers import AnswerEncoder
 from offload_trainer.data.conversations import Example, example_of
-from offload_trainer.data.packing import NOT_LEARNED, RowMaker
+from offload_trainer.data.marked_rows import NOT_LEARNED, RowMaker
 from offload_trainer.data.tokenfile import TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
@@ -34,7 +34,6 @@ class RowsWish:
     form: str  # of the lines: conversations.py
     everything: bool  # whether all tokens are learned, or answers alone
     length: int  # of a row, in tokens
-    packed: bool  # several conversations in a row
 
     def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         """All that the rows depend on beside the lines and the tokenizer's ids."""
@@ -57,17 +56,16 @@ def write_rows(
     """
     encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
     pad = next((id_ for id_ in (tokenizer.pad_token_id, end_of_text) if id_ is not None), 0)
-    maker = RowMaker(wish.length, pad=pad, packed=wish.packed)
+    maker = RowMaker(wish.length, pad=pad)
     reported = time.monotonic()
     for batch in _batches(records, form=wish.form):
         for encoded in encoder.encode(batch):
-            for row in maker.add(encoded):
+            row = maker.row_of(encoded)
+            if row is not None:
                 writer.write(row)
         if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             say(f"{maker.counts.conversations} conversations, {format_count(maker.counts.tokens)} tokens")
-    for row in maker.rest():
-        writer.write(row)
     if not writer.tokens:
         left = f": all {maker.counts.left_out} are left out" if maker.counts.left_out else ""
         raise UserError(

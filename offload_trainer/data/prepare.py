@@ -83,7 +83,7 @@ def prepare_tokens(
     rows = None
     if form != TEXT:
         set_template(tokenizer, say=say)
-        rows = RowsWish(form, everything=section.loss == "all", length=seq_len, packed=False)
+        rows = RowsWish(form, everything=section.loss == "all", length=seq_len)
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: nothing marks where one document ends and the next begins")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, cache=cache, say=say)

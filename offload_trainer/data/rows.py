@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offload_trainer.data.packing import IDS, NOT_LEARNED
+from offload_trainer.data.marked_rows import IDS, NOT_LEARNED
 from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import TrainerError, UserError
 

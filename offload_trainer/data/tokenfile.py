@@ -76,7 +76,7 @@ class TokenFile:
     end_of_text: int | None
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, by the sidecar or as they were when it was opened
     largest: int | None = None  # the largest id, if all were looked at
-    row_length: int | None = None  # of marked ids in rows of so many (packing.py)
+    row_length: int | None = None  # of marked ids in rows of so many (marked_rows.py)
     summary: str | None = None  # what became of the conversations in it
     assumed: str | None = None  # what no sidecar vouches for
     _checked: set[int] = field(default_factory=set, repr=False)  # blocks that were compared with their sums
@@ -235,7 +235,7 @@ class TokenWriter:
         end_of_text: int | None = None,
         row_length: int | None = None,
     ) -> None:
-        """`row_length`: the ids are marked, and in rows of so many (packing.py)."""
+        """`row_length`: the ids are marked, and in rows of so many (marked_rows.py)."""
         self.path = path
         self.tokens = 0
         self.text_bytes: int | None = None  # these two are set by whoever knows them, before the end

@@ -11,10 +11,10 @@ from chats import TEMPLATE, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import packing
+from offload_trainer.data import marked_rows
 from offload_trainer.data.answers import AnswerEncoder, Encoded
 from offload_trainer.data.conversations import example_of, form_of_files
-from offload_trainer.data.packing import BEGINS, IDS, NOT_LEARNED, RowMaker
+from offload_trainer.data.marked_rows import IDS, NOT_LEARNED, RowMaker
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import IGNORED, RowReader, split_rows
 from offload_trainer.data.tokenizer import load_tokenizer
@@ -172,46 +172,24 @@ def conversation(count: int, *, first: int, answer: int) -> Encoded:
 
 
 def rows_of(maker: RowMaker, given: list[Encoded]) -> list[list[int]]:
-    rows = [row for one in given for row in maker.add(one)] + list(maker.rest())
-    return [row.tolist() for row in rows]
-
-
-def told(ids: list[int]) -> list[tuple[int, bool, bool]]:
-    """(id, learned?, begins a conversation?)"""
-    return [(id_ & IDS, not id_ & NOT_LEARNED, bool(id_ & BEGINS)) for id_ in ids]
+    rows = [maker.row_of(one) for one in given]
+    return [row.tolist() for row in rows if row is not None]
 
 
 def test_each_conversation_has_its_row() -> None:
-    maker = RowMaker(6, pad=9, packed=False)
+    maker = RowMaker(6, pad=9)
     rows = rows_of(maker, [conversation(4, first=20, answer=2), conversation(8, first=30, answer=4)])
-    ids, learned, begins = ([[mark[n] for mark in told(row)] for row in rows] for n in range(3))
-    assert ids == [[20, 21, 22, 23, 9, 9], [30, 31, 32, 33, 34, 35]]
+    assert [[id_ & IDS for id_ in row] for row in rows] == [[20, 21, 22, 23, 9, 9], [30, 31, 32, 33, 34, 35]]
+    learned = [[not id_ & NOT_LEARNED for id_ in row] for row in rows]
     assert learned == [[False, False, True, True, False, False], [False, False, False, False, True, True]]
-    assert begins == [[True, False, False, False, True, False], [True] + [False] * 5]
-    assert maker.counts == packing.Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2, rows=2)
-
-
-def test_conversations_are_packed_whole() -> None:
-    """Into the fullest row that has room; nothing is lost, doubled or divided."""
-    sizes = [5, 3, 4, 7, 2, 1, 8, 3, 3]
-    given = [conversation(size, first=10 * n, answer=1) for n, size in enumerate(sizes) if size > 1]
-    maker = RowMaker(8, pad=99, packed=True)
-    rows = rows_of(maker, given)
-    held: list[list[int]] = []
-    for row in rows:
-        for id_, _, begins in told(row):
-            if begins:
-                held.append([])
-            held[-1].append(id_)
-    assert sorted(part for part in held if part[0] != 99) == sorted(one.ids for one in given)
-    assert len(rows) == maker.counts.rows == 5
+    assert maker.counts == marked_rows.Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
 
 
 def test_where_nothing_is_learned_is_left_out() -> None:
-    maker = RowMaker(4, pad=9, packed=False)
+    maker = RowMaker(4, pad=9)
     given = [Encoded([1, 2, 3], [False] * 3), conversation(6, first=0, answer=2), Encoded([5], [True])]
     assert rows_of(maker, given) == []
-    assert maker.counts == packing.Counts(left_out=3)
+    assert maker.counts == marked_rows.Counts(left_out=3)
 
 
 def prepared(file: Path, *, tokenizer: PreTrainedTokenizerFast, seq_len: int, **section: Any) -> Any:

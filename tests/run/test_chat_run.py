@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from offload_trainer.data.answers import Encoded
-from offload_trainer.data.packing import RowMaker
+from offload_trainer.data.marked_rows import RowMaker
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.model.loss import CausalLoss
@@ -92,9 +92,11 @@ def test_rows_have_the_loss_of_their_conversations(name: str, tmp_path: Path) ->
 
 
 def rows_of(talks: list[Encoded], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    maker = RowMaker(16, pad=0, packed=False)
+    maker = RowMaker(16, pad=0)
     with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=16) as writer:
-        for row in [row for talk in talks for row in maker.add(talk)]:
+        for talk in talks:
+            row = maker.row_of(talk)
+            assert row is not None
             writer.write(row)
         writer.write([1 << 31])
     reader = RowReader(TokenFile.open(folder / "t.bin"), seq_len=16, rows=range(4), vocabulary=99)

@@ -41,7 +41,7 @@ class AnswerEncoder:
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
-                "tokenizer.json), and conversations need that: convert it, or give rendered text with data.loss=all"
+                "tokenizer.json), and conversations need that: convert it, or give them rendered, in a text field"
             )
         self._tokenizer, self._everything, self._end_of_text = tokenizer, everything, end_of_text
         self._marks = bool(_MARKED.search(str(tokenizer.chat_template or "")))
@@ -75,7 +75,7 @@ class AnswerEncoder:
         answers = [n for n, message in enumerate(example.messages) if _is_learned(message, n >= example.first)]
         everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         if self._marks and answers == everyone:
-            return text, self._marked(example, text)
+            return text, self._marked(example)
         return text, [self._answer(example, text, number) for number in answers]
 
     def _render(self, example: Example, messages: Sequence[Message], *, prompt: bool = False) -> str:
@@ -93,7 +93,7 @@ class AnswerEncoder:
         assert isinstance(text, str)
         return text
 
-    def _marked(self, example: Example, text: str) -> list[Span]:
+    def _marked(self, example: Example) -> list[Span]:
         """What the template's generation blocks made."""
         found = self._tokenizer.apply_chat_template(
             list(example.messages),

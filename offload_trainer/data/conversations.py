@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.data.documents import encodable, named_fields, read_records
+from offload_trainer.data.documents import encodable, named_fields, read_records, string_in
 from offload_trainer.errors import UserError
 
 TEXT = "text"
@@ -97,15 +97,15 @@ def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
         turns = _list(record["conversations"], "conversations", where=where)
         return Example(where, tuple(_turn(turn, number, where=where) for number, turn in enumerate(turns, 1)))
     if form == "alpaca":
-        asked = _string(record, "instruction", where=where)
-        more = _string(record, "input", where=where) if record.get("input") else ""
-        told = _string(record, "output", where=where)
+        asked = string_in(record, "instruction", where=where)
+        more = string_in(record, "input", where=where) if record.get("input") else ""
+        told = string_in(record, "output", where=where)
         question = {"role": "user", "content": f"{asked}\n\n{more}" if more else asked}
         return Example(where, (question, {"role": "assistant", "content": told}))
     if isinstance(record["prompt"], list) and isinstance(record["completion"], list):
         before = _messages(record["prompt"], where=where)
         return Example(where, (*before, *_messages(record["completion"], where=where)), first=len(before))
-    pair = _string(record, "prompt", where=where), _string(record, "completion", where=where)
+    pair = string_in(record, "prompt", where=where), string_in(record, "completion", where=where)
     return Example(where, pair=pair)
 
 
@@ -144,10 +144,3 @@ def _list(value: Any, name: str, *, where: str) -> list[Any]:
         what = "an empty list" if value == [] else f"a {type(value).__name__}"
         raise UserError(f"{where}: {name!r} holds {what}, where a list of messages is needed")
     return value
-
-
-def _string(record: dict[str, Any], name: str, *, where: str) -> str:
-    value = record[name]
-    if not isinstance(value, str):
-        raise UserError(f"{where}: field {name!r} holds a {type(value).__name__}, where a string is needed")
-    return encodable(value, f"field {name!r}", where=where)

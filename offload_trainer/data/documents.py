@@ -120,6 +120,11 @@ def _field(record: dict[str, Any], name: str, *, where: str) -> str:
         near = get_close_matches(name, record, n=1)
         fix = near[0] if near and near[0].isprintable() else "NAME"
         raise UserError(f"{where}: no field {name!r}; there are: {named_fields(record)}. Set data.text_field={fix}")
+    return string_in(record, name, where=where)
+
+
+def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
+    """The string in a field that is there. UserError for anything else."""
     text = record[name]
     if not isinstance(text, str):
         raise UserError(f"{where}: field {name!r} holds a {type(text).__name__}, where a string is needed")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from bench_of_engines import Step, batches, engine, train
 
 import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
-from offload_trainer.ranks import place_here, wait_for_all
+from offload_trainer.ranks import gather, place_here, wait_for_all
+from offload_trainer.storage.transfer import ThreadedTransfers
 
 FILES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -45,14 +47,16 @@ class Case:
         ) as made:
             if self.load:
                 made.load(Path(self.load))
+            before = tuple(_moved)
             done = train(made, data[rank::world], accumulate=self.micro // world)
-            wait_for_all()
+            moved = gather([after - start for start, after in zip(before, _quiet(made), strict=True)])
             Path(self.out).mkdir(parents=True, exist_ok=True)
             snapshot = made.snapshot()
             snapshot.write(Path(self.out))
             snapshot.close()
             if rank == 0:
                 (Path(self.out) / "steps.json").write_text(json.dumps(done))
+                (Path(self.out) / "moved.json").write_text(json.dumps([sum(way) for way in zip(*moved, strict=True)]))
             wait_for_all()
 
     @property
@@ -61,6 +65,34 @@ class Case:
         out = Path(self.out)
         steps = [tuple(step) for step in json.loads((out / "steps.json").read_text())]
         return steps, [(out / f"{name}.safetensors").read_bytes() for name in FILES]  # type: ignore[return-value]
+
+    @property
+    def moved(self) -> list[int]:
+        """Bytes that all ranks have read and written on drives, in all steps."""
+        found: list[int] = json.loads((Path(self.out) / "moved.json").read_text())
+        return found
+
+
+_moved = [0, 0]  # bytes that this rank has asked drives for, and given them
+
+
+def _count_what_is_moved() -> None:
+    for way, name in enumerate(("read", "write")):
+        move = getattr(ThreadedTransfers, name)
+
+        def counting(self: Any, file: Any, offset: int, buffer: torch.Tensor, way: int = way, move: Any = move) -> Any:
+            _moved[way] += buffer.nbytes
+            return move(self, file, offset, buffer)
+
+        setattr(ThreadedTransfers, name, counting)
+
+
+def _quiet(engine: Any) -> tuple[int, ...]:
+    """What was moved once nothing is under way."""
+    engine.settle()
+    if engine.offloaded.stream is not None:
+        engine.offloaded.stream.forget()
+    return tuple(_moved)
 
 
 def run_ranks(cases: Sequence[Case], *, count: int, folder: Path) -> None:
@@ -82,6 +114,7 @@ def join(rank: int, count: int, folder: Path) -> None:
 if __name__ == "__main__":
     layout.SMALL = 0  # embeddings and norms of small models are moved as those of large ones are
     torch.set_num_threads(1)
+    _count_what_is_moved()
     folder = Path(sys.argv[3])
     join(int(sys.argv[1]), int(sys.argv[2]), folder)
     for told in json.loads((folder / "cases.json").read_text()):

@@ -12,7 +12,7 @@ from offload_trainer.offloading.drives import Drives
 from offload_trainer.offloading.exchange import AnyGradients, SharedGradients
 from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.node import Node
-from offload_trainer.offloading.store import PageStore
+from offload_trainer.offloading.store import PageStore, UnitStore
 from offload_trainer.offloading.weights import Weights
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.layout import Homes, Unit
@@ -71,23 +71,21 @@ def homes_made(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
 
 def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> AnyGradients:
     units, homes, transfers = layout.units, layout.homes, drives.transfers
-    if layout.node.world > 1:
-        return SharedGradients(
-            units,
-            dtype=layout.gradient_dtype,
-            given=layout.dtype,
-            device=device,
-            transfers=transfers,
-            order=order,
-            node=layout.node,
-        )
     sums = [unit.trained * layout.gradient_dtype.itemsize for unit in units]
+    files = drives.files("gradients", sums, homes.gradients)
+    if layout.node.world > 1:
+        trained = [unit.trained for unit in units]
+        dtype, node = layout.gradient_dtype, layout.node
+        store = UnitStore(
+            trained, homes.gradients, dtype=dtype, files=files, transfers=transfers, pinned=False, node=node
+        )
+        return SharedGradients(units, store, given=layout.dtype, device=device, order=order, node=node)
     return Gradients(
         units,
         homes.gradients,
         dtype=layout.gradient_dtype,
         device=device,
-        files=drives.files("gradients", sums, homes.gradients),
+        files=files,
         transfers=transfers,
         stagings=GRADIENT_BUFFERS,
         ring_bytes=layout.ring_bytes,

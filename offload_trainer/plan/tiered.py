@@ -59,11 +59,9 @@ class Tiered:
         if world == 1:
             return []
         wishes = {
-            "--params nvme": (place.params == "nvme", "weights are on each device, or once in RAM (--params cpu)"),
             "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
-            f"placement.gradients={place.gradients}": (place.gradients not in ("auto", "cpu"), "sums are in RAM"),
-            "model.offload_activations=nvme": (self.inputs == "nvme", "inputs go to RAM (cpu)"),
+            "placement.gradients=gpu": (place.gradients == "gpu", "sums are in RAM and on drives"),
             "tiered.overlap=forward": (section.overlap == "forward", "ranks wait for each other's updates"),
             "tiered.checksums": (section.checksums, "what one rank reads another may have written"),
             "tiered.io=async_io": (section.io == "async_io", "its checksums are one process's; use tiered.io=threads"),
@@ -131,8 +129,7 @@ class Tiered:
             if machine.gpu is not None and work.accumulate > 1 and work.world == 1:
                 homes.insert(0, "gpu")
             found += [(placement, one) for one in ([place.gradients] if place.gradients != "auto" else homes)]
-        away = place.nvme and work.world == 1
-        return [one for one in found if away or "nvme" not in (one[0].params, one[1])]
+        return [one for one in found if place.nvme or "nvme" not in (one[0].params, one[1])]
 
 
 def _mistakes_of_shares(place: PlacementSection) -> list[str]:

@@ -131,7 +131,9 @@ def _weight_items(
     items.append(Item(tiers[DEVICE], "weights in use", in_use, words))
     if tiers[DEVICE] == "gpu" and max(homes) >= 0:
         staging = 2 * e * max(unit.elements for unit in units)
-        items.append(Item("ram", "weight staging", staging, "2 of the largest unit, between drive and GPU"))
+        items.append(
+            Item("ram", "weight staging", sizes.ranks * staging, "2 of the largest unit, between drive and GPU")
+        )
     return items
 
 

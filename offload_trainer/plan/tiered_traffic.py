@@ -37,7 +37,7 @@ def tiered_traffic(
     _move_units(move, work, units, homes, blocks=sizes.unit_buffers)
     if work.inputs_away:
         places = inputs_of(work).homes(len(drives)) if sizes.activations == "nvme" else []
-        _move_inputs(move, inputs_of(work), places, times=work.accumulate)
+        _move_inputs(move, inputs_of(work), places, times=work.accumulate, ranks=work.world)
     names = {DEVICE: "device"} | dict(enumerate(drives))
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
 
@@ -79,14 +79,17 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Home
     move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
 
 
-def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, times: int) -> None:
-    """Inputs of checkpointed blocks, which do not stay on the device; `places`: the drive of each, if any."""
+def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, times: int, ranks: int) -> None:
+    """Inputs of checkpointed blocks, which do not stay on the device; `places`: the drive of each, if any.
+
+    Each rank has its own.
+    """
     every = times * inputs.count * inputs.size
     move(DEVICE, "forward", written=every)
     move(DEVICE, "backward", read=every)
     for number, home in enumerate(places):
-        move(home, "forward", written=times * inputs.size)
-        move(home, "backward", read=times * inputs.size if number in inputs.read_back else 0)
+        move(home, "forward", written=ranks * times * inputs.size)
+        move(home, "backward", read=ranks * times * inputs.size if number in inputs.read_back else 0)
 
 
 def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: Homes) -> int:

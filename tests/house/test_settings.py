@@ -106,17 +106,12 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["placement.gradients=nvme"], "add --nvme DIR"),
         (["placement.gradients=nvme", "--engine", "plain"], "belongs to --engine tiered"),
         (["optim.states=bf16", "--gpus", "2"], "belongs to --engine tiered"),
-        (["--engine", "tiered", "--gpus", "2", "--params", "nvme", "--nvme", "/a"], "--params nvme with 2 ranks"),
         (["--engine", "tiered", "--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state is in RAM and on dr"),
         (["--engine", "tiered", "--gpus", "2", "--optimizer", "gpu"], "--optimizer gpu with 2 ranks"),
         (["--engine", "tiered", "--gpus", "2", "placement.gradients=gpu"], "placement.gradients=gpu with 2 ranks"),
         (["--engine", "tiered", "--gpus", "2", "tiered.checksums=true"], "tiered.checksums with 2 ranks"),
         (["--engine", "tiered", "--gpus", "2", "tiered.overlap=forward"], "tiered.overlap=forward with 2 ranks"),
         (["--engine", "tiered", "--gpus", "2", "tiered.io=async_io"], "use tiered.io=threads"),
-        (
-            ["--engine", "tiered", "--gpus", "2", "--nvme", "/a", "model.offload_activations=nvme"],
-            "model.offload_activations=nvme with 2 ranks",
-        ),
         (["--gpu-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
         (
             ["--gpu-fraction", "0.7", "--ram-fraction", "0.4", "--nvme", "/a"],

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from test_gradients import model, names, places, sums
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.exchange import AnyGradients, SharedGradients
 from offload_trainer.offloading.node import Node
-from offload_trainer.storage.transfer import ThreadedTransfers
+from offload_trainer.offloading.store import UnitStore
+from offload_trainer.plan.layout import RAM
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
 
 MICRO = 2  # micro-batches of each rank
 
@@ -30,7 +34,7 @@ class ThreadOfNode(Node):
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
         number = next(self._asked)
         if self.rank == 0:
-            self._made[number] = torch.zeros(size, dtype=torch.uint8)
+            self._made[number] = host_buffer(size)
         self.meet()
         return self._made[number]
 
@@ -55,15 +59,16 @@ def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torc
     gradients.finish()
     found = {}
     for unit, place in places(model(tied=True)):
-        held = gradients.store.host(unit.index)
-        assert held is not None
         if place.weight.name in gradients.arrived:
-            found[place.weight.name] = held[place.start :][: place.weight.numel].view(torch.int32).clone()
+            held = gradients.store.get(unit.index, place.start, place.weight.numel)
+            found[place.weight.name] = held.view(torch.int32)
     return gradients.norm(), gradients.arrived, found
 
 
+@pytest.mark.parametrize("home", [RAM, 0])
 @pytest.mark.parametrize("world", [2, 3])
-def test_sums_are_those_of_one_rank(world: int) -> None:
+def test_sums_are_those_of_one_rank(world: int, home: int, tmp_path: Path) -> None:
+    """In RAM and on a drive, whose buffers all ranks use."""
     units, micro = model(tied=True), MICRO * world
     made: dict[int, torch.Tensor] = {}
     barrier = threading.Barrier(world)
@@ -80,15 +85,12 @@ def test_sums_are_those_of_one_rank(world: int) -> None:
 
     def of_rank(rank: int) -> list[object]:
         node, transfers = ThreadOfNode(rank, world, made, barrier), ThreadedTransfers(threads=1)
-        gradients = SharedGradients(
-            units,
-            dtype=torch.float32,
-            given=torch.bfloat16,
-            device=CpuDevice(),
-            transfers=transfers,
-            order=names(units),
-            node=node,
-        )
+        files = [DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))]
+        trained = [unit.trained for unit in units]
+        made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}
+        store = UnitStore(trained, [home] * len(units), **made_of)  # type: ignore[arg-type]
+        order = names(units)
+        gradients = SharedGradients(units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node)
         try:
             return steps(gradients, rank=rank, world=world, meet=node.meet)
         except BaseException:
@@ -96,6 +98,7 @@ def test_sums_are_those_of_one_rank(world: int) -> None:
             raise
         finally:
             transfers.close()
+            files[0].close()
 
     with ThreadPoolExecutor(world) as threads:
         several = list(threads.map(of_rank, range(world)))

@@ -22,6 +22,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.activations import Activations
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.drives import Drives
+from offload_trainer.offloading.heap import trimmed
 from offload_trainer.offloading.homes import Layout, homes_made
 from offload_trainer.offloading.page_index import PageIndex
 from offload_trainer.offloading.parameter import offload_parameter
@@ -95,10 +96,7 @@ class OffloadedModel:
             self.places = self.state.places
             self._give_memory()
             self.stream, self.withheld = self._attach(layout, stack)
-            for name in self.trained:
-                for parameter in parameters[name]:
-                    hook = parameter.register_post_accumulate_grad_hook(self._hand_over(name))
-                    stack.callback(hook.remove)
+            self._watch_gradients(stack)
             self._open = stack.pop_all()
 
     # -- putting together ---------------------------------------------------------------------------------------------
@@ -111,6 +109,11 @@ class OffloadedModel:
             if resident is not None:
                 for parameter in uses:
                     parameter.data = resident[place.start :][: place.weight.numel].view(place.weight.shape)
+
+    def _blocks(self) -> list[tuple[nn.Module, nn.Parameter | None]]:
+        """Each block with its first weight that is trained, whose gradient is its last."""
+        first = {self.places[name][0].name: self.parameters[name][0] for name in reversed(self.trained)}
+        return [(self._module.get_submodule(unit.name), first.get(unit.name)) for unit in self.units if unit.block]
 
     def _attach(self, layout: Layout, stack: ExitStack) -> tuple[Stream | None, Withheld | None]:
         """What brings the weights that are away, and what withholds the others; None where it has nothing to do."""
@@ -128,9 +131,19 @@ class OffloadedModel:
             withheld.attach(wanted)
         return stream, withheld
 
-    def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
-        first_of_blocks = next((n for n in self.trained if self.places[n][0].block), None)
+    def _watch_gradients(self, stack: ExitStack) -> None:
+        """Each is taken as it comes; on a CPU what blocks have freed goes back to the system now and then."""
+        hooks = [
+            use.register_post_accumulate_grad_hook(self._hand_over(n))
+            for n in self.trained
+            for use in self.parameters[n]
+        ]
+        if not self._device.is_cuda:
+            hooks += trimmed(self._blocks())
+        for hook in hooks:
+            stack.callback(hook.remove)
 
+    def _hand_over(self, name: str) -> Callable[[nn.Parameter], None]:
         def hook(parameter: nn.Parameter) -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, parameter.grad = parameter.grad, None
@@ -139,8 +152,6 @@ class OffloadedModel:
             self._refuse_another(name)
             self.taken += 1
             self.gradients.add(name, gradient, last=self.last)
-            if name == first_of_blocks:
-                return_now()  # what autograd needs next, for the embeddings, is its largest
 
         return hook
 

@@ -1,0 +1,31 @@
+"""What a CPU's heap keeps goes back between blocks, at the places where holes would come under the largest moments."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from offload_trainer.offloading import heap
+
+
+def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(heap, "return_now", lambda: told.append("trim"))
+    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    for number, block in enumerate(blocks):
+        block.register_forward_hook(lambda *_, number=number: told.append(f"forward {number}"))
+        block.weight.register_post_accumulate_grad_hook(lambda _, number=number: told.append(f"gradient {number}"))
+    hooks = heap.trimmed([(block, block.weight if number else None) for number, block in enumerate(blocks)])
+
+    blocks(torch.ones(1, 4)).sum().backward()
+
+    places = [before for before, after in pairwise(told) if after == "trim"]
+    assert places == ["forward 7", "forward 9", "gradient 8"]  # block 0 trains nothing here
+    for hook in hooks:
+        hook.remove()
+    told.clear()
+    blocks(torch.ones(1, 4)).sum().backward()
+    assert "trim" not in told

@@ -25,7 +25,14 @@ from ranked import Case, run_ranks
 
 MICRO = 12  # micro-batches of a step: 1, 2, 3 and 4 ranks divide it
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-MODELS = [("gpt2", True), ("gpt2", False), ("qwen3", True), ("qwen3", False), ("mixtral", False)]
+MODELS = [
+    ("gpt2", True),
+    ("gpt2", False),
+    ("qwen3", True),
+    ("qwen3", False),
+    ("mixtral", False),
+    ("opt", True),
+]  # OPT leaves out blocks at random, in each micro-batch others
 AWAY = ("placement.gradients=nvme", "model.checkpointing=on", "model.offload_activations=nvme")
 WEIGHTS = {"gpu": (), "cpu": (), "nvme": AWAY}
 

@@ -106,16 +106,16 @@ class CpuDevice:
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
         future = Future()
-        self._copies.put(ending(future, lambda: _copy(values, into)))
+        self._copies.put(ending(future, lambda: copy_alone(values, into)))
         return future
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         held, future = [values], Future()
-        self._copies.put(ending(future, lambda: _copy(held.pop(), into)))  # let go of before the future is done
+        self._copies.put(ending(future, lambda: copy_alone(held.pop(), into)))  # let go of before the future is done
         return future
 
     def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
-        future, copy = Future(), lambda: _copy(source, into)
+        future, copy = Future(), lambda: copy_alone(source, into)
         ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
         return Return(future, future)
 
@@ -133,7 +133,7 @@ class CpuDevice:
         self._copies.close()
 
 
-def _copy(values: torch.Tensor, into: torch.Tensor) -> None:
+def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
     """By one thread: torch's copy would start a team of its own beside the one that computes."""
     assert values.dtype is into.dtype
     assert values.numel() == into.numel()

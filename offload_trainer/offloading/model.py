@@ -76,6 +76,8 @@ class OffloadedModel:
         with ExitStack() as stack:
             stores = homes_made(layout, device=device, drives=drives, order=self.trained)
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
+            stack.callback(self.node.close)
+            stack.callback(self.weights.close)
             stack.callback(self.gradients.close)
             every = routes_of(layout.homes, is_gpu=device.is_cuda)
             routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from offload_trainer import ranks
+from offload_trainer.offloading.rounds import Rounds, exchange_of
 from offload_trainer.storage.host_memory import host_buffer, mapped, memory_file
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class Node:
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self._stalled = stalled
         self._between_gpus: Any = None
+        self._rounds: Rounds | None = None
 
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
         """`size` zeroed bytes (uint8), the same ones in every rank. All ranks ask alike, in the same order."""
@@ -52,8 +54,21 @@ class Node:
 
     def meet(self) -> None:
         """Every rank has come this far when this returns. TrainerError, Elsewhere where one does not or has ended."""
-        if self.world > 1:
+        if self._rounds is not None:
+            self._rounds.meet()
+        elif self.world > 1:
             ranks.meet(stalled=self._stalled)
+
+    def rounds(self) -> Rounds:
+        """From now on ranks `meet` in rounds, where they do something else together too. All ranks call it."""
+        if self._rounds is None:
+            board = self.memory(8 * self.world).view(torch.int64)
+            self._rounds = Rounds(exchange_of(board, rank=self.rank, stalled=self._stalled))
+        return self._rounds
+
+    def close(self) -> None:
+        if self._rounds is not None:
+            self._rounds.close()
 
     def once(self, work: Callable[[], T]) -> T:
         """What `work` gives, done by rank 0 while the others wait. A failure there is every rank's."""

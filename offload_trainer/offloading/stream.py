@@ -239,9 +239,7 @@ class Stream:
         self._rings.put(unit, number)
         slot = self._slots[number]
         into = slot.buffer[: self._weights.units[unit].elements]
-        host = self._weights.store.host(unit)
-        source = host if host is not None else lambda buffer: self._weights.store.read(unit, 0, buffer)
-        after = self._device.mark()
+        source, after = self._weights.source(unit), self._device.mark()
         slot.arrival = self._renewal.fetched(unit, lambda: self._device.fetch(source, into, after=after))
 
     def _evict(self, number: int) -> None:

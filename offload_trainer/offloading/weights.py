@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from offload_trainer.offloading.device import Device
+from offload_trainer.offloading.device import Device, Read
 from offload_trainer.offloading.node import Node
+from offload_trainer.offloading.rounds import meeting
+from offload_trainer.offloading.shared_reads import SharedReads
 from offload_trainer.offloading.store import UnitStore
 from offload_trainer.plan.layout import DEVICE, RAM, Unit, stretch_of
 from offload_trainer.storage.host_memory import host_buffer
@@ -41,6 +43,9 @@ class Weights:
         places = [RAM if home == DEVICE else home for home in homes]
         pinned = device.is_cuda
         self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
+        self._reads: SharedReads | None = None
+        if node.world > 1 and any(home >= 0 for home in places):
+            self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), meet=meeting())
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
@@ -73,6 +78,21 @@ class Weights:
         if resident is not None:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
+
+    def source(self, unit: int) -> torch.Tensor | Read:
+        """Where the weights of a unit that is away come from: host memory, or what reads them, for which this asks now.
+
+        Several ranks read from a drive together what all of them need next.
+        """
+        host = self.store.host(unit)
+        if host is not None:
+            return host
+        return self._reads.want(unit) if self._reads else lambda buffer: self.store.read(unit, 0, buffer)
+
+    def close(self) -> None:
+        """Nobody waits for what is being read."""
+        if self._reads is not None:
+            self._reads.close()
 
     # -- with several ranks -------------------------------------------------------------------------------------------
 

@@ -97,7 +97,12 @@ def stretch_of(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
 
     Ranks in order make the whole; they differ by ALIGN at most, so of a small unit some have nothing.
     """
-    pieces = unit.trained // ALIGN
+    return part_of(unit.trained, rank, ranks=ranks)
+
+
+def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
+    """The elements [first, end) of so many, a multiple of ALIGN, that one of several ranks has; as above."""
+    pieces = elements // ALIGN
     return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
 
 

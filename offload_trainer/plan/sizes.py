@@ -20,6 +20,7 @@ GRADIENT_BUFFERS = 2  # blocks whose gradients are on their way to a drive at a 
 # Bytes of gradients that wait on a GPU for their copies, beside the largest: 20 ms of copies on a slow bus.
 GRADIENTS_IN_FLIGHT = 256_000_000
 OUTBOXES = 2  # units whose gradients a rank has laid out for the others at a time
+SHARED_READS = 2  # units of weights on their way from drives to all ranks at a time
 SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
 _RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU is not ahead of its copies
 

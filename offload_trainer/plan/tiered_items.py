@@ -19,6 +19,7 @@ from offload_trainer.plan.sizes import (
     GRADIENTS_IN_FLIGHT,
     OUTBOXES,
     SAVE_BUFFERS,
+    SHARED_READS,
     TierSizes,
     exchange_bytes,
     gradient_ring,
@@ -129,11 +130,14 @@ def _weight_items(
     words = f"{len(blocks)} blocks and {len(others)} other module{'s' * (len(others) != 1)}"
     in_use = sizes.ranks * e * (sum(blocks) + sum(others))
     items.append(Item(tiers[DEVICE], "weights in use", in_use, words))
-    if tiers[DEVICE] == "gpu" and max(homes) >= 0:
+    stored = max((e * unit.elements for unit, home in zip(units, homes, strict=True) if home >= 0), default=0)
+    if tiers[DEVICE] == "gpu" and stored:
         staging = 2 * e * max(unit.elements for unit in units)
-        items.append(
-            Item("ram", "weight staging", sizes.ranks * staging, "2 of the largest unit, between drive and GPU")
-        )
+        words = "2 of the largest unit, between drive and GPU"
+        items.append(Item("ram", "weight staging", sizes.ranks * staging, words))
+    if sizes.ranks > 1 and stored:
+        words = f"{SHARED_READS} of the largest unit, read once for all ranks"
+        items.append(Item("ram", "weights read", SHARED_READS * stored, words))
     return items
 
 

@@ -190,11 +190,12 @@ class Workers:
     def put(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def close(self) -> None:
+    def close(self, *, patience: float | None = None) -> None:
+        """What was put is done when this returns, or, after `patience` seconds, is left to the end of the process."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(patience)
 
 
 class ThreadedTransfers:

@@ -16,7 +16,7 @@ from offload_trainer.ranks import LOST
 COUNT = 3
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 INPUTS = ("model.checkpointing=on", "model.offload_activations=nvme")
-AWAY = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", *INPUTS)
+AWAY = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme")
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 
 
@@ -32,7 +32,9 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     drives = (str(tmp_path / "drive"),)
     wishes = [
-        Case(str(tied), ("--params", "gpu", "--dtype", "bf16", *HALF), "", steps=2, micro=COUNT, drives=drives),
+        Case(
+            str(tied), ("--params", "gpu", "--dtype", "bf16", *HALF, *INPUTS), "", steps=2, micro=COUNT, drives=drives
+        ),
         Case(str(experts), ("--params", "cpu", "--dtype", "fp32"), "", steps=2, micro=2 * COUNT),
         Case(str(experts), ("--dtype", "bf16", *AWAY), "", steps=2, micro=2 * COUNT, drives=drives),
     ]
@@ -47,13 +49,14 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
             for number, case in enumerate(cases)
         ]
 
-    alone = by(1, "alone", cases=wishes)
+    alone = by(1, "alone", cases=[*wishes, replace(wishes[-1], micro=2)])
     on = replace(wishes[0], load=alone[0].out, skip=2)
     run_ranks(alone, count=1, folder=tmp_path / "one")  # a process as theirs, with as many threads
     several = by(COUNT, "several", cases=[*wishes, on])
     run_ranks(several, count=COUNT, folder=tmp_path / "ranks")
-    for made, expected in zip(several, alone, strict=False):
+    for made, expected in zip(several[: len(wishes)], alone, strict=False):
         assert made.left == expected.left, expected
+    assert several[2].moved == alone[-1].moved  # as one rank with as many micro-batches as each of them has
     (back,) = by(1, "back", cases=[replace(on, load=several[0].out)])
     run_ranks([back], count=1, folder=tmp_path / "one again")
     assert back.left == several[-1].left

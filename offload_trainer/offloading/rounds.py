@@ -1,0 +1,115 @@
+"""What ranks do next, matched: those who do the same do it together, and nobody waits for one who waits for him.
+
+    rank 0   fetch 5   fetch 4   meet          a round: each tells what it does next, and sees what the others do
+    rank 1   fetch 5   meet      fetch 4       fetch 5 together, fetch 4 each alone, as soon as it is told
+
+Ranks that run the same program tell the same in the same order. They need not: of a layer that was left out, or
+experts that no token went to, a rank has no gradients, and comes to where all ranks meet for that unit later than
+others do, with fetches in between that those have not told yet. It has to do these alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from offload_trainer.errors import Elsewhere, TrainerError
+from offload_trainer.ranks import LOST
+from offload_trainer.storage.transfer import Future, Workers, ending
+
+_MEET = -1
+_LATER = 30  # seconds: rank 0 can name who is missing, and is the first to give up
+
+Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
+
+
+class Rounds:
+    """Told by one thread of each rank, carried out on one of its own."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._thread = Workers(1, "rounds")
+        self._error: BaseException | None = None
+
+    def meet(self) -> None:
+        """Every rank has come this far when this returns. Raises what went wrong, there or before."""
+        future = Future()
+        self._thread.put(ending(future, self._until_all_meet))
+        future.wait()
+
+    def ask(self, what: int, then: Callable[[bool, BaseException | None], None]) -> None:
+        """This rank does `what` next (0 or more). `then(together, error)`, on the thread: whether all ranks do."""
+        assert what >= 0
+
+        def look() -> None:
+            try:
+                together = set(self._round(what)) == {what}
+            except BaseException as error:
+                then(False, error)
+            else:
+                then(together, None)
+
+        self._thread.put(look)
+
+    def _until_all_meet(self) -> None:
+        while set(self._round(_MEET)) != {_MEET}:
+            pass
+
+    def _round(self, mine: int) -> list[int]:
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._exchange(mine)
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def close(self) -> None:
+        """A thread that still waits for ranks that will not come is left to the end of the process."""
+        self._thread.close(patience=1.0)
+
+
+def exchange_of(board: torch.Tensor, *, rank: int, stalled: float) -> Exchange:
+    """Rounds between all ranks, over connections of their own (gloo).
+
+    `board`: an int64 for each rank, which all of them see: how many rounds it has come to. Raises TrainerError on rank
+    0, which names those that have not come after `stalled` seconds; Elsewhere where another rank has ended.
+    """
+    world = board.numel()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stalled + (_LATER if rank else 0)))
+    given, told = torch.zeros(1, dtype=torch.int64), [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+
+    def exchange(mine: int) -> list[int]:
+        began = time.monotonic()
+        board[rank] += 1
+        given.fill_(mine)
+        try:
+            dist.all_gather(told, given, group=group)
+        except RuntimeError as error:
+            if rank == 0 and time.monotonic() - began >= stalled:
+                missing = ", ".join(f"Rank {other}" for other in range(world) if board[other] < board[rank])
+                raise TrainerError(
+                    f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run "
+                    f"ends: {missing} failed to come. The same command goes on from the newest checkpoint"
+                ) from error
+            raise Elsewhere(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
+        return [int(one) for one in told]
+
+    return exchange
+
+
+def meeting() -> Callable[[], None]:
+    """How all ranks wait for each other on a thread, over connections of its own. All ranks call this, in order."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+    def meet() -> None:
+        try:
+            dist.barrier(group=group)
+        except RuntimeError as error:
+            raise Elsewhere(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
+
+    return meet

@@ -1,0 +1,111 @@
+"""Units of weights that several ranks need, each read once from its drive.
+
+    drive ──each rank its part──> memory that all ranks see ──all have read──> each rank's buffer
+
+Where a rank needs a unit that not all others need next (`offloading/rounds`) it reads that alone. Two buffers take
+turns: who has read its part of a unit has copied the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload_trainer.offloading.device import copy_alone
+from offload_trainer.offloading.node import Node
+from offload_trainer.offloading.rounds import Rounds
+from offload_trainer.offloading.store import UnitStore
+from offload_trainer.plan.layout import Unit, part_of
+from offload_trainer.plan.sizes import SHARED_READS
+from offload_trainer.storage.transfer import Future, Workers, done, ending
+
+
+@dataclass
+class _Wanted:
+    """A unit that this rank needs, and where it goes."""
+
+    unit: int
+    given: Future = field(default_factory=Future)  # the buffer that it goes to
+    buffer: torch.Tensor | None = None
+    filled: Future = field(default_factory=Future)
+
+    def into(self, buffer: torch.Tensor) -> Future:
+        """Fill it, from now on."""
+        self.buffer = buffer
+        self.given.finish_part()
+        return self.filled
+
+
+class SharedReads:
+    """Reads `units` of `store` that live on drives, for the ranks of `node`."""
+
+    def __init__(
+        self, units: Sequence[Unit], store: UnitStore, *, node: Node, rounds: Rounds, meet: Callable[[], None]
+    ) -> None:
+        """`meet`: of the ranks that read together, for a thread here alone."""
+        self._store, self._node, self._rounds, self._meet = store, node, rounds, meet
+        self._elements = {unit.index: unit.elements for unit in units if store.homes[unit.index] >= 0}
+        size = max(self._elements.values()) * store.dtype.itemsize
+        self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
+        self._turn, self._copied = 0, done()
+        self._wanted: list[_Wanted] = []  # that have no buffer yet, perhaps
+        self._error: BaseException | None = None
+        self._reader, self._copies = Workers(1, "shared reads"), Workers(1, "shared copies")
+
+    def want(self, unit: int) -> Callable[[torch.Tensor], Future]:
+        """The unit is what this rank needs next; what is returned fills a buffer with it.
+
+        It may be called later, once the unit's new weights are home; then they are on every rank's way.
+        """
+        wanted = _Wanted(unit)
+        self._wanted = [one for one in self._wanted if not one.given.done] + [wanted]
+        self._rounds.ask(unit, lambda together, error: self._begin(wanted, together, error))
+        return wanted.into
+
+    def _begin(self, wanted: _Wanted, together: bool, error: BaseException | None) -> None:
+        if together:
+            self._reader.put(lambda: self._read_together(wanted))
+        else:
+            wanted.given.then(lambda closed: self._read_alone(wanted, error or closed))
+
+    def _read_alone(self, wanted: _Wanted, error: BaseException | None) -> None:
+        if error is not None:
+            wanted.filled.finish_part(error)
+            return
+        assert wanted.buffer is not None
+        self._store.read(wanted.unit, 0, wanted.buffer).then(wanted.filled.finish_part)
+
+    def _read_together(self, wanted: _Wanted) -> None:
+        """On a thread: all ranks' threads come to the same units in the same order."""
+        try:
+            if self._error is not None:
+                raise self._error
+            wanted.given.wait()
+            assert wanted.buffer is not None
+            self._read(wanted, wanted.buffer)
+        except BaseException as error:
+            self._error = error
+            wanted.filled.finish_part(error)
+
+    def _read(self, wanted: _Wanted, buffer: torch.Tensor) -> None:
+        elements = self._elements[wanted.unit]
+        whole = self._buffers[self._turn][:elements]
+        self._turn = (self._turn + 1) % SHARED_READS
+        first, end = part_of(elements, self._node.rank, ranks=self._node.world)
+        if first < end:
+            self._store.read(wanted.unit, first, whole[first:end]).wait()
+        self._copied.wait()  # the other ranks may overwrite that once they have met here
+        self._meet()
+        self._copied = Future()
+        self._copies.put(ending(self._copied, lambda: copy_alone(whole, buffer)))
+        self._copied.then(wanted.filled.finish_part)
+
+    def close(self) -> None:
+        """Nobody waits for what is read."""
+        for wanted in self._wanted:
+            if not wanted.given.done:
+                wanted.given.finish_part(RuntimeError("closed before its unit was home"))
+        self._reader.close(patience=1.0)
+        self._copies.close()

@@ -252,7 +252,7 @@ class TieredSection(_Section):
         3, description="blocks whose weights are on the device at a time, where they live elsewhere"
     )
     overlap: Literal["auto", "off", "forward"] = Field(
-        "auto", description="forward: the update runs behind the next forward; auto: off"
+        "auto", description="forward: the update runs behind the next forward; auto: where that hides 5 % of a step"
     )
     io: Literal["threads", "async_io"] = Field(
         "threads", description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, every byte checked"

@@ -59,8 +59,8 @@ class Candidate(Protocol):
         """Seconds that a phase takes beyond the slowest of what it waits for."""
         ...
 
-    def overlapped(self, found: Forecast) -> Forecast:
-        """With what of the update runs behind the forward."""
+    def settled(self, found: Forecast) -> tuple[TierSizes | ZeroSizes | None, Forecast]:
+        """Its sizes, and seconds: whether the update runs behind the next forward is decided by both ways' seconds."""
         ...
 
     def notes(self) -> list[str]: ...

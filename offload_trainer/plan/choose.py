@@ -179,12 +179,13 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
     """The plan of one candidate."""
     items, traffic = one.items(), one.traffic()
     found = forecast(work, machine, traffic, one.bounds(), engine=engine, stretch=one.stretch(), on_top=one.on_top())
+    sizes, found = one.settled(found)
     items += saved_items(work, output=machine.output.directory)
     return Plan(
         engine=engine,
         title=one.title,
         placement=one.placement,
-        sizes=one.sizes,
+        sizes=sizes,
         homes=one.homes,
         uses_drives=one.uses_drives,
         cannot_save=one.cannot_save,
@@ -197,7 +198,7 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         items=tuple(items),
         tiers=_tiers(items, work, machine),
         traffic=tuple(traffic),
-        forecast=one.overlapped(found),
+        forecast=found,
         rejected=(),
         notes=(*work.shape.notes, *_notes(work, traffic, machine), *one.notes()),
     )

@@ -250,8 +250,8 @@ class DeepSpeedCandidate:
     def on_top(self) -> Mapping[str, float]:
         return {} if self.machine.gpu is not None else {"backward": _HOOKS * self.work.shape.trainable}
 
-    def overlapped(self, found: Forecast) -> Forecast:
-        return found
+    def settled(self, found: Forecast) -> tuple[ZeroSizes, Forecast]:
+        return self.sizes, found
 
     def notes(self) -> list[str]:
         notes = [

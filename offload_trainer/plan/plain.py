@@ -87,8 +87,8 @@ class PlainCandidate:
     def on_top(self) -> Mapping[str, float]:
         return {}
 
-    def overlapped(self, found: Forecast) -> Forecast:
-        return found
+    def settled(self, found: Forecast) -> tuple[None, Forecast]:
+        return self.sizes, found
 
     def notes(self) -> list[str]:
         return []

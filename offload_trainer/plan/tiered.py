@@ -28,6 +28,8 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, Tier
 from offload_trainer.units import format_count
 
+_WORTH = 0.05  # of a step, that the update behind the next forward must hide to be chosen; forecasts are not that exact
+
 
 @dataclass(frozen=True)
 class Tiered:
@@ -52,6 +54,10 @@ class Tiered:
         if speeds and len(speeds) != len(place.nvme):
             mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
         return mistakes
+
+    def _may_overlap(self, work: Workload) -> bool:
+        """Left open, and nobody else to wait for."""
+        return self.section.overlap == "auto" and work.world == 1
 
     def _not_with_ranks(self, world: int) -> list[str]:
         """What several ranks do not carry out, one sentence each."""
@@ -90,7 +96,7 @@ class Tiered:
         found: list[TieredCandidate] = []
         for placement, gradients in self._homes(work, machine):
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
-            one = TieredCandidate(work, machine, placement, sizes)
+            one = TieredCandidate(work, machine, placement, sizes, may_overlap=self._may_overlap(work))
             if placement.optimizer != "gpu":
                 one = self._with_shares(one)
             if one.sizes.gpu_fraction == 1:
@@ -182,6 +188,7 @@ class TieredCandidate:
     machine: MachineProfile
     placement: Placement
     sizes: TierSizes
+    may_overlap: bool = False  # the update may run behind the next forward, where that is worth it
 
     title, cannot_save = "tiered engine", None
 
@@ -255,12 +262,14 @@ class TieredCandidate:
             bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
         return bounds
 
-    def overlapped(self, found: Forecast) -> Forecast:
-        if not self.sizes.overlap:
-            return found
+    def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
+        if not (self.sizes.overlap or self.may_overlap):
+            return self.sizes, found
         micro, gpu = self.work.accumulate, self.machine.gpu is not None
         hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
-        return replace(found, behind=True, hidden=hidden)
+        if not self.sizes.overlap and (found.step is None or hidden < _WORTH * found.step):
+            return self.sizes, found
+        return replace(self.sizes, overlap=True), replace(found, behind=True, hidden=hidden)
 
     def stretch(self) -> float:
         return 1.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from plans import SHAPES, wish
+from plans import SHAPES, machine, wish
 from test_time import timed
 
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.overlap import Part, hidden_seconds
 from offload_trainer.plan.ratios import steady_ratios
+from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.time import Bound, Forecast
 
 
@@ -69,6 +71,23 @@ def test_the_plan_counts_it_and_says_so() -> None:
     assert plans["forward"].to_json()["hidden"] == on.hidden
     assert "go on behind the next forward" in plans["forward"].describe()
     assert "go on behind" not in plans["off"].describe()
+
+
+def test_auto_takes_it_where_it_hides_enough() -> None:
+    def chosen(*words: str, on: MachineProfile) -> tuple[bool, float, float]:
+        plan = make_plan(wish(*words), SHAPES["gpt2"], on)
+        assert isinstance(plan.sizes, TierSizes)
+        return plan.sizes.overlap, plan.forecast.hidden, plan.forecast.step or 0.0
+
+    half = ("--ram-fraction", "0.5", "--seq-len", "1024", "--micro-batch", "2")
+    behind, hidden, step = chosen(*half, on=timed())
+    assert behind
+    assert hidden > 0.05 * step
+    assert chosen(*half, "tiered.overlap=off", on=timed())[:2] == (False, 0.0)
+    for words in (("--ram-fraction", "1"), ("--ram-fraction", "0", "--seq-len", "16", "--micro-batch", "1")):
+        assert chosen(*words, on=timed())[:2] == (False, 0.0)  # one CPU does both; there is little to hide it behind
+        assert chosen(*words, "tiered.overlap=forward", on=timed())[0]
+    assert not chosen(*half, on=machine())[0]  # whose seconds nobody knows
 
 
 def test_ratios_of_phases_that_run_at_once_are_not_kept() -> None:

@@ -20,13 +20,13 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activations import Activations
+from offload_trainer.offloading.agreement import renewal_of
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.drives import Drives
 from offload_trainer.offloading.heap import trimmed
 from offload_trainer.offloading.homes import Layout, homes_made
 from offload_trainer.offloading.page_index import PageIndex
 from offload_trainer.offloading.parameter import offload_parameter
-from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.state import TieredSnapshot, TieredState
 from offload_trainer.offloading.stream import Stream, modules_of_units
 from offload_trainer.offloading.update import Updater, stretches_of
@@ -70,6 +70,7 @@ class OffloadedModel:
         self.taken = 0  # gradients, ever
         self.adds_up = True  # whether several micro-batches may be added up
         self.closed = False
+        self._behind = layout.behind
         self._reads_ahead = False  # when the backward begins
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
@@ -81,7 +82,8 @@ class OffloadedModel:
             stack.callback(self.gradients.close)
             every = routes_of(layout.homes, is_gpu=device.is_cuda)
             routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]
-            self.renewal = Renewal([route.page for route in routes])
+            self.renewal = renewal_of(layout, [route.page for route in routes], weights=self.weights, device=device)
+            stack.callback(self.renewal.close)
             self.updater = Updater(
                 self.store,
                 self.weights,
@@ -319,9 +321,10 @@ class OffloadedModel:
             self.withheld.begin()
 
     def _all_home(self) -> None:
-        """An update is over on this rank; on all of them when this returns."""
-        self.node.meet()
-        self.weights.spread()
+        """An update is over on this rank; on all of them when this returns, as each unit was if it went on behind."""
+        if not self._behind:
+            self.node.meet()
+            self.weights.spread()
         self._note(updating=False)
 
     def clear(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from offload_trainer import ranks
-from offload_trainer.offloading.rounds import Rounds, exchange_of
+from offload_trainer.offloading.rounds import Beside, Rounds, exchange_of
 from offload_trainer.storage.host_memory import host_buffer, mapped, memory_file
 
 T = TypeVar("T")
@@ -79,10 +79,15 @@ class Node:
         (result,) = ranks.share_from_zero(found)
         return result
 
-    def spread(self, values: torch.Tensor, *, source: int) -> None:
-        """Fill `values` (1-D, contiguous), on the device, with what they are on rank `source`; all ranks call."""
+    def spread(self, values: torch.Tensor, *, source: int, beside: Beside | None = None) -> None:
+        """Fill `values` (1-D, contiguous), on the device, with what they are on rank `source`; all ranks call.
+
+        `beside`: of the thread that calls, where it is not the one that trains. GPUs have connections for one of them
+        at a time.
+        """
         if self.world == 1:
             return
         if values.is_cuda and self._between_gpus is None:
             self._between_gpus = dist.new_group(backend="nccl")
-        ranks.spread(values, source=source, group=self._between_gpus)
+        between = self._between_gpus if values.is_cuda else beside.group if beside else None
+        ranks.spread(values, source=source, group=between)

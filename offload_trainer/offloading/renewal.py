@@ -3,6 +3,9 @@
     update   page home, page home, ... ──told_by──> the unit's future ──> `wait`, or `fetched`: its way to the device
     end      all of them, and what the update does last ──> `finish`
 
+Of several ranks each updates its pages of a unit. A thread goes through the units in the order of the forward, waits
+for this rank's pages and then for the other ranks' threads: only then is the unit home. It waits for nobody who trains.
+
 What goes wrong ends every future that is left with it, and is raised by each wait from then on.
 """
 
@@ -15,17 +18,26 @@ from collections.abc import Callable, Sequence
 
 from offload_trainer.offloading.device import Arrival
 from offload_trainer.plan.layout import Page
-from offload_trainer.storage.transfer import Future, done
+from offload_trainer.storage.transfer import Future, Workers, done
 
 
 class Renewal:
     """Of one update after the other. Told of pages on any thread."""
 
-    def __init__(self, pages: Sequence[Page]) -> None:
-        """`pages`: all that an update changes."""
+    def __init__(
+        self, pages: Sequence[Page], *, units: Sequence[int] = (), agree: Callable[[int], None] | None = None
+    ) -> None:
+        """`pages`: all that an update changes here.
+
+        `agree(unit)`, with several ranks that update behind what follows: returns once every rank has called it, and
+        the new weights of all are here; `units`: that one of them changes, in the order of the forward.
+        """
         self._pages = Counter(page.unit for page in pages)
         self._left: Counter[int] = Counter()  # pages of each unit that are not home
         self._units: dict[int, Future] = {}  # those that are not home, or never will be
+        self._agree, self._order = agree, tuple(units)
+        self._here: dict[int, Future] = {}  # of those to agree on: this rank's pages are home
+        self._thread = Workers(1, "renewal") if agree else None
         self._end = done()
         self._lock = threading.Lock()
         self._began = 0.0
@@ -36,8 +48,25 @@ class Renewal:
         """An update begins, the one before is over."""
         with self._lock:
             self._left = Counter(self._pages)
-            self._units = {unit: Future() for unit in self._pages}
+            self._units = {unit: Future() for unit in (self._order if self._agree else self._pages)}
+            self._here = {unit: Future() for unit in self._pages} if self._agree else {}
             self._end, self._began = Future(), time.perf_counter()
+        if self._thread is not None:
+            self._thread.put(self._agree_on_all)
+
+    def _agree_on_all(self) -> None:
+        """On the thread: one unit after the other, as the other ranks' threads do."""
+        assert self._agree is not None
+        try:
+            for unit in self._order:
+                if unit in self._here:
+                    self._here[unit].wait()
+                self._agree(unit)
+                with self._lock:
+                    future = self._units.pop(unit)
+                future.finish_part()
+        except BaseException as error:
+            self._fail(error)
 
     def told_by(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
         """What is to be called when so many of a unit's pages are home, or with what went wrong on the way."""
@@ -48,7 +77,9 @@ class Renewal:
                 return
             with self._lock:
                 self._left[unit] -= pages
-                future = self._units.pop(unit, None) if self._left[unit] == 0 else None
+                future = None
+                if self._left[unit] == 0:
+                    future = self._here.get(unit) if self._agree else self._units.pop(unit, None)
             if future is not None:
                 future.finish_part()
 
@@ -57,7 +88,7 @@ class Renewal:
     def _fail(self, error: BaseException) -> None:
         """Nobody waits for a page that may never come."""
         with self._lock:
-            left = list(self._units.values())
+            left = [*self._units.values(), *self._here.values()]
         for future in left:
             if not future.done:
                 future.finish_part(error)
@@ -75,6 +106,11 @@ class Renewal:
             self._fail(error)
         self._took += time.perf_counter() - self._began
         self._end.finish_part(error)
+
+    def close(self) -> None:
+        """No update is under way; what waits for a rank that will not come is left to the end of the process."""
+        if self._thread is not None:
+            self._thread.close(patience=1.0)
 
     # -- who needs new weights ----------------------------------------------------------------------------------------
 

@@ -102,14 +102,15 @@ def exchange_of(board: torch.Tensor, *, rank: int, stalled: float) -> Exchange:
     return exchange
 
 
-def meeting() -> Callable[[], None]:
-    """How all ranks wait for each other on a thread, over connections of its own. All ranks call this, in order."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+class Beside:
+    """All ranks, for one thread of each beside the one that trains: connections of its own. All make it, in order."""
 
-    def meet() -> None:
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+    def meet(self) -> None:
+        """Every rank's thread has come this far when this returns. Elsewhere where one has ended."""
         try:
-            dist.barrier(group=group)
+            dist.barrier(group=self.group)
         except RuntimeError as error:
             raise Elsewhere(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
-
-    return meet

@@ -13,7 +13,7 @@ import torch
 
 from offload_trainer.offloading.device import Device, Read
 from offload_trainer.offloading.node import Node
-from offload_trainer.offloading.rounds import meeting
+from offload_trainer.offloading.rounds import Beside
 from offload_trainer.offloading.shared_reads import SharedReads
 from offload_trainer.offloading.store import UnitStore
 from offload_trainer.plan.layout import DEVICE, RAM, Unit, stretch_of
@@ -45,7 +45,7 @@ class Weights:
         self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
         self._reads: SharedReads | None = None
         if node.world > 1 and any(home >= 0 for home in places):
-            self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), meet=meeting())
+            self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), meet=Beside().meet)
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
@@ -99,12 +99,16 @@ class Weights:
     def spread(self) -> None:
         """What each rank has updated, on every rank's device; after `commit`s are done."""
         for unit in self.units:
-            resident = self.resident(unit.index)
-            if resident is None:
-                continue
-            for rank in range(self._node.world):
-                first, end = stretch_of(unit, rank, ranks=self._node.world)
-                self._node.spread(resident[first:end], source=rank)
+            self.spread_unit(unit)
+
+    def spread_unit(self, unit: Unit, *, beside: Beside | None = None) -> None:
+        """The same of one unit; `beside`: of the thread that calls."""
+        resident = self.resident(unit.index)
+        if resident is None:
+            return
+        for rank in range(self._node.world):
+            first, end = stretch_of(unit, rank, ranks=self._node.world)
+            self._node.spread(resident[first:end], source=rank, beside=beside)
 
     def spread_all(self) -> None:
         """What rank 0 has on its device, on every rank's."""

@@ -68,7 +68,6 @@ class Tiered:
             "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
             "placement.gradients=gpu": (place.gradients == "gpu", "sums are in RAM and on drives"),
-            "tiered.overlap=forward": (section.overlap == "forward", "ranks wait for each other's updates"),
             "tiered.checksums": (section.checksums, "what one rank reads another may have written"),
             "tiered.io=async_io": (section.io == "async_io", "its checksums are one process's; use tiered.io=threads"),
         }

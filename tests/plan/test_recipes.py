@@ -1,0 +1,144 @@
+"""Recipes: what the first lines of each say it needs is what the plan says, and each trains, scaled down."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import call
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.run.planning import described, plan_elsewhere
+from offload_trainer.settings import load_config
+from offload_trainer.units import format_bytes
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+HEADS = {
+    path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE)) for path in RECIPES
+}
+
+LLAMA = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)
+# What the hub says of them, as of their release.
+NAMED: dict[str, PretrainedConfig] = {
+    "meta-llama/Llama-3.1-8B": LLAMA,
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA,
+    "Qwen/Qwen3-4B-Base": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+    "Qwen/Qwen3-30B-A3B": Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    ),
+}
+TINY = {
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path:
+    """A model directory without weights."""
+    kind = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    keys = config.to_dict()
+    keys |= {key: value for key, value in changes.items() if key in keys} | {"architectures": [kind[config.model_type]]}
+    keys.pop("layer_types", None)  # one for each layer, worked out again
+    type(config)(**keys).save_pretrained(folder)
+    return folder
+
+
+def test_each_says_what_it_needs() -> None:
+    assert {"run"} <= set.intersection(*(set(head) for head in HEADS.values()))
+    assert {name for name, head in HEADS.items() if "plan" not in head} == {"demo", "tiny"}
+    for path in RECIPES:
+        assert load_config(shlex.split(HEADS[path.stem]["run"])[1:])
+
+
+@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if "plan" in head])
+def test_memory_is_the_plans(name: str, tmp_path: Path) -> None:
+    words = shlex.split(HEADS[name]["plan"])[2:]
+    at = words.index("--machine")
+    machine, words = described(read_machine(words[at + 1]), words[:at] + words[at + 2 :])
+    model = load_config(words).model.name
+    if model in NAMED:
+        words += ["--model", str(folder_of(NAMED[model], tmp_path)), "--scratch"]
+    plan = plan_elsewhere(load_config(words), machine)
+    assert plan.fits
+    needed = {tier: format_bytes(room["need"]) for tier, room in plan.tiers.items()}
+    assert ", ".join(f"{tier} {need}" for tier, need in needed.items()) == HEADS[name]["memory"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_each_trains_scaled_down(recipe: Path, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    words: list[object] = [recipe, "--nvme", drive, "--ram-fraction", "0.5", "--steps", "2", "--seq-len", "32"]
+    words += [
+        "--micro-batch",
+        "1",
+        "--accumulate",
+        "2",
+        "train.eval_rows=1",
+        "train.sample_every=0",
+        "--save-every",
+        "1",
+    ]
+    model = load_config([str(recipe)]).model.name
+    small = ["--model", "gpt2-mini"]
+    if model in NAMED:
+        small = [
+            "--model",
+            str(folder_of(NAMED[model], tmp_path / "model", **TINY)),
+            "--scratch",
+            "--tokenizer",
+            "builtin",
+        ]
+    if "chat.jsonl" in HEADS[recipe.stem]["run"]:
+        lines = [
+            {"messages": [{"role": "user", "content": f"Why {n}?"}, {"role": "assistant", "content": "So."}]}
+            for n in range(99)
+        ]
+        (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        small += ["--data", str(tmp_path / "chat.jsonl")]
+    run = call(*words, *small, output=tmp_path / "run")
+    steps = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert len(list((run.output / "checkpoints").glob("step-*"))) >= 1

@@ -88,6 +88,12 @@ class DataSection(_Section):
         "answers",
         description="of conversations and pairs, what is learned: the answers and what ends them, or every token",
     )
+    packing: Literal["off", "on"] = Field(
+        "off",
+        description="on: several conversations in a row, as many as have room, and each of them, or each document of "
+        "text, by itself: positions begin anew and attention does not cross; refused for models that a trial at the "
+        "start shows not to do that; off: each conversation in a row of its own, documents one after another",
+    )
     chat_template: str = Field(
         "auto",
         description="a file with a Jinja template for conversations; auto: the tokenizer's own, or a plain one where "

@@ -1,6 +1,6 @@
 """Lines of JSON that hold conversations -> rows of a token file.
 
-records ── Example ── AnswerEncoder ── RowMaker ──> marked ids
+records ── Example ── AnswerEncoder ── RowMaker (── Packer) ──> marked ids
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.answers import AnswerEncoder
 from offload_trainer.data.conversations import Example, example_of
-from offload_trainer.data.marked_rows import NOT_LEARNED, RowMaker
+from offload_trainer.data.marked_rows import NOT_LEARNED, Packer, RowMaker
 from offload_trainer.data.tokenfile import TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
@@ -34,11 +35,14 @@ class RowsWish:
     form: str  # of the lines: conversations.py
     everything: bool  # whether all tokens are learned, or answers alone
     length: int  # of a row, in tokens
+    packed: bool  # several in a row
 
     def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         """All that the rows depend on beside the lines and the tokenizer's ids."""
         template = hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
-        return [*asdict(self).values(), template]
+        wish = asdict(self)
+        packed = ["packed"] if wish.pop("packed") else []  # files of rows that are not keep their names
+        return [*wish.values(), template, *packed]
 
 
 def write_rows(
@@ -57,23 +61,31 @@ def write_rows(
     encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
     pad = next((id_ for id_ in (tokenizer.pad_token_id, end_of_text) if id_ is not None), 0)
     maker = RowMaker(wish.length, pad=pad)
+    packer = Packer(wish.length, pad=pad)
     reported = time.monotonic()
     for batch in _batches(records, form=wish.form):
         for encoded in encoder.encode(batch):
-            row = maker.row_of(encoded)
+            row = _packed(packer, maker.cut(encoded)) if wish.packed else maker.row_of(encoded)
             if row is not None:
                 writer.write(row)
         if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             say(f"{maker.counts.conversations} conversations, {format_count(maker.counts.tokens)} tokens")
+    for row in packer.rest():
+        writer.write(row)
     if not writer.tokens:
         left = f": all {maker.counts.left_out} are left out" if maker.counts.left_out else ""
         raise UserError(
             f"there is no conversation in whose first {wish.length} tokens something is learned{left}; give more, a "
             "larger --seq-len, or data.loss=all"
         )
+    rows = writer.tokens // wish.length
     writer.write([pad | NOT_LEARNED])  # a row ends with the token behind it
-    writer.summary = maker.counts.told(length=wish.length)
+    writer.summary = maker.counts.told(rows=rows, length=wish.length)
+
+
+def _packed(packer: Packer, ids: np.ndarray | None) -> np.ndarray | None:
+    return None if ids is None else packer.add(ids)
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:

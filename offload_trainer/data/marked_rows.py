@@ -1,13 +1,15 @@
-"""Conversations -> rows of one length, each whole in a row of its own, and what of a row is learned.
+"""Conversations -> rows of one length, each whole in a row, and what of a row is learned.
 
-    row   id id id id ... pad pad
+    row      id id id id ... pad pad                       a conversation in a row of its own
+    packed   id id id id | id id | id id id ... | pad pad  as many as have room
 
-An id's upper bit says that it is not learned. So a file of rows is a file of ids, read at any place.
+An id's upper bit says that it is not learned, the one below it that a conversation begins with it. So a file of rows is
+a file of ids, read at any place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,7 +17,9 @@ from offload_trainer.data.answers import Encoded
 from offload_trainer.units import format_count
 
 NOT_LEARNED = 1 << 31
-IDS = NOT_LEARNED - 1
+BEGINS = 1 << 30
+IDS = BEGINS - 1
+_OPEN = 64  # rows that are being filled at a time
 
 
 @dataclass
@@ -30,8 +34,8 @@ class Counts:
     cut_off: int = 0  # their tokens that are in no row
     left_out: int = 0  # conversations, in which nothing is learned
 
-    def told(self, *, length: int) -> str:
-        """In a line."""
+    def told(self, *, rows: int, length: int) -> str:
+        """In a line, of so many rows."""
         kept = self.tokens - self.cut_off
         parts = [
             f"{self.conversations} conversations, {format_count(self.tokens)} tokens, {self.learned / kept:.0%} of "
@@ -42,7 +46,7 @@ class Counts:
             parts.append(f"{self.cut} longer than a row of {length} are cut ({share})")
         if self.left_out:
             parts.append(f"{self.left_out} are left out, in whose first {length} tokens nothing is learned")
-        parts.append(f"{1 - kept / (self.conversations * length):.0%} of the rows is padding")
+        parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join(parts)
 
 
@@ -55,7 +59,16 @@ class RowMaker:
         self._length, self._pad = length, pad
 
     def row_of(self, encoded: Encoded) -> np.ndarray | None:
-        """The conversation's first `length` tokens; None where nothing is learned in them."""
+        """The conversation in a row of its own; None where nothing is learned in its first `length` tokens."""
+        ids = self.cut(encoded)
+        if ids is None:
+            return None
+        row = np.full(self._length, self._pad | NOT_LEARNED, dtype=np.uint32)
+        row[: len(ids)] = ids
+        return row
+
+    def cut(self, encoded: Encoded) -> np.ndarray | None:
+        """Its first `length` tokens, marked; None where nothing is learned in them."""
         count, used = len(encoded.ids), min(len(encoded.ids), self._length)
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # nothing comes before it that it could follow from
@@ -68,7 +81,50 @@ class RowMaker:
         self.counts.learned += int(learned.sum())
         self.counts.cut += count > used
         self.counts.cut_off += count - used
-        row = np.full(self._length, self._pad | NOT_LEARNED, dtype=np.uint32)
-        row[:used] = encoded.ids[:used]
-        row[:used][~learned] |= np.uint32(NOT_LEARNED)
-        return row
+        ids = np.array(encoded.ids[:used], dtype=np.uint32)
+        ids[~learned] |= np.uint32(NOT_LEARNED)
+        return ids
+
+
+@dataclass(eq=False)
+class _Row:
+    """Marked ids of conversations, one behind the other."""
+
+    parts: list[np.ndarray] = field(default_factory=list)
+    used: int = 0
+
+    def add(self, ids: np.ndarray) -> None:
+        self.parts.append(ids)
+        self.used += len(ids)
+
+
+class Packer:
+    """Lays marked conversations out in rows, each in the row with the least room that has enough (best fit)."""
+
+    def __init__(self, length: int, *, pad: int) -> None:
+        self._length, self._pad = length, pad
+        self._open: list[_Row] = []
+
+    def add(self, ids: np.ndarray) -> np.ndarray | None:
+        """Takes at most `length` ids. Gives a row that is complete: full, or the fullest where too many are open."""
+        first = ids[:1] | np.uint32(BEGINS)
+        row = max((r for r in self._open if r.used + len(ids) <= self._length), key=lambda r: r.used, default=None)
+        if row is None:
+            row = _Row()
+            self._open.append(row)
+        row.add(np.concatenate([first, ids[1:]]))
+        fullest = max(self._open, key=lambda r: r.used)
+        if len(self._open) <= _OPEN and fullest.used < self._length:
+            return None
+        self._open.remove(fullest)
+        return self._closed(fullest)
+
+    def rest(self) -> list[np.ndarray]:
+        """The rows that are still open, in the order in which they were begun."""
+        return [self._closed(row) for row in self._open]
+
+    def _closed(self, row: _Row) -> np.ndarray:
+        # What fills it up is by itself, too.
+        row.add(np.full(self._length - row.used, self._pad | NOT_LEARNED, dtype=np.uint32))
+        row.parts[-1][:1] |= np.uint32(BEGINS)
+        return np.concatenate(row.parts)

@@ -68,6 +68,8 @@ def prepare_tokens(
         checked = [
             _checked(file, fingerprint=fingerprint, vocabulary=vocabulary, seq_len=seq_len, say=say) for file in given
         ]
+        for file in checked:
+            _refuse_other_rows(file, packing=section.packing == "on")
         return joined(checked)
     if section.token_dtype != "auto":
         raise UserError(
@@ -83,7 +85,7 @@ def prepare_tokens(
     rows = None
     if form != TEXT:
         set_template(tokenizer, say=say)
-        rows = RowsWish(form, everything=section.loss == "all", length=seq_len)
+        rows = RowsWish(form, everything=section.loss == "all", length=seq_len, packed=section.packing == "on")
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: nothing marks where one document ends and the next begins")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, cache=cache, say=say)
@@ -118,6 +120,7 @@ def _tokenised(
         vocabulary=vocabulary_size(tokenizer),
         end_of_text=separator,
         row_length=None if rows is None else rows.length,
+        packed=rows is not None and rows.packed,
     ) as writer:
         if rows is None:
             _write_text(writer, sources, sums=sums, text_field=section.text_field, tokenizer=tokenizer, say=say)
@@ -157,6 +160,15 @@ def _checked(
             "choose the model that it was tokenised for, or give the text instead"
         )
     return tokens
+
+
+def _refuse_other_rows(tokens: TokenFile, *, packing: bool) -> None:
+    """UserError for a file of rows that `data.packing` does not fit."""
+    if tokens.row_length is not None and tokens.packed != packing:
+        holds, key = ("several in a row", "on") if tokens.packed else ("each in a row of its own", "off")
+        raise UserError(
+            f"{tokens.path} holds conversations, {holds}: use data.packing={key}, or give the conversations instead"
+        )
 
 
 def _digest(content: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offload_trainer.data.marked_rows import IDS, NOT_LEARNED
+from offload_trainer.data.marked_rows import BEGINS, IDS, NOT_LEARNED
 from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import TrainerError, UserError
 
@@ -39,15 +39,19 @@ class DataState:
 
 
 class Rows(NamedTuple):
-    """`inputs` and `targets`, int64 [rows, seq_len]; a target is the token after its input."""
+    """`inputs` and `targets`, int64 [rows, seq_len]; a target is the token after its input.
+
+    `positions`, of the same shape, begin anew with each document, where rows hold documents that are each by itself.
+    """
 
     inputs: torch.Tensor
     targets: torch.Tensor
+    positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`inputs` and `targets` as in `Rows`, but that targets may be IGNORED; `state` is where to resume once used.
+    """`inputs`, `targets` and `positions` as in `Rows`; targets may be IGNORED; `state` is where to resume once used.
 
     `seed` is of all that chance decides in a training forward (dropout, router noise).
     """
@@ -56,11 +60,18 @@ class Batch:
     targets: torch.Tensor
     state: DataState
     seed: int = 0
+    positions: torch.Tensor | None = None
 
     @property
     def counted(self) -> int:
         """Targets that are counted in the loss."""
         return int((self.targets != IGNORED).sum())
+
+    def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
+        """What a loss (model/loss.py) is called with, on `place`: inputs, targets, seed, count, positions."""
+        positions = None if self.positions is None else self.positions.to(place)
+        seed = self.seed if training else None
+        return self.inputs.to(place), self.targets.to(place), seed, self.counted, positions
 
 
 def weights_in_step(counts: Sequence[int]) -> list[float]:
@@ -134,6 +145,15 @@ def forward_seed(seed: int, *, first: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"forward {seed} {first}".encode(), digest_size=8).digest(), "little") >> 1
 
 
+def positions_of(begins: np.ndarray) -> np.ndarray:
+    """bool [rows, tokens], where a document begins -> int64, each token's place in its document, or since the row's
+    beginning.
+    """
+    places = np.arange(begins.shape[1])
+    found: np.ndarray = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return found
+
+
 class RowReader:
     """Batches from the rows `rows` of a token file. It holds no position: the caller's `DataState` does."""
 
@@ -146,8 +166,11 @@ class RowReader:
         vocabulary: int,
         seed: int = 0,
         shuffle: bool = False,
+        apart: int | None = None,
     ) -> None:
-        """`vocabulary`: ids must be below it, or reading them raises TrainerError."""
+        """`vocabulary`: ids must be below it, or reading them raises TrainerError. `apart`: the id that ends a document
+        of text, where each is to be by itself; rows of conversations say that themselves.
+        """
         assert not len(rows) or 0 <= rows[0] <= rows[-1] < (len(tokens) - 1) // seq_len
         self._tokens = tokens
         self._vocabulary = vocabulary
@@ -155,6 +178,7 @@ class RowReader:
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
+        self._apart = apart
 
     def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """This rank's micro-batches from `state` on, epoch after epoch, without end.
@@ -166,10 +190,10 @@ class RowReader:
         position = state.position
         while True:
             first = position + rank * micro_batch
-            inputs, targets = self.rows_at([self._row(place) for place in range(first, first + micro_batch)])
+            rows = self.rows_at([self._row(place) for place in range(first, first + micro_batch)])
             position += micro_batch * world
             seed = forward_seed(self._seed, first=first)
-            yield Batch(inputs=inputs, targets=targets, state=DataState(position), seed=seed)
+            yield Batch(**rows._asdict(), state=DataState(position), seed=seed)
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
         """The first `limit` rows in the file's order, the same each time; the last batch may be smaller.
@@ -179,8 +203,7 @@ class RowReader:
         rows = self._rows[:limit]
         for start in range(0, len(rows), micro_batch):
             some = rows[start : start + micro_batch]
-            inputs, targets = self.rows_at(some)
-            yield Batch(inputs=inputs, targets=targets, state=DataState(start + len(some)))
+            yield Batch(**self.rows_at(some)._asdict(), state=DataState(start + len(some)))
 
     def rows_at(self, indices: Sequence[int]) -> Rows:
         """The rows with these numbers, counted from the file's beginning."""
@@ -198,7 +221,14 @@ class RowReader:
         targets = block[:, 1:].copy()
         if marks is not None:
             targets[marks[:, 1:] & NOT_LEARNED != 0] = IGNORED
-        return Rows(inputs=torch.from_numpy(block[:, :-1].copy()), targets=torch.from_numpy(targets))
+        begins = None
+        if self._tokens.packed and marks is not None:
+            begins = marks[:, :-1] & BEGINS != 0
+        elif self._apart is not None and marks is None:
+            begins = np.zeros_like(targets, dtype=bool)
+            begins[:, 1:] = block[:, :-2] == self._apart
+        positions = None if begins is None else torch.from_numpy(positions_of(begins))
+        return Rows(torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(targets), positions)
 
     def _row(self, position: int) -> int:
         epoch, place = divmod(position, len(self._rows))

@@ -43,6 +43,11 @@ class TokenShards:
         """Ids of several files are never in rows: a file of rows stands for itself."""
 
     @property
+    def packed(self) -> bool:
+        """See there."""
+        return False
+
+    @property
     def summary(self) -> None:
         """See there."""
 

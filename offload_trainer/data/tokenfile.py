@@ -77,6 +77,7 @@ class TokenFile:
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, by the sidecar or as they were when it was opened
     largest: int | None = None  # the largest id, if all were looked at
     row_length: int | None = None  # of marked ids in rows of so many (marked_rows.py)
+    packed: bool = False  # whether a row holds several, each by itself
     summary: str | None = None  # what became of the conversations in it
     assumed: str | None = None  # what no sidecar vouches for
     _checked: set[int] = field(default_factory=set, repr=False)  # blocks that were compared with their sums
@@ -137,6 +138,7 @@ class TokenFile:
             sums=sums,
             largest=largest,
             row_length=fields.get("row_length"),
+            packed=fields.get("packed", False),
             summary=fields.get("summary"),
             assumed=None if fields else f"no sidecar: read as {told}" + _why(told, asked=dtype),
         )
@@ -201,6 +203,7 @@ class _Sidecar:
     vocabulary: Annotated[Count, Field(gt=0)] | None = None
     end_of_text: Count | None = None
     row_length: Annotated[Count, Field(gt=0)] | None = None
+    packed: bool = False
     summary: Line | None = None
     crc32: Crc32s = field(default_factory=list)
 
@@ -234,14 +237,15 @@ class TokenWriter:
         vocabulary: int,
         end_of_text: int | None = None,
         row_length: int | None = None,
+        packed: bool = False,
     ) -> None:
-        """`row_length`: the ids are marked, and in rows of so many (marked_rows.py)."""
+        """`row_length`: the ids are marked, and in rows of so many, `packed` or not (marked_rows.py)."""
         self.path = path
         self.tokens = 0
         self.text_bytes: int | None = None  # these two are set by whoever knows them, before the end
         self.summary: str | None = None
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
-        self._row_length = row_length
+        self._row_length, self._packed = row_length, packed
         self._dtype = np.dtype("<u4") if row_length else id_dtype(vocabulary)
         self._sums: list[int] = []
         self._block = b""  # what the next sum is of
@@ -291,6 +295,7 @@ class TokenWriter:
             "vocabulary": self._vocabulary,
             "end_of_text": self._end_of_text,
             **({"row_length": self._row_length, "summary": self.summary} if self._row_length else {}),
+            **({"packed": True} if self._packed else {}),
             "crc32": self._sums + ([zlib.crc32(self._block)] if self._block else []),  # of each MiB
         }
         content = (json.dumps(fields) + "\n").encode()

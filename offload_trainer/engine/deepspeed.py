@@ -121,7 +121,7 @@ class DeepSpeedEngine:
         losses = []
         for batch, weight in zip(batches, self._weights([batch.counted for batch in batches]), strict=True):
             with clock.phase("forward"):
-                loss = self._engine(*_given(batch), batch.seed, batch.counted) * weight
+                loss = self._engine(*batch.arguments(_device(), training=True)) * weight
                 losses.append(loss.detach().float())
             with clock.phase("backward"):
                 self._engine.backward(loss)
@@ -154,7 +154,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._engine.eval()
-        return float(self._engine(*_given(batch), None, batch.counted))
+        return float(self._engine(*batch.arguments(_device(), training=False)))
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -294,10 +294,6 @@ def _device() -> torch.device:
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
-
-
-def _given(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch.inputs.to(_device()), batch.targets.to(_device())
 
 
 def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextManager[Any]:

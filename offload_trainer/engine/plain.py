@@ -87,7 +87,7 @@ class PlainEngine:
         weights = weights_in_step([batch.counted for batch in batches])
         for batch, weight in zip(batches, weights, strict=True):
             with clock.phase("forward"):
-                loss = self._module(*self._given(batch), batch.seed, batch.counted)
+                loss = self._module(*batch.arguments(self._device, training=True))
                 losses.append(loss.detach() * weight)
             with clock.phase("backward"):
                 (loss * (scale * weight / len(batches))).backward()
@@ -134,10 +134,7 @@ class PlainEngine:
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
-        return float(self._module(*self._given(batch), None, batch.counted))
-
-    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch.inputs.to(self._device), batch.targets.to(self._device)
+        return float(self._module(*batch.arguments(self._device, training=False)))
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:

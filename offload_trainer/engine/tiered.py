@@ -97,7 +97,7 @@ class TieredEngine:
         weights = weights_in_step(counts)[self.rank :: self.world]
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             with self._phase(clock, "forward"), self.offloaded.forward(then=True):
-                loss = self._module(*self._given(batch), batch.seed, batch.counted)
+                loss = self._module(*batch.arguments(self._place, training=True))
                 losses.append(loss.detach() * weight)
             with self._phase(clock, "backward"), self.offloaded.backward(last=number == len(batches)):
                 (loss * (scale * weight / len(counts))).backward()
@@ -157,10 +157,7 @@ class TieredEngine:
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
         with self.offloaded.forward(then=False):
-            return float(self._module(*self._given(batch), None, batch.counted))
-
-    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch.inputs.to(self._place), batch.targets.to(self._place)
+            return float(self._module(*batch.arguments(self._place, training=False)))
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:

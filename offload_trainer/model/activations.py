@@ -33,13 +33,14 @@ _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attribut
 class _Run:
     """One pass of a body, or of a head, on the meta device."""
 
-    def __init__(self, loss: CausalLoss, kernels: Kernels, operations: Operations) -> None:
+    def __init__(self, loss: CausalLoss, kernels: Kernels, operations: Operations, *, packed: bool) -> None:
         self._loss, self._model, self._kernels, self.operations = loss, loss.model, kernels, operations
+        self._packed = packed
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[Held]:
         parameters = list(self._model.parameters())
-        held = Held(iter([*parameters, *self._model.buffers(), *given]), self.operations)
+        held = Held(iter([*parameters, *self._model.buffers(), *given]), self.operations, packed=self._packed)
         places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
 
@@ -87,8 +88,9 @@ class _Run:
 
     def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> Held:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
-        with self._watched(blocks, ids) as held:
-            output = self._loss.run(ids)
+        positions = [torch.zeros_like(ids)] if self._packed else []
+        with self._watched(blocks, ids, *positions) as held:
+            output = self._loss.run(ids, *positions)
             states = output.logits if self._loss.whole else output.last_hidden_state
             self.kind, self.width = type(output), states.shape[-1]
             if not self._loss.whole:
@@ -232,11 +234,17 @@ class _Cut:
 
 
 def count_activations(
-    model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype, whole_logits: bool = False
+    model: PreTrainedModel,
+    blocks: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    whole_logits: bool = False,
+    packed: bool = False,
 ) -> tuple[Activations, Activations]:
     """What `model` (on the meta device, parameters as they train) holds on a GPU and on a CPU, run in `dtype`.
 
-    The model's parameters have that dtype afterwards. Raises whatever a model does that cannot run without values.
+    `packed`: in rows of several documents, with a mask between them. The model's parameters have that dtype afterwards.
+    Raises whatever a model does that cannot run without values.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -244,8 +252,10 @@ def count_activations(
     blocks = blocks or _checkpointed(model)
     loss = CausalLoss(model, chunk=1, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
-    on_gpu = _count(loss, blocks, kernels, operations)
-    return on_gpu, _count(loss, blocks, Kernels("cpu"), operations) if kernels.differs else on_gpu
+    on_gpu = _count(loss, blocks, kernels, operations, packed=packed)
+    if not kernels.differs:
+        return on_gpu, on_gpu
+    return on_gpu, _count(loss, blocks, Kernels("cpu"), operations, packed=packed)
 
 
 def _checkpointed(model: PreTrainedModel) -> list[str]:
@@ -253,7 +263,9 @@ def _checkpointed(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _count(loss: CausalLoss, blocks: Sequence[str], kernels: Kernels, operations: Operations) -> Activations:
+def _count(
+    loss: CausalLoss, blocks: Sequence[str], kernels: Kernels, operations: Operations, *, packed: bool
+) -> Activations:
     """With three or two blocks of each kind where the model runs so, else with all."""
     model = loss.model
     modules = [model.get_submodule(name) for name in blocks]
@@ -262,7 +274,7 @@ def _count(loss: CausalLoss, blocks: Sequence[str], kernels: Kernels, operations
     tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
     for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
         for length in _LENGTHS:
-            run = _Run(loss, kernels, operations)
+            run = _Run(loss, kernels, operations, packed=packed)
             operations.attempt()
             try:
                 with _only(model, blocks, ran):

@@ -1,7 +1,7 @@
 """Runs of modules without memory: what each operation would allocate and release on a device, in order.
 
 What is not known without values: which kernel takes attention (fused: flash or memory-efficient keep its output and a
-logarithm a row; on a CPU none does with dropout), and whether rows are packed (they are not).
+logarithm a row; on a CPU none does with dropout), and whether rows are packed, which the caller says.
 """
 
 from __future__ import annotations
@@ -134,21 +134,23 @@ class Operations:
 class Held(TorchDispatchMode):
     """Every allocation (+ bytes) and release (- bytes) in order, and marks in between."""
 
-    def __init__(self, given: Iterator[torch.Tensor], operations: Operations) -> None:
+    def __init__(self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool) -> None:
+        """`packed`: rows hold several documents."""
         super().__init__()
         self.events: list[int] = []
         self.marks: list[tuple[str, int, int]] = []  # what, which of them, how many events before it
         self.called: list[int] = []  # which blocks ran, in order
         self._operations = operations
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
-        self._any = False
+        self._any, self._packed = False, packed
 
     def mark(self, what: str, number: int = 0) -> None:
         self.marks.append((what, number, len(self.events)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return not self._any  # "is all of it so": nothing is padded, packed, or infinite
+            # "is all of it so", of positions: not where rows are packed. Nothing is padded or infinite.
+            return not self._any and not self._packed
         if func.overloadpacket in (_aten.any, _aten.all):
             self._any = func.overloadpacket is _aten.any
         self._operations.take()

@@ -83,13 +83,15 @@ def adds_router_loss(model: PreTrainedModel) -> bool:
 
 
 class CausalLoss(nn.Module):
-    """A causal language model whose forward is its mean loss: (inputs, targets, seed, count) -> fp32 scalar.
+    """A causal language model whose forward is its mean loss: (inputs, targets, seed, count, positions) -> fp32 scalar.
 
     inputs, targets: int64 [rows, seq_len], targets the next tokens, or -100 where none is counted. Equals the mean
     cross-entropy of ``model(inputs).logits.float()`` against the `count` targets that are; 0 where none is. They are
     counted here where the caller does not say how many, and a GPU is then waited for. `seed`, where given, is that of
     torch's generators on every device from here on: what was drawn before, in an evaluation or another micro-batch,
-    does not matter. Where the configuration asks for the routers' loss, it is added as transformers adds it.
+    does not matter. `positions` (int64 [rows, seq_len]), where given, begin anew with each of the documents that a row
+    holds, which then do not see each other (packed.py). Where the configuration asks for the routers' loss, it is added
+    as transformers adds it.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:
@@ -105,27 +107,33 @@ class CausalLoss(nn.Module):
         self._adds = adds_router_loss(model)
 
     def forward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, seed: int | None = None, count: int | None = None
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        seed: int | None = None,
+        count: int | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if seed is not None:
             torch.manual_seed(seed)  # recomputation restores the state that its first time began with
         flat = targets.flatten()
         count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
-        output = self.run(inputs)
+        output = self.run(inputs, positions)
         if self.whole:
             loss = cross_entropy(output.logits.flatten(0, 1).float(), flat) / count
             return loss + output.loss if self._adds else loss
         loss = self._in_chunks(type(output), output.last_hidden_state.flatten(0, 1), flat) / count
         return loss + self._added(output) if self._adds else loss
 
-    def run(self, inputs: torch.Tensor) -> Any:
+    def run(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
         """The body's output, or the whole model's, with what it adds to the loss in the place of its loss."""
+        given = {} if positions is None else {"position_ids": positions}
         if not self.whole:
-            return self.model._modules[self._body](input_ids=inputs, use_cache=False)
+            return self.model._modules[self._body](input_ids=inputs, use_cache=False, **given)
         if not self._adds:
-            return self.model(input_ids=inputs, use_cache=False)
+            return self.model(input_ids=inputs, use_cache=False, **given)
         with self._without_cross_entropy(inputs.device):
-            return self.model(input_ids=inputs, labels=inputs, use_cache=False)
+            return self.model(input_ids=inputs, labels=inputs, use_cache=False, **given)
 
     def _in_chunks(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         pieces = list(zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True))

@@ -32,6 +32,7 @@ from offload_trainer.model.beside import check_beside, copy_beside
 from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
 from offload_trainer.model.loss import CausalLoss, adds_router_loss, comes_apart
 from offload_trainer.model.matmuls import attention_widths, of_layer, products_of
+from offload_trainer.model.packed import refuse_crossing
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import (
     match_weights,
@@ -155,8 +156,11 @@ class parameters_without_memory:
         torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]
 
 
-def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
-    """Find the model that `section.name` means. Raises UserError when there is none, or keys do not exist."""
+def resolve_model(section: ModelSection, *, seed: int, packed: bool = False) -> ModelSource:
+    """Find the model that `section.name` means. Raises UserError when there is none, or keys do not exist.
+
+    `packed`: for rows of several documents, which are counted, and refused for models in which they would cross.
+    """
     directory = None if section.name in PRESETS else _directory(section)
     config = _config(section, directory)
     random = directory is None or section.scratch
@@ -170,13 +174,15 @@ def resolve_model(section: ModelSection, *, seed: int) -> ModelSource:
     except Exception as error:  # of transformers' constructors, which check little
         hint = " (model.attention=auto?)" if section.attention == "sdpa" else ""
         raise UserError(f"--model {section.name}: {one_line(error)}{hint}") from error
+    if packed:
+        refuse_crossing(model, trust_remote_code=section.trust_remote_code)
     if not random:
         assert directory is not None
         check_beside(directory)
         match_weights(directory, model)
     return ModelSource(
         config=config,
-        shape=_shape(model, section),
+        shape=_shape(model, section, packed=packed),
         section=section,
         seed=seed,
         directory=directory,
@@ -238,7 +244,7 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
         setattr(config, key, value)
 
 
-def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
+def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = False) -> ModelShape:
     """Counts of a model on the meta device; its parameters are in the run's dtype, and frozen, afterwards."""
     freeze, patterns = section.freeze, []
     for text in freeze:
@@ -275,10 +281,10 @@ def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
     trained = {weight.name for weight in weights if weight.trainable} or set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    counted = _activations(model, blocks, section)
+    counted = _activations(model, blocks, section, packed=packed)
     whole = counted is None and not comes_apart(model)
     if whole:
-        counted = _activations(model, blocks, section, whole_logits=True)
+        counted = _activations(model, blocks, section, packed=packed, whole_logits=True)
     on_gpu, on_cpu = counted or (None, None)
     text = model.config.get_text_config()
     return ModelShape(
@@ -292,6 +298,7 @@ def _shape(model: PreTrainedModel, section: ModelSection) -> ModelShape:
         on_cpu=on_cpu,
         can_checkpoint=model.supports_gradient_checkpointing,
         whole_logits=whole,
+        packed=packed,
         notes=_notes(model, section, whole_logits=whole),
     )
 
@@ -303,11 +310,12 @@ def _context(text: Any) -> int:
 
 
 def _activations(
-    model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, whole_logits: bool = False
+    model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, packed: bool, whole_logits: bool = False
 ) -> tuple[Activations, Activations] | None:
     """Counted, or None for a model that cannot run without values: its plan is an estimate."""
     try:
-        return count_activations(model, blocks, dtype=DTYPES[section.dtype], whole_logits=whole_logits)
+        dtype = DTYPES[section.dtype]
+        return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed)
     except Exception:  # of an architecture's own code, which may do anything
         return None
 

@@ -52,6 +52,7 @@ class ModelShape:
     on_cpu: Activations | None = None  # the same with a CPU's kernels
     can_checkpoint: bool = True  # whether its blocks can be checkpointed
     whole_logits: bool = False  # whether the loss needs those of all tokens of a micro-batch at once
+    packed: bool = False  # whether a mask keeps documents of a row apart
     notes: tuple[str, ...] = ()  # what a plan has to say of it
 
     @property
@@ -124,13 +125,15 @@ def estimated(shape: ModelShape, item_bytes: int) -> Activations:
     """For an architecture that does not run without values: 1.8 times the inputs and outputs of the blocks' products.
 
     Counted ones keep 1.2 (Llama) to 2.1 times as much, without attention's matrices, and a third more for a moment.
+    Masks between documents are added.
     """
     e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
-    kept = Growth(token=1.8 * e * shape.widths / max(1, shape.layers))
+    mask = e if shape.packed else 0  # as attention takes it, in each block
+    kept = Growth(token=1.8 * e * shape.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in shape.weights if weight.block), default=0)
     head = e * shape.vocabulary * shape.hidden
     return Activations(
-        before=states,
+        before=states + Growth(pair=2 if shape.packed else 0),  # full and windowed, a byte each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),
         blocks=(0,) * shape.layers,
         hidden=states,

@@ -148,7 +148,7 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     planned, data, log = setup.planned, setup.data, setup.log
     config, plan, shape = planned.config, planned.plan, planned.source.shape
     train, every = config.train, config.save.every
-    rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary)
+    rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     peak = planned.machine.rates.matmul.get(config.model.dtype)
     return Job(
         train=train,

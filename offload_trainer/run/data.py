@@ -30,6 +30,7 @@ class RunData:
     split: Any
     end_of_text: int | None
     vocabulary: int  # the model's
+    apart: int | None = None  # what ends a document, where each is to be by itself
 
     @property
     def paths(self) -> list[Path]:
@@ -44,12 +45,16 @@ class RunData:
             "text": _sum(self.tokens),
             "tokenizer": self.tokens.tokenizer,
         }
+        if self.apart is not None:
+            known["documents apart"] = self.apart
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
 
 
 def unknown_identity(section: DataSection) -> dict[str, Any]:
     """The same before the data is looked at."""
     names = ["tokens", "training rows", "text", "tokenizer"]
+    if section.packing == "on":
+        names.append("documents apart")
     return dict.fromkeys([*names, "validation text"] if section.validation_path else names)
 
 
@@ -94,7 +99,16 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     if tokens.summary:
         say(f"conversations: {tokens.summary}")
     say(_told(tokens, held_out, split, seq_len=seq_len))
-    return RunData(tokenizer, tokens, held_out, split, end_of_text(tokenizer), source.shape.vocabulary)
+    end = end_of_text(tokenizer)
+    apart = _what_ends_documents(end, tokens, held_out) if section.packing == "on" else None
+    return RunData(tokenizer, tokens, held_out, split, end, source.shape.vocabulary, apart=apart)
+
+
+def _what_ends_documents(end: int | None, *given: Any) -> int | None:
+    """`end`; UserError where there is none and one of the token files needs it."""
+    if end is None and any(tokens.row_length is None for tokens in given):
+        raise UserError("data.packing=on: the tokenizer has no end-of-text, so nothing marks where a document ends")
+    return end
 
 
 def first_row(data: RunData, *, seq_len: int) -> list[str]:
@@ -104,7 +118,8 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
     from offload_trainer.data.rows import IGNORED, RowReader
 
     reader = RowReader(data.tokens, seq_len=seq_len, rows=range(1), vocabulary=data.vocabulary)
-    inputs, targets = (part[0].tolist() for part in reader.rows_at([0]))
+    row = reader.rows_at([0])
+    inputs, targets = row.inputs[0].tolist(), row.targets[0].tolist()
     if IGNORED not in targets:
         return []
     marked = zip(inputs, [False, *(target != IGNORED for target in targets[:-1])], strict=True)

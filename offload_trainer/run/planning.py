@@ -41,7 +41,7 @@ def plan_run(config: TrainConfig) -> Planned:
     from offload_trainer.model.source import resolve_model
 
     machine = machine_here(config.placement.nvme, output=config.save.output)
-    source = resolve_model(config.model, seed=config.train.seed)
+    source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on")
     _refuse_nothing_trained(source.shape)
     _, world = ranks_of_environment()
     settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
@@ -81,12 +81,13 @@ def _with_what_goes(machine: MachineProfile) -> MachineProfile:
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     """The plan of a run on a machine that is only described."""
     section = config.model
-    changed = section.overrides or section.freeze or section.attention != ModelSection().attention
+    packed = config.data.packing == "on"
+    changed = section.overrides or section.freeze or section.attention != ModelSection().attention or packed
     shape = None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
     if shape is None:
         from offload_trainer.model.source import resolve_model
 
-        shape = resolve_model(section, seed=config.train.seed).shape
+        shape = resolve_model(section, seed=config.train.seed, packed=packed).shape
         _refuse_nothing_trained(shape)
     return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from offload_trainer.config import DataSection
 from offload_trainer.data import marked_rows
 from offload_trainer.data.answers import AnswerEncoder, Encoded
 from offload_trainer.data.conversations import example_of, form_of_files
-from offload_trainer.data.marked_rows import IDS, NOT_LEARNED, RowMaker
+from offload_trainer.data.marked_rows import BEGINS, IDS, NOT_LEARNED, Packer, RowMaker
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import IGNORED, RowReader, split_rows
 from offload_trainer.data.tokenizer import load_tokenizer
@@ -190,6 +191,52 @@ def test_where_nothing_is_learned_is_left_out() -> None:
     given = [Encoded([1, 2, 3], [False] * 3), conversation(6, first=0, answer=2), Encoded([5], [True])]
     assert rows_of(maker, given) == []
     assert maker.counts == marked_rows.Counts(left_out=3)
+
+
+def test_packed_rows_hold_each_conversation_whole() -> None:
+    """At most 64 rows are open at a time; what fills one up is by itself."""
+    draw = random.Random(1)
+    maker, packer = RowMaker(32, pad=9), Packer(32, pad=9)
+    given = [conversation(draw.randrange(2, 33), first=100 * n, answer=1) for n in range(400)]
+    cuts = [maker.cut(one) for one in given]
+    rows, most = [], 0
+    for cut in cuts:
+        assert cut is not None
+        row = packer.add(cut)
+        rows += [] if row is None else [row]
+        most = max(most, len(packer._open))
+    rows += packer.rest()
+    assert most == 64
+    found, padded = [], 0
+    for row in rows:
+        assert len(row) == 32
+        begins = [n for n in range(32) if row[n] & BEGINS]
+        assert begins[0] == 0
+        for start, end in zip(begins, [*begins[1:], 32], strict=True):
+            part = row[start:end].tolist()
+            if part[-1] & IDS == 9:
+                assert part == [9 | NOT_LEARNED | BEGINS, *[9 | NOT_LEARNED] * (len(part) - 1)]
+                padded += len(part)
+            else:
+                found.append(([id_ & IDS for id_ in part], [not id_ & NOT_LEARNED for id_ in part]))
+    assert sorted(found) == sorted((list(one.ids), list(one.counted)) for one in given)
+    assert sum(len(one.ids) for one in given) + padded == 32 * len(rows)
+    assert padded / (32 * len(rows)) < 0.1
+
+
+def test_a_file_of_packed_rows_is_for_packing(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in (TALK[1:3], TALK[3:], TALK[1:3])))
+    apart, packed = (prepared(file, tokenizer=chat_tokenizer(), seq_len=80, packing=on) for on in ("off", "on"))
+    assert (len(apart), len(packed)) == (3 * 80 + 1, 80 + 1)
+    assert (apart.packed, packed.packed) == (False, True)
+    assert packed.summary.endswith("1 rows, 26% of them padding")
+    again = prepared(packed.path, tokenizer=chat_tokenizer(), seq_len=80, packing="on")
+    assert again.sums == packed.sums
+    for made, on in ((apart, "on"), (packed, "off")):
+        other = "off" if on == "on" else "on"
+        with pytest.raises(UserError, match=rf"holds conversations, .*: use data\.packing={other}, or give"):
+            prepared(made.path, tokenizer=chat_tokenizer(), seq_len=80, packing=on)
 
 
 def prepared(file: Path, *, tokenizer: PreTrainedTokenizerFast, seq_len: int, **section: Any) -> Any:

@@ -55,6 +55,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "data.validation": ([], ["data.validation=0.2"], "rows"),
     "data.shuffle": ([], ["data.shuffle=false"], "losses"),
     "data.cache": ([], ["data.cache=CACHE"], "cache"),
+    "data.packing": (["--data", "DOCUMENTS"], ["data.packing=on"], "losses"),
     "data.tokenizer": (["--data", "TEXT"], ["--tokenizer", "TOKENIZER"], "tokens of the text"),
     "optim.lr": ([], ["--lr", "2e-2"], "rates"),
     "optim.name": ([], ["optim.name=lion"], "losses"),
@@ -172,11 +173,13 @@ def _observed(folder: Path, words: list[str], patch: pytest.MonkeyPatch) -> dict
     for name in ("ONE", "TWO"):
         (folder / name).mkdir()
     (folder / "TEXT").write_text("It was the best of times, it was the worst of times. " * 400)
+    (folder / "DOCUMENTS.jsonl").write_text('{"text": "It was the best of times."}\n' * 400)
     model_directory(folder / "MODEL", "gpt2")
     shape = json.loads((folder / "MODEL/config.json").read_text())
     (folder / "MODEL/config.json").write_text(json.dumps(shape | {"vocab_size": 2048}))
     _small_tokenizer(folder / "TOKENIZER")
     named = {name: str(folder / name) for name in ("ONE", "TWO", "TEXT", "MODEL", "TOKENIZER", "CACHE", "OTHER")}
+    named["DOCUMENTS"] = str(folder / "DOCUMENTS.jsonl")
     given = [named.get(word, _put(word, named)) for word in words]
     config = load_config([*BASE, "--output", str(folder / "out"), *given])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):

@@ -1,0 +1,77 @@
+"""Whether a model computes several documents in a row as it does each by itself: decided by trying.
+
+    row        a a a a b b b c c c c        positions  0 1 2 3 0 1 2 0 1 2 3
+
+transformers makes a mask between documents of positions that begin anew, where an architecture hands them on and
+carries nothing else from token to token, as recurrent ones do. Which do no list says for long. So a tiny model of the
+same kind (twins.py) is run on three documents apart, on the row, and on the row without positions, to see that the
+trial would show a difference.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from offload_trainer.errors import UserError
+from offload_trainer.model.twins import twin_of
+from offload_trainer.readback import one_line
+
+_LENGTHS = 13, 9, 10  # of the documents; a twin's windows and pieces are of 8 tokens
+_EQUAL, _SHOWS = 1e-4, 1e-2  # of the largest logit: at most so far apart in fp32; a row that is crossed is farther
+
+
+def refuse_crossing(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
+    """UserError where documents in a row would reach each other in models like `model`, or where it cannot be tried."""
+    name = type(model).__name__
+    try:
+        packed, crossed = _tried(model, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of transformers' code, for a configuration that it did not expect
+        raise UserError(
+            f"data.packing=on: a tiny {name} to try it on does not run ({one_line(error)}), so whether documents in a "
+            "row stay apart is not known: leave data.packing out"
+        ) from error
+    if not (packed <= _EQUAL and crossed >= _SHOWS):  # a NaN is neither
+        raise UserError(
+            f"data.packing=on: in a row of several documents {name} computes something else than of each by itself (in "
+            f"a trial logits are {packed:.0%} of the largest apart): it carries more from token to token than a mask "
+            "holds back, or takes no positions. Leave data.packing out"
+        )
+
+
+def _tried(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[float, float]:
+    """How far a row's logits are from those of its documents, with positions and without, of the largest logit."""
+    config = twin_of(model.config)
+    config._attn_implementation = model.config._attn_implementation
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        twin = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        ).eval()
+        missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in twin.modules()}
+        if missing:
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        return _compared(twin)
+
+
+@torch.no_grad()
+def _compared(twin: PreTrainedModel) -> tuple[float, float]:
+    for parameter in twin.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.2)  # so large that what crosses shows
+    vocabulary = twin.config.get_text_config().vocab_size
+    documents = [torch.randint(5, vocabulary - 5, (1, length)) for length in _LENGTHS]
+    row = torch.cat(documents, 1)
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+
+    def logits(ids: torch.Tensor, **more: Any) -> torch.Tensor:
+        return twin(input_ids=ids, use_cache=False, **more).logits.float()
+
+    apart = torch.cat([logits(ids) for ids in documents], 1)
+    largest = float(apart.abs().max())
+    found = (logits(row, position_ids=positions), logits(row))
+    packed, crossed = (float((one - apart).abs().max()) / largest for one in found)
+    return packed, crossed

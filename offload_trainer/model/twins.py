@@ -1,0 +1,99 @@
+"""A tiny model of the same kind: its configuration shrunk by rules, whatever the architecture.
+
+Widths, heads, windows and experts become small numbers, whatever their keys are called; of the layers one of each kind
+is left, two at least. No dropout and no noise, so that whoever runs the model computes the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
+
+_LAYERS = re.compile(
+    r"^(num_hidden_layers|n_layers?|num_layers|num_(de|en)coder_layers|(de|en)coder_layers|num_blocks)$"
+)
+# The first rule whose pattern is found in a key of this name says what its number becomes, where it is larger.
+_RULES: tuple[tuple[str, int], ...] = (
+    (r"token_id$|_index$|^seed$", 10**9),
+    (r"vocab", VOCABULARY),
+    (
+        r"position_bias_max_distance|positions|position_embeddings$|context_length|n_ctx|max_seq_len|model_max_length",
+        POSITIONS,
+    ),
+    (r"experts_per_tok|moe_(topk|k)$|topk_group|top_k_experts", 2),
+    (r"zero_expert", 2),
+    (r"n_group$|expert_group", 2),
+    (r"experts?$", 8),
+    (r"kv_heads|key_value_heads|query_groups|linear_num_key_heads", 2),
+    (r"heads|n_head$|n_groups$|o_groups$", HEADS),
+    (r"head_dim|d_head|dim_head|head_size|kv_channels|headdim|rotary_dim|v_head_dim", HIDDEN // HEADS),
+    (r"hidden_size_per_layer_input|rank$|time_step_rank", 8),
+    (r"^(intermediate_size|ffn|dff|dim_ff|.*intermediate|.*ffn|feed_forward|d_inner|expert_ffn)", 48),
+    (r"hidden_size|d_model|n_embd|embed|emb_dim|dim_model|lru_width|mamba_d_ssm", HIDDEN),
+    (r"d_state|state_size|chunk|block_size|window|extent|index_topk|local_attention$|index_block", 8),
+    (r"buckets", 8),
+    (r"first_k_dense", 1),
+)
+_CHANCE = re.compile(r"drop|jitter|noise")
+_PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))  # the same where they are at first
+
+
+_LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
+
+
+def twin_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config`, as small as the rules say. What it describes is built and run by whoever asks."""
+    twin = copy.deepcopy(config)
+    for key, value in shrunk_keys(config).items():
+        setattr(twin, key, twin_of(value) if isinstance(value, PreTrainedConfig) else value)
+    return twin
+
+
+def shrunk_keys(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys that change, with their small values; configurations inside are as they were."""
+    held = {key: value for key, value in vars(config).items() if not key.startswith("_") and key not in _LEFT}
+    made: dict[str, Any] = {}
+    for key, value in held.items():
+        if isinstance(value, PreTrainedConfig):
+            made[key] = value
+        elif isinstance(value, float) and _CHANCE.search(key):
+            made[key] = 0.0
+        elif isinstance(value, int) and not isinstance(value, bool) and _number(key, value) != value:
+            made[key] = _number(key, value)
+    for heads, keys in _PAIRS:
+        if keys in made and held[keys] == held.get(heads):
+            made[keys] = made.get(heads, held[heads])
+    made |= _layers(held)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        if isinstance(held.get(token), int | list):
+            made[token] = {"bos_token_id": 1, "pad_token_id": 0}.get(token, 2)
+    return made
+
+
+def _number(key: str, value: int) -> int:
+    most = next((most for pattern, most in _RULES if re.search(pattern, key)), value)
+    return min(value, most)
+
+
+def _layers(held: dict[str, Any]) -> dict[str, Any]:
+    """Keys with how many layers there are, and the lists with something for each, cut to one layer of each kind."""
+    counts = {key: value for key, value in held.items() if isinstance(value, int) and _LAYERS.search(key)}
+    if not counts:
+        return {}
+    count = max(counts.values())
+    lists = {k: list(v) for k, v in held.items() if isinstance(v, list | tuple) and len(v) == count and count > 2}
+    kinds = list(zip(*lists.values(), strict=True))
+    chosen = sorted({kinds.index(one) for one in kinds})[:4]
+    while len(chosen) < min(2, count):
+        chosen.append(chosen[-1] if chosen else 0)
+    made: dict[str, Any] = {key: min(value, len(chosen)) for key, value in counts.items()}
+    return made | {key: [_item(key, values[place]) for place in chosen] for key, values in lists.items()}
+
+
+def _item(key: str, value: Any) -> Any:
+    return _number(key, value) if type(value) is int else value

@@ -1,0 +1,189 @@
+"""Several documents in a row: each has the loss and gradients that it has by itself, or the model is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, reference
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from offload_trainer.config import ModelSection
+from offload_trainer.data.answers import Encoded
+from offload_trainer.data.marked_rows import Packer, RowMaker
+from offload_trainer.data.rows import RowReader, Rows
+from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.errors import UserError
+from offload_trainer.model import packed
+from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.packed import refuse_crossing
+from offload_trainer.model.source import resolve_model
+from offload_trainer.settings import load_config
+
+REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
+LENGTH, END = 24, 7
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """Weights so large that what crosses shows, and windows that documents are longer than."""
+    config = ARCHITECTURES[name]
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 5
+    model = reference(config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2, generator=generator)
+    return model
+
+
+def talks() -> list[Encoded]:
+    draw = random.Random(4)
+    made = []
+    for size in (7, 16, 3, 11, 9, 24, 30, 2):
+        ids = [draw.randrange(9, 99) for _ in range(size)]
+        made.append(Encoded(ids, [draw.random() < 0.5 or n == 1 for n in range(size)]))
+    return made
+
+
+def rows_of(given: list[Encoded], folder: Path) -> Rows:
+    maker, packer = RowMaker(LENGTH, pad=0), Packer(LENGTH, pad=0)
+    with TokenWriter(folder / "t.bin", tokenizer=None, vocabulary=99, row_length=LENGTH, packed=True) as writer:
+        for talk in given:
+            ids = maker.cut(talk)
+            assert ids is not None
+            row = packer.add(ids)
+            if row is not None:
+                writer.write(row)
+        for row in packer.rest():
+            writer.write(row)
+        count = writer.tokens // LENGTH
+        writer.write([1 << 31])
+    assert count < len(given)
+    reader = RowReader(TokenFile.open(folder / "t.bin"), seq_len=LENGTH, rows=range(count), vocabulary=99)
+    return reader.rows_at(range(count))
+
+
+def alone(model: PreTrainedModel, given: list[Encoded]) -> tuple[torch.Tensor, int]:
+    """Each by itself, without padding, through transformers: the sum over all that is learned, and how much it is."""
+    sums, count = torch.zeros(()), 0
+    for ids, learned in given:
+        ids, learned = ids[:LENGTH], learned[:LENGTH]
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+        places = torch.tensor(learned[1:])
+        sums = sums + functional.cross_entropy(logits[places], torch.tensor(ids[1:])[places], reduction="sum")
+        count += int(places.sum())
+    return sums, count
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_conversations_have_the_loss_and_gradients_of_each_by_itself(
+    name: str, attention: str, tmp_path: Path
+) -> None:
+    model = model_of(name)
+    refuse_crossing(model, trust_remote_code=False)
+    sums, count = alone(model, talks())
+    (sums / count).backward()
+    expected = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    model.zero_grad()
+    if attention == "sdpa" and not model._supports_sdpa:
+        pytest.skip("eager only")
+    model.set_attn_implementation(attention)
+    inputs, targets, positions = rows_of(talks(), tmp_path)
+    assert positions is not None
+    assert int((targets != -100).sum()) == count
+    loss = CausalLoss(model, chunk=8)(inputs, targets, None, None, positions)
+    assert loss.item() == pytest.approx((sums / count).item(), abs=1e-5)
+    loss.backward()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(key).grad, gradient, rtol=1e-3, atol=1e-5, msg=key)
+    crossed = CausalLoss(model, chunk=8)(inputs, targets)
+    assert abs(crossed.item() - (sums / count).item()) > 1e-3
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_in_which_documents_would_cross_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"data\.packing=on: .*Leave data.packing out"):
+        refuse_crossing(reference(ARCHITECTURES[name]), trust_remote_code=False)
+
+
+def test_the_trial_sees_what_transformers_does_not_keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that begin anew, and no mask: as an architecture does that does not hand them on."""
+    model = reference(ARCHITECTURES["llama, untied"])
+    made = modeling_llama.create_causal_mask
+    without = lambda **given: made(**given | {"position_ids": None})  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", without)
+    with pytest.raises(UserError, match=r"LlamaForCausalLM computes something else .* of the largest apart"):
+        refuse_crossing(model, trust_remote_code=False)
+
+
+def test_a_trial_that_lacks_a_part_of_the_model_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reference(ARCHITECTURES["llama, untied"])
+    model.extra = torch.nn.GRU(2, 2)
+    with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
+        refuse_crossing(model, trust_remote_code=False)
+    monkeypatch.setattr(packed, "_tried", lambda *_, **__: (float("nan"), 1.0))
+    with pytest.raises(UserError, match="computes something else"):
+        refuse_crossing(model, trust_remote_code=False)
+
+
+def test_the_trial_leaves_torchs_generator_alone() -> None:
+    model = reference(ARCHITECTURES["gpt2"])
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    refuse_crossing(model, trust_remote_code=False)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_documents_of_text_begin_behind_what_ends_them(tmp_path: Path) -> None:
+    ids = [3, 4, END, 5, 6, 8, 9, END, END, 3, 4, 5, 6]
+    with TokenWriter(tmp_path / "t.bin", tokenizer=None, vocabulary=99) as writer:
+        writer.write(ids)
+    tokens = TokenFile.open(tmp_path / "t.bin")
+    reader = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99, apart=END)
+    first = next(reader.validation_batches(micro_batch=2, limit=2))
+    assert first.inputs.tolist() == [ids[:6], ids[6:12]]
+    assert first.targets.tolist() == [ids[1:7], ids[7:13]]
+    assert first.positions is not None
+    assert first.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 0, 1, 2]]
+    assert next(reader.train_batches(first.state, micro_batch=2)).positions is not None
+    plain = RowReader(tokens, seq_len=6, rows=range(2), vocabulary=99).rows_at([0])
+    assert plain.positions is None
+
+
+def test_masks_are_in_the_plan(tmp_path: Path) -> None:
+    """What a block keeps of them on a CPU: as much as autograd saves in a forward that runs."""
+    length, rows = 48, 2
+    words = ["--model", "gpt2-mini", "--dtype", "fp32", "model.checkpointing=off", "model.overrides.n_layer=2"]
+    section = load_config(words).model
+    assert isinstance(section, ModelSection)
+    apart, crossed = (resolve_model(section, seed=0, packed=on) for on in (True, False))
+    module = apart.build(dtype=torch.float32)
+    ids = torch.randint(5, 99, (rows, length))
+    positions = torch.arange(length).remainder(length // 2).expand(rows, -1)
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (length, length):
+            saved.append(tensor)
+        return tensor
+
+    module.eval()  # with dropout there is no fused attention on a CPU
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(ids, ids, None, None, positions)
+    masks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    counted, without = apart.shape.on_gpu, crossed.shape.on_gpu
+    assert counted is not None
+    assert without is not None
+    kept = counted.kinds[0].kept.at(rows, length) - without.kinds[0].kept.at(rows, length)
+    assert 2 * kept == sum(masks.values())
+    assert counted.before.pair == 1  # a byte for each pair of tokens of a row

@@ -5,8 +5,9 @@ A rank that fails tells why and ends; the others find its connections closed, an
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from offload_trainer.errors import Elsewhere, TrainerError
+from offload_trainer.errors import Elsewhere, TrainerError, UserError
 
 T = TypeVar("T")
 
@@ -32,6 +33,36 @@ def join() -> None:
 def place_here() -> tuple[int, int]:
     """(rank, world); (0, 1) where no ranks have been joined."""
     return (dist.get_rank(), dist.get_world_size()) if _several() else (0, 1)
+
+
+def nodes() -> tuple[range, ...]:
+    """The ranks of each node, as the launcher has counted them there; one node where it does not say. All ranks call.
+
+    UserError where they are not as many on each: each node holds the state of its ranks, and plans for as much.
+    """
+    rank, world = place_here()
+    if world == 1:
+        return (range(1),)
+    told = gather(int(os.environ.get("LOCAL_RANK", rank)))
+    each = world // max(1, told.count(0))
+    if told != [number % each for number in range(world)]:
+        raise UserError(
+            f"ranks are not as many on every node: they are number {', '.join(map(str, told))} of theirs; start as "
+            "many on each (torchrun --nproc-per-node)"
+        )
+    return tuple(range(first, first + each) for first in range(0, world, each))
+
+
+def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True) -> Any:
+    """The one of several groups of ranks that this rank is in, or one of all. All ranks call, alike.
+
+    `in_step`: what is sent there is sent within a step, and not waited for as long as a start.
+    """
+    patience = timedelta(seconds=STALLED + _LATER) if in_step else _SETTING_UP
+    if not members:
+        return dist.new_group(backend="gloo", timeout=patience)
+    made, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members], backend="gloo", timeout=patience)
+    return made
 
 
 @contextmanager
@@ -67,6 +98,46 @@ def spread(values: torch.Tensor, *, source: int, group: Any = None) -> None:
             dist.broadcast(values.view(torch.uint8), src=source, group=group)
 
 
+def trade(
+    out: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], *, group: Any
+) -> Callable[[], None]:
+    """Begin to send each of `out` to its rank, and to fill each of `into` from its; what is given waits for all of it.
+
+    1-D, contiguous, on the CPU. Between two ranks they arrive in the order in which they are sent, those of no elements
+    not at all.
+    """
+    begun = []
+    with _noticing():
+        for rank, values in into:
+            if values.numel():
+                begun.append(dist.irecv(values.view(torch.uint8), rank, group=group))
+        for rank, values in out:
+            if values.numel():
+                begun.append(dist.isend(values.view(torch.uint8), rank, group=group))
+
+    def wait() -> None:
+        with _noticing():
+            for one in begun:
+                assert one is not None
+                one.wait()
+
+    return wait
+
+
+def add_up(values: torch.Tensor, *, group: Any) -> None:
+    """Set `values` (on the CPU) to the sum over all ranks: exact where at most one of them has another than 0."""
+    with _noticing():
+        dist.all_reduce(values, group=group)
+
+
+def share(value: Any, *, source: int, group: Any) -> Any:
+    """The value of rank `source`, on every rank of a group."""
+    box = [value]
+    with _noticing():
+        dist.broadcast_object_list(box, src=source, group=group)
+    return box[0]
+
+
 def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -86,10 +157,31 @@ def on_rank_zero(work: Callable[[], object]) -> None:
         raise Elsewhere(told[1], code=told[0])
 
 
+def on_some(work: Callable[[], object], *, mine: bool) -> None:
+    """Do `work` on the ranks of which it is `mine`. A failure on one is every rank's failure."""
+    failed: Exception | None = None
+    if mine:
+        try:
+            work()
+        except Exception as error:
+            failed = error
+    told = gather(None if failed is None else (getattr(failed, "exit_code", LOST), str(failed)))
+    if failed is not None:
+        raise failed
+    for failure in told:
+        if failure is not None:
+            raise Elsewhere(failure[1], code=failure[0])
+
+
 def rank_zero_first(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0, then on the others, which find done what it leaves behind."""
+    """Do `work` on rank 0, then on the first of each other node, then on the rest: they find done what it leaves.
+
+    Or half done, where nodes have no such directory in common.
+    """
     if _several():
         on_rank_zero(work)
+        rank, each = place_here()[0], len(nodes()[0])
+        on_some(work, mine=rank > 0 and rank % each == 0)
     return work()
 
 
@@ -113,7 +205,7 @@ def gather(value: Any) -> list[Any]:
     return box
 
 
-def wait_for_all() -> None:
+def wait_for_all(*, group: Any = None) -> None:
     if _several():
         with _noticing():
-            dist.barrier()
+            dist.barrier(group)

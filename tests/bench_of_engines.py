@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
+from offload_trainer import ranks
 from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.plain import PlainEngine
@@ -23,7 +24,6 @@ from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.source import ModelSource, resolve_model
 from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.ranks import place_here, share_from_zero
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease
@@ -127,17 +127,19 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
         yield PlainEngine(source, config.model, config.optim)
         return
     machine = probe_machine(drives=config.placement.nvme, output=str(model))
-    rank, world = place_here()
-    plan = make_plan(config, source.shape, machine, world=world)
+    rank, world = ranks.place_here()
+    nodes = ranks.nodes()
+    first = next(its.start for its in nodes if rank in its)
+    plan = make_plan(config, source.shape, machine, world=world, nodes=len(nodes))
     assert plan.engine == "tiered"
-    leases = [DriveLease(drive) for drive in drives] if plan.uses_drives and rank == 0 else []
+    leases = [DriveLease(drive) for drive in drives] if plan.uses_drives and rank == first else []
     made = TieredEngine(
         source,
-        workload(config, source.shape, world=world),
+        workload(config, source.shape, world=world, nodes=len(nodes)),
         config.optim,
         placement=plan.placement,
         sizes=plan.sizes,  # type: ignore[arg-type]
-        drives=share_from_zero([lease.path for lease in leases]),
+        drives=ranks.gather([lease.path for lease in leases])[first],
         **extra,
     )
     try:

@@ -52,7 +52,9 @@ class Run:
 def environment(**extra: str) -> dict[str, str]:
     """No launcher's variables leak in."""
     return {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     } | extra
 
 

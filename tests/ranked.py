@@ -1,12 +1,13 @@
 """Several ranks on this machine, each a fork: what they train and leave.
 
 run_ranks(cases, count=3, folder=...)   each case in turn; rank 0 leaves its steps and its state in the case's folder
-python ranked.py RANK COUNT FOLDER      one of them, which reads FOLDER/cases.json
+python ranked.py RANK COUNT FOLDER NODES      one of them, which reads FOLDER/cases.json
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_of_engines import Step, batches, engine, train
+from bench_of_engines import Step, batches, engine, masters, train
+from safetensors.torch import save_file
 
 import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
@@ -51,13 +53,22 @@ class Case:
             done = train(made, data[rank::world], accumulate=self.micro // world)
             moved = gather([after - start for start, after in zip(before, _quiet(made), strict=True)])
             Path(self.out).mkdir(parents=True, exist_ok=True)
-            snapshot = made.snapshot()
-            snapshot.write(Path(self.out))
-            snapshot.close()
+            if len(ranks.nodes()) == 1:
+                snapshot = made.snapshot()
+                snapshot.write(Path(self.out))
+                snapshot.close()
+            save_file(masters(made), Path(self.out) / f"masters-{rank}.safetensors")
             if rank == 0:
                 (Path(self.out) / "steps.json").write_text(json.dumps(done))
                 (Path(self.out) / "moved.json").write_text(json.dumps([sum(way) for way in zip(*moved, strict=True)]))
             wait_for_all()
+
+    @property
+    def seen(self) -> tuple[list[Step], bytes]:
+        """Losses and norms; masters as rank 0 is told them."""
+        out = Path(self.out)
+        steps = [tuple(step) for step in json.loads((out / "steps.json").read_text())]
+        return steps, (out / "masters-0.safetensors").read_bytes()  # type: ignore[return-value]
 
     @property
     def left(self) -> tuple[list[Step], list[bytes]]:
@@ -95,19 +106,20 @@ def _quiet(engine: Any) -> tuple[int, ...]:
     return tuple(_moved)
 
 
-def run_ranks(cases: Sequence[Case], *, count: int, folder: Path) -> None:
-    """All of `cases` by `count` ranks."""
+def run_ranks(cases: Sequence[Case], *, count: int, folder: Path, nodes: int = 1) -> None:
+    """All of `cases` by `count` ranks, as if they were on so many nodes."""
     from conftest import start
 
     folder.mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     told = [folder / f"told-{rank}" for rank in range(count)]
-    forks = [start(__file__, rank, count, folder, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
+    forks = [start(__file__, rank, count, folder, nodes, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
     codes = [fork.wait(400) for fork in forks]
     assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
 
 
-def join(rank: int, count: int, folder: Path) -> None:
+def join(rank: int, count: int, folder: Path, *, nodes: int = 1) -> None:
+    os.environ["LOCAL_RANK"] = str(rank % (count // nodes))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
 
 
@@ -116,7 +128,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     _count_what_is_moved()
     folder = Path(sys.argv[3])
-    join(int(sys.argv[1]), int(sys.argv[2]), folder)
+    join(int(sys.argv[1]), int(sys.argv[2]), folder, nodes=int(sys.argv[4]))
     for told in json.loads((folder / "cases.json").read_text()):
         Case(**told).run()
     ranks.wait_for_all()

@@ -57,7 +57,8 @@ def opened(
 ) -> Parts:
     """The parts of such a run; `stack` closes them. `directories` are private ones on drives.
 
-    With several ranks in the workload they are those of this process's group, all on this node.
+    With several ranks in the workload they are those of this process's group, those of a node with the same
+    directories.
     Without `device` it is CUDA's where there is a GPU, else the CPU. UserError where a GPU has no kernel for its pages.
     """
     units, dtype = units_of(work.shape), DTYPES[work.dtype]
@@ -65,9 +66,10 @@ def opened(
     stack.callback(device.close)
     drives = Drives(directories, _transfers(sizes))
     stack.callback(drives.close)
-    homes = homes_in(units, placement, sizes)
     node = Node(together=work.world > 1)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
+    assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
+    homes = homes_in(units, placement, sizes, node=node.number)
     layout = Layout(
         units=units,
         homes=homes,

@@ -16,7 +16,7 @@ def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: Weights, devic
     """Of the `pages` that this rank updates. Ranks agree on each unit where the update goes on behind the forward."""
     if not layout.behind or layout.node.world == 1:
         return Renewal(pages)
-    beside = Beside()
+    beside = Beside(across=layout.node.all_alike)
 
     def agree(unit: int) -> None:
         beside.meet()
@@ -24,5 +24,7 @@ def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: Weights, devic
             weights.spread_unit(layout.units[unit], beside=beside)
             there = device.reached()
         there.wait()
+        if len(layout.node.nodes) > 1:
+            beside.meet()  # what other nodes have sent is there for all ranks of this one
 
     return Renewal(pages, units=list(dict.fromkeys(page.unit for page in layout.homes.pages)), agree=agree)

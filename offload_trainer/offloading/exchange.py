@@ -1,17 +1,19 @@
-"""Gradients of several ranks on one node: each rank adds up its stretches of what all of them have computed.
+"""Gradients of several ranks: each rank adds up its stretches of what all of them have computed.
 
     autograd ──> outbox of the rank ──meet──> the owner of each stretch adds rank 0's, rank 1's, ... to the sums
+                                    ──sent──> inbox of the owner, where that is on another node
 
 A unit is exchanged once all of its gradients of a micro-batch are laid out, and all units before it in the backward's
 order have been; what did not get a gradient is known at the end of the backward. Two outboxes take turns: whoever
-meets for a unit has read the one before. Micro-batch a of rank r is number a * ranks + r of one rank, and sums are
-added in that order, so they have one rank's bits; who had a gradient travels along, since adding a zero can change a
-bit and decides whether a weight is updated. Sums are in memory that all ranks see: each takes norms of some weights.
+meets for a unit has read the one before; what goes to other nodes has gone by then, while the backward went on.
+Micro-batch a of rank r is number a * ranks + r of one rank, and sums are added in that order, so they have one rank's
+bits; who had a gradient travels along, since adding a zero can change a bit and decides whether a weight is updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +21,22 @@ import torch
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.gradients import Gradients, Uses
 from offload_trainer.offloading.node import Node
-from offload_trainer.offloading.norms import norm_of, ordered_norm
+from offload_trainer.offloading.shared_norms import SharedNorms
 from offload_trainer.offloading.store import UnitStore
 from offload_trainer.offloading.sums import Staged
-from offload_trainer.plan.layout import Place, Unit, stretch_of
+from offload_trainer.plan.layout import Place, Unit, largest_stretch, stretch_of
 from offload_trainer.plan.sizes import GRADIENT_BUFFERS, OUTBOXES, exchange_bytes
+from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A unit of which everything is laid out, and is on its way from other nodes."""
+
+    unit: Unit
+    box: int
+    arrived: Callable[[], None]  # waits for it
 
 
 class SharedGradients:
@@ -52,36 +64,26 @@ class SharedGradients:
         self._sums = Staged(units, store, stagings=GRADIENT_BUFFERS, node=node)
         size = exchange_bytes(units, item_bytes=given.itemsize)
         boxes = node.memory_of_each(size, pinned=device.is_cuda)
-        self._boxes = [box.view(given).view(OUTBOXES, -1) for box in boxes]
+        self._boxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
+        inbox = largest_stretch(units, ranks=node.world)
+        self._inboxes = {rank: host_buffer(inbox * given.itemsize).view(given) for rank in node.elsewhere}
         self._turns = [unit for unit in reversed(units) if unit.trained]  # as a backward computes them
         self._names = {unit.index: _trained(unit) for unit in units}
-        marks = node.memory_of_each(OUTBOXES * max(len(names) for names in self._names.values()))
-        self._marks = [mark.view(OUTBOXES, -1) for mark in marks]  # 1: this weight of the unit got a gradient
-        self._order = tuple(name for name in order if name in self._place)
-        self._norms = node.memory(4 * len(self._order)).view(torch.float32)
-        self._takes = self._share_of_norms()
-        self._taken: set[int] = set()  # norms that were taken on the way of their sums to a drive
+        most = max(len(names) for names in self._names.values())
+        marks = node.memory_of_each(OUTBOXES * most)
+        self._marks = {rank: mark.view(OUTBOXES, -1) for rank, mark in marks.items()}  # 1: the weight got a gradient
+        self._told = {rank: torch.zeros(most, dtype=torch.uint8) for rank in node.elsewhere}  # the same, from there
+        ordered = device.place.type != "cpu"
+        placed = [self._place[name] for name in order if name in self._place]
+        self._norms = SharedNorms(placed, node, dtype=self.dtype, ordered=ordered)
         self._uses = Uses({name: place.weight.uses for name, (_, place) in self._place.items()})
         self._arrived: set[str] = set()  # in this step, on any rank
         self._waiting: dict[str, torch.Tensor] = {}  # of this micro-batch, until it is their unit's turn
         self._laid: set[str] = set()  # of the unit whose turn it is
         self._copies: list[Future] = []
         self._turn = self._round = 0
+        self._under_way: _UnderWay | None = None
         self._last = False  # whether these are the step's last gradients
-
-    def _share_of_norms(self) -> list[int]:
-        """The places in `order` of the weights whose norms this rank takes: about as many elements as each other."""
-        held = [0] * self._node.world
-        mine = []
-        for number in sorted(range(len(self._order)), key=lambda number: -self._numel(self._order[number])):
-            rank = held.index(min(held))
-            held[rank] += self._numel(self._order[number])
-            if rank == self._node.rank:
-                mine.append(number)
-        return mine
-
-    def _numel(self, name: str) -> int:
-        return self._place[name][1].weight.numel
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ class SharedGradients:
             self._take(name, flat)
         while self._turn < len(self._turns):
             self._exchange()
+        self._settle()
         assert not self._waiting, f"gradients of {list(self._waiting)} after their unit's turn"
         self._turn = 0
 
@@ -121,7 +124,7 @@ class SharedGradients:
         self._laid.add(name)
 
     def _exchange(self) -> None:
-        """The unit whose turn it is: every rank's gradients to the sums that are this rank's."""
+        """The unit whose turn it is: from here on every rank's gradients are on their way to their owners."""
         unit, box = self._turns[self._turn], self._round % OUTBOXES
         names = self._names[unit.index]
         mark = self._marks[self._node.rank][box]
@@ -129,11 +132,10 @@ class SharedGradients:
             mark[number] = name in self._laid
         for copy in self._copies:
             copy.wait()
+        self._settle()  # whoever meets has read the unit before
         self._sums.claim(unit.index)
         self._node.meet()
-        told = [marks[box][: len(names)].tolist() for marks in self._marks]
-        givers = [[rank for rank, its in enumerate(told) if its[number]] for number in range(len(names))]
-        self._add_up(unit, box, dict(zip(names, givers, strict=True)))
+        self._under_way = _UnderWay(unit, box, self._sent_and_received(unit, box))
         self._copies.clear()
         self._laid.clear()
         self._turn += 1
@@ -142,6 +144,34 @@ class SharedGradients:
             for name in self._names[self._turns[self._turn].index]:
                 if name in self._waiting:
                     self._lay_out(name, self._waiting.pop(name))
+
+    def _sent_and_received(self, unit: Unit, box: int) -> Callable[[], None]:
+        """Begin to send each owner on another node what is its, and to receive what is this rank's."""
+        node, count = self._node, len(self._names[unit.index])
+        out, into = [], []
+        for rank in node.elsewhere:
+            first, end = stretch_of(unit, rank, ranks=node.world)
+            out += [(rank, self._marks[node.rank][box][:count]), (rank, self._boxes[node.rank][box][first:end])]
+        first, end = stretch_of(unit, node.rank, ranks=node.world)
+        for rank in node.elsewhere:
+            into += [(rank, self._told[rank][:count]), (rank, self._inboxes[rank][: end - first])]
+        return node.trade(out, into)
+
+    def _settle(self) -> None:
+        """The unit that is under way: every rank's gradients to the sums that are this rank's."""
+        if self._under_way is None:
+            return
+        (unit, box), node = (self._under_way.unit, self._under_way.box), self._node
+        self._under_way.arrived()
+        self._under_way = None
+        marks = {rank: marks[box] for rank, marks in self._marks.items()} | self._told
+        told = [marks[rank].tolist() for rank in range(node.world)]
+        givers = [
+            [rank for rank, its in enumerate(told) if its[number]] for number in range(len(self._names[unit.index]))
+        ]
+        self._add_up(unit, box, dict(zip(self._names[unit.index], givers, strict=True)))
+        if self._last and self.store.host(unit.index) is None and not self._arrived.isdisjoint(self._names[unit.index]):
+            self._norms.take(unit.index, self._sums.collecting(unit.index), self._arrived, leaves=True)
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
         """Add a unit's gradients to this rank's stretch of the sums: of each weight its givers', in their order."""
@@ -154,24 +184,15 @@ class SharedGradients:
             here = slice(max(first, place.start), min(end, place.start + place.weight.numel))
             for rank in ranks:
                 if here.start < here.stop:
-                    target, values = sums[here], self._boxes[rank][box][here]
+                    target, values = sums[here], self._given(rank, box, here, first=first)
                     target.add_(values) if name in self._arrived else target.copy_(values)
                 self._arrived.add(name)
-        if self._last and self.store.host(unit.index) is None:
-            self._take_norms(unit)
 
-    def _take_norms(self, unit: Unit) -> None:
-        """Norms of a unit whose sums leave for a drive, while they are in memory that all ranks see.
-
-        Nobody writes there before all have met for the next unit.
-        """
-        self._node.meet()
-        sums = self._sums.collecting(unit.index)
-        for number in self._takes:
-            its, place = self._place[self._order[number]]
-            if its is unit and place.weight.name in self._arrived:
-                self._norms[number] = self._norm_of(sums[place.start :][: place.weight.numel])
-                self._taken.add(number)
+    def _given(self, rank: int, box: int, here: slice, *, first: int) -> torch.Tensor:
+        """A rank's gradients of elements in this rank's stretch, which begins at `first`."""
+        if rank in self._boxes:
+            return self._boxes[rank][box][here]
+        return self._inboxes[rank][here.start - first : here.stop - first]
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -187,23 +208,11 @@ class SharedGradients:
 
     def norms(self) -> dict[str, torch.Tensor]:
         """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`."""
-        for number in self._takes:
-            name = self._order[number]
-            if name in self._arrived and number not in self._taken:
-                self._norms[number] = self._norm_of(self._sum_of(name))
-                self._taken.add(number)
-        self._node.meet()
-        return {name: self._norms[number] for number, name in enumerate(self._order) if name in self._arrived}
-
-    def _sum_of(self, name: str) -> torch.Tensor:
-        unit, place = self._place[name]
-        sums = self.store.host(unit.index)
-        if sums is None:
-            return self.store.get(unit.index, place.start, place.weight.numel)
-        return sums[place.start : place.start + place.weight.numel]
-
-    def _norm_of(self, values: torch.Tensor) -> torch.Tensor:
-        return norm_of(values) if self._device.place.type == "cpu" else ordered_norm(values)
+        for unit in self._turns:
+            sums = self.store.host(unit.index)
+            if sums is not None:  # those of others were taken before they left
+                self._norms.take(unit.index, sums, self._arrived, leaves=False)
+        return self._norms.of(self._arrived)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """None: no sums live on a device."""
@@ -225,8 +234,8 @@ class SharedGradients:
     def clear(self) -> None:
         """Begin the next step; what is in the sums is overwritten. All ranks have read them: they have met."""
         self._arrived.clear()
-        self._taken.clear()
         self._sums.clear()
+        self._norms.clear()
 
     def close(self) -> None:
         self._waiting.clear()

@@ -32,7 +32,7 @@ class Layout:
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
     behind: bool  # whether the update runs behind what follows it
     ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
-    node: Node = field(default_factory=Node)  # the ranks that have all of it together, on the drives of rank 0
+    node: Node = field(default_factory=Node)  # the ranks that have all of it together
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class OffloadedModel:
     def put(self, values: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         """Weights to their homes, one at a time: (name, as the model computes with it, as its master begins).
 
-        All ranks call it, and rank 0 alone asks for the values.
+        All ranks call it, and the first of each node asks for the values.
         """
 
         def put() -> None:

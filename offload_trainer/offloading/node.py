@@ -1,16 +1,19 @@
-"""The ranks of one node: memory that is there once for all of them, and how they wait for each other.
+"""The ranks of a run, on one node or on several: memory that is there once a node, and how ranks wait for each other.
 
-    memory   the same bytes in every rank; each writes what is its own
+    memory   the same bytes in every rank of the node; each writes what is its own
     meet     what ranks wrote before it, all read after it
     spread   what one rank's device holds, to all devices: NCCL between GPUs, gloo where CPUs stand for them
+    across   what one rank has written into its node's memory, to the ranks of the same number on the other nodes
+    trade    what ranks have for each other, in host memory
 
-With one rank all of it is what it always was: memory of its own, and nobody to wait for.
+A node holds the state of its own ranks, and all weights. With one rank all of it is what it always was: memory of its
+own, and nobody to wait for.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,36 +24,60 @@ from offload_trainer.offloading.rounds import Beside, Rounds, exchange_of
 from offload_trainer.storage.host_memory import host_buffer, mapped, memory_file
 
 T = TypeVar("T")
+Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)
 
 
 class Node:
-    """This process alone, or `together` with the other ranks of its process group, all on this node."""
+    """This process alone, or `together` with the other ranks of its process group."""
 
     def __init__(self, *, together: bool = False, stalled: float = ranks.STALLED) -> None:
         """`stalled`: seconds after which a rank that does not `meet` ends the run."""
         self.rank, self.world = ranks.place_here() if together else (0, 1)
+        self.nodes = ranks.nodes() if together else (range(1),)
+        self.number = next(number for number, its in enumerate(self.nodes) if self.rank in its)
         self._stalled = stalled
         self._between_gpus: Any = None
         self._rounds: Rounds | None = None
+        self._trading = ranks.group_of() if self.world > 1 else None
+        several = len(self.nodes) > 1
+        self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
+        self._across = ranks.group_of(self.all_alike) if several else None
+
+    @property
+    def here(self) -> range:
+        """The ranks of this node."""
+        return self.nodes[self.number]
+
+    @property
+    def elsewhere(self) -> list[int]:
+        """The ranks of other nodes."""
+        return [rank for rank in range(self.world) if rank not in self.here]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what its node does once."""
+        return self.rank == self.here.start
 
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
-        """`size` zeroed bytes (uint8), the same ones in every rank. All ranks ask alike, in the same order."""
-        if self.world == 1 or size == 0:
+        """`size` zeroed bytes (uint8), the same ones in every rank of the node, which ask alike, in the same order."""
+        if len(self.here) == 1 or size == 0:
             return host_buffer(size, pinned=pinned)
-        descriptor = memory_file(size) if self.rank == 0 else -1
-        pid, number = ranks.share_from_zero((os.getpid(), descriptor))
-        if self.rank:
+        descriptor = memory_file(size) if self.is_first else -1
+        pid, number = ranks.share((os.getpid(), descriptor), source=self.here.start, group=self._inside)
+        if not self.is_first:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = mapped(descriptor, size, pinned=pinned)
-            ranks.wait_for_all()
+            ranks.wait_for_all(group=self._inside)
         finally:
             os.close(descriptor)
         return memory
 
-    def memory_of_each(self, size: int, *, pinned: bool = False) -> list[torch.Tensor]:
-        """`size` bytes for each rank, which all can read."""
-        return list(self.memory(self.world * size, pinned=pinned).split(size)) if size else []
+    def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
+        """`size` bytes for each rank of the node, which all of them can read."""
+        if size == 0:
+            return {}
+        return dict(zip(self.here, self.memory(len(self.here) * size, pinned=pinned).split(size), strict=True))
 
     def meet(self) -> None:
         """Every rank has come this far when this returns. TrainerError, Elsewhere where one does not or has ended."""
@@ -63,7 +90,7 @@ class Node:
         """From now on ranks `meet` in rounds, where they do something else together too. All ranks call it."""
         if self._rounds is None:
             board = self.memory(8 * self.world).view(torch.int64)
-            self._rounds = Rounds(exchange_of(board, rank=self.rank, stalled=self._stalled))
+            self._rounds = Rounds(exchange_of(board, rank=self.rank, here=self.here, stalled=self._stalled))
         return self._rounds
 
     def close(self) -> None:
@@ -71,12 +98,15 @@ class Node:
             self._rounds.close()
 
     def once(self, work: Callable[[], T]) -> T:
-        """What `work` gives, done by rank 0 while the others wait. A failure there is every rank's."""
+        """What `work` gives, done by the first rank of each node while the others wait.
+
+        A failure there is every rank's.
+        """
         if self.world == 1:
             return work()
         found: list[T] = []
-        ranks.on_rank_zero(lambda: found.append(work()))
-        (result,) = ranks.share_from_zero(found)
+        ranks.on_some(lambda: found.append(work()), mine=self.is_first)
+        (result,) = ranks.share(found, source=self.here.start, group=self._inside)
         return result
 
     def spread(self, values: torch.Tensor, *, source: int, beside: Beside | None = None) -> None:
@@ -91,3 +121,34 @@ class Node:
             self._between_gpus = dist.new_group(backend="nccl")
         between = self._between_gpus if values.is_cuda else beside.group if beside else None
         ranks.spread(values, source=source, group=between)
+
+    @property
+    def all_alike(self) -> list[tuple[int, ...]]:
+        """Ranks that have the same place on their nodes, for each place; empty where there is one node."""
+        return list(zip(*self.nodes, strict=True)) if len(self.nodes) > 1 else []
+
+    @property
+    def alike(self) -> list[int]:
+        """The ranks that have this one's place on their nodes, its own first to last node."""
+        return [its[self.rank - self.here.start] for its in self.nodes]
+
+    def across(self, values: torch.Tensor, *, source: int, beside: Beside | None = None) -> None:
+        """Fill `values` (1-D, contiguous), in host memory, with what they are on rank `source` of `alike`, who call.
+
+        `beside`: see `spread`.
+        """
+        if len(self.nodes) > 1:
+            ranks.spread(values, source=source, group=beside.across if beside else self._across)
+
+    def complete(self, values: torch.Tensor, begins: Sequence[int]) -> None:
+        """Fill `values` with what each node has of them: from its element of `begins` up to the next node's."""
+        for source, first, end in zip(self.alike, begins, [*begins[1:], values.numel()], strict=True):
+            self.across(values[first:end], source=source)
+
+    def trade(self, out: Addressed, into: Addressed) -> Callable[[], None]:
+        """Begin to send each of `out` to its rank, and to fill each of `into` from its; what is given waits for it."""
+        return ranks.trade(out, into, group=self._trading)
+
+    def add_up(self, values: torch.Tensor) -> None:
+        """Set `values` to their sum over all ranks, of which one at most has another than 0 for an element."""
+        ranks.add_up(values, group=self._trading)

@@ -9,6 +9,8 @@ up in another order on each, so there it is made of single additions whose order
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 _NORM_PIECE = 1 << 17  # elements
@@ -35,10 +37,14 @@ def norm_of(flat: torch.Tensor) -> torch.Tensor:
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
     pieces = flat.split(_NORM_PIECE)
-    norms, copy = torch.empty(len(pieces)), torch.empty(min(_NORM_PIECE, flat.numel()))
+    return torch.linalg.vector_norm(_norms_of(pieces, count=len(pieces), largest=min(_NORM_PIECE, flat.numel())))
+
+
+def _norms_of(pieces: Iterable[torch.Tensor], *, count: int, largest: int) -> torch.Tensor:
+    norms, copy = torch.empty(count), torch.empty(largest)
     for index, piece in enumerate(pieces):
         torch.linalg.vector_norm(copy[: piece.numel()].copy_(piece), out=norms[index])
-    return torch.linalg.vector_norm(norms)
+    return norms
 
 
 def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tensor:
@@ -48,12 +54,47 @@ def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tens
     in the same way. Each step is one fp32 operation an element, rounded once, which every device does alike; filling
     up with zeros changes none of them. `chunks` are taken at a time: one in the CPU's cache, several on a GPU.
     """
-    width = min(_CHUNK, _power_of_two(flat.numel()))
+    width = _chunk(flat.numel())
     at_a_time = chunks or (1 if flat.device.type == "cpu" else _CHUNKS_ON_GPU)
     sums = torch.cat([_sums_of_squares(part, width) for part in flat.split(width * at_a_time)])
+    return _root_of_sum(sums)
+
+
+def _chunk(count: int) -> int:
+    """Elements whose squares are added up by halves, of so many."""
+    return min(_CHUNK, _power_of_two(count))
+
+
+def _root_of_sum(sums: torch.Tensor) -> torch.Tensor:
     filled = sums.new_zeros(1, _power_of_two(sums.numel()))
     filled[0, : sums.numel()].copy_(sums)
     return _by_halves(filled)[0].sqrt()
+
+
+class PiecewiseNorm:
+    """The norm of one weight's sum that lies in parts on several ranks: the bits of `norm_of` or `ordered_norm`.
+
+    Either is put together from what each `width` elements give, counted from the weight's start.
+    """
+
+    def __init__(self, numel: int, *, ordered: bool) -> None:
+        """`ordered`: as `ordered_norm`, else as `norm_of` on the CPU."""
+        self._ordered = ordered
+        self.width = _chunk(numel) if ordered else _NORM_PIECE
+        self.pieces, self._largest = -(-numel // self.width), min(numel, self.width)
+
+    def of(self, pieces: Iterable[torch.Tensor], *, count: int) -> torch.Tensor:
+        """fp32, one number for each of `count` pieces on the CPU: `width` elements, the weight's last perhaps fewer."""
+        if not self._ordered:
+            return _norms_of(pieces, count=count, largest=self._largest)
+        numbers = torch.empty(count)
+        for index, piece in enumerate(pieces):
+            numbers[index : index + 1] = _sums_of_squares(piece, self.width)
+        return numbers
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The norm (fp32, 0-dim) from the numbers of all pieces."""
+        return _root_of_sum(numbers) if self._ordered else torch.linalg.vector_norm(numbers)
 
 
 def _sums_of_squares(part: torch.Tensor, width: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.offloading.store import offsets, size_of_home
 from offload_trainer.optim.state_files import MomentsName, RuleName
 from offload_trainer.plan.formats import StateFormat, state_format
-from offload_trainer.plan.layout import ALIGN, DEVICE, Page, Unit
+from offload_trainer.plan.layout import ALIGN, ELSEWHERE, Page, Unit
 from offload_trainer.readback import EXACT, Count, Flag, Line, Steps, file_bytes, open_file, parsed, read_back, shown
 from offload_trainer.storage.durable import write_text
 from offload_trainer.units import format_count
@@ -34,7 +34,7 @@ _MASTER = 4  # bytes; masters are a page's first field
 _FIX = "Export the run's newest checkpoint"
 
 _PageElements = Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
-_Home = Annotated[int, Strict(), Field(ge=DEVICE, lt=1000)]
+_Home = Annotated[int, Strict(), Field(ge=ELSEWHERE, lt=1000)]
 
 
 class PageIndex:
@@ -169,7 +169,10 @@ def read_store(directory: Path) -> StoredMasters:
     if lost or told.fixed:
         total = format_count(sum(page.elements for page in told.pages))
         what = f"{format_count(lost)} of {total} masters" if lost else f"{len(told.fixed)} fixed weights"
-        raise UserError(f"{directory}: {what} were in memory and went with the run; export its newest checkpoint")
+        raise UserError(
+            f"{directory}: {what} were in memory and went with the run, or are on other nodes; export its newest "
+            "checkpoint"
+        )
     try:
         _refuse_outside(directory, told)
         places = _places(told, [Path(drive) / "state" for drive in told.drives])

@@ -11,14 +11,14 @@ others do, with fetches in between that those have not told yet. It has to do th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from offload_trainer.errors import Elsewhere, TrainerError
-from offload_trainer.ranks import LOST
+from offload_trainer.ranks import LOST, group_of
 from offload_trainer.storage.transfer import Future, Workers, ending
 
 _MEET = -1
@@ -73,11 +73,11 @@ class Rounds:
         self._thread.close(patience=1.0)
 
 
-def exchange_of(board: torch.Tensor, *, rank: int, stalled: float) -> Exchange:
+def exchange_of(board: torch.Tensor, *, rank: int, here: range, stalled: float) -> Exchange:
     """Rounds between all ranks, over connections of their own (gloo).
 
-    `board`: an int64 for each rank, which all of them see: how many rounds it has come to. Raises TrainerError on rank
-    0, which names those that have not come after `stalled` seconds; Elsewhere where another rank has ended.
+    `board`: an int64 for each rank, which those of the node see: how many rounds it has come to. Raises TrainerError on
+    rank 0, which names those `here` that have not come after `stalled` seconds; Elsewhere where another rank has ended.
     """
     world = board.numel()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stalled + (_LATER if rank else 0)))
@@ -91,7 +91,8 @@ def exchange_of(board: torch.Tensor, *, rank: int, stalled: float) -> Exchange:
             dist.all_gather(told, given, group=group)
         except RuntimeError as error:
             if rank == 0 and time.monotonic() - began >= stalled:
-                missing = ", ".join(f"Rank {other}" for other in range(world) if board[other] < board[rank])
+                behind = [f"Rank {other}" for other in here if board[other] < board[rank]]
+                missing = ", ".join(behind) or "a rank of another node"
                 raise TrainerError(
                     f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run "
                     f"ends: {missing} failed to come. The same command goes on from the newest checkpoint"
@@ -105,7 +106,9 @@ def exchange_of(board: torch.Tensor, *, rank: int, stalled: float) -> Exchange:
 class Beside:
     """All ranks, for one thread of each beside the one that trains: connections of its own. All make it, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, across: Sequence[Sequence[int]] = ()) -> None:
+        """`across`: ranks that send each other what is on their nodes, some together each, where that is done too."""
+        self.across = group_of(across) if across else None
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
     def meet(self) -> None:

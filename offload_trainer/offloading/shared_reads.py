@@ -1,6 +1,6 @@
 """Units of weights that several ranks need, each read once from its drive.
 
-    drive ──each rank its part──> memory that all ranks see ──all have read──> each rank's buffer
+    drive ──each rank its part──> memory that all ranks of the node see ──all have read──> each rank's buffer
 
 Where a rank needs a unit that not all others need next (`offloading/rounds`) it reads that alone. Two buffers take
 turns: who has read its part of a unit has copied the one before.
@@ -90,10 +90,10 @@ class SharedReads:
             wanted.filled.finish_part(error)
 
     def _read(self, wanted: _Wanted, buffer: torch.Tensor) -> None:
-        elements = self._elements[wanted.unit]
+        elements, node = self._elements[wanted.unit], self._node
         whole = self._buffers[self._turn][:elements]
         self._turn = (self._turn + 1) % SHARED_READS
-        first, end = part_of(elements, self._node.rank, ranks=self._node.world)
+        first, end = part_of(elements, node.rank - node.here.start, ranks=len(node.here))
         if first < end:
             self._store.read(wanted.unit, first, whole[first:end]).wait()
         self._copied.wait()  # the other ranks may overwrite that once they have met here

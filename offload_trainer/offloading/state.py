@@ -62,9 +62,10 @@ class TieredState:
         return TensorEntry(name, DTYPES[kind.dtype], shape)
 
     def master(self, name: str) -> torch.Tensor:
-        """A copy of one master: fp32, whole."""
+        """A copy of one master: fp32, whole. With several nodes all ranks ask."""
         unit, place = self.places[name]
         values = self.store.get("master", unit.index, place.start, place.weight.numel)
+        self.weights.complete(values, unit, place)
         return values.view(place.weight.shape)
 
     def weight(self, name: str) -> torch.Tensor:

@@ -17,10 +17,10 @@ import torch
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.node import Node
 from offload_trainer.plan.formats import StateFormat
-from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, Page, aligned
+from offload_trainer.plan.layout import ALIGN, DEVICE, ELSEWHERE, RAM, Page, aligned
 from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done
 
 
 class WriteBackCache:
@@ -75,7 +75,10 @@ class PageStore:
         device: Device,
         node: Node,
     ) -> None:
-        """Pages in RAM and in `files` are there once a node; which rank changes which of them is the caller's."""
+        """Pages in RAM and in `files` are there once a node; which rank changes which of them is the caller's.
+
+        Of those that another node has nothing is kept here.
+        """
         self.pages = tuple(pages)
         self.format = format
         self._files, self._transfers, self._device = files, transfers, device
@@ -108,7 +111,7 @@ class PageStore:
 
     def buffers(self, count: int) -> list[torch.Tensor]:
         """At most `count` of them, each for any page that is not in RAM."""
-        away = [size for size, page in zip(self._sizes, self.pages, strict=True) if page.home != RAM]
+        away = [size for size, page in zip(self._sizes, self.pages, strict=True) if page.home not in (RAM, ELSEWHERE)]
         copied = any(page.home == DEVICE for page in self.pages)
         pinned = self._device.is_cuda and copied
         return [host_buffer(max(away), pinned=pinned) for _ in range(min(count, len(away)))]
@@ -160,14 +163,15 @@ class PageStore:
             buffer = free.pop()
             data = buffer[: self._sizes[number]].zero_()
             yield number, self.fields(number, data)
-            leaving.append((buffer, self.write(number, data)))
+            leaving.append((buffer, done() if self.pages[number].home == ELSEWHERE else self.write(number, data)))
         for _, future in leaving:
             future.wait()
 
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, field: str, unit: int, start: int, count: int) -> torch.Tensor:
-        """A copy of one field for `count` elements of a unit from `start` on, as it is stored.
+        """A copy of one field for `count` elements of a unit from `start` on, as it is stored; what is elsewhere is not
+        set.
 
         A scale belongs to 256 elements, and a weight starts with a scale of its own: `start` is a multiple of 256.
         """
@@ -178,7 +182,10 @@ class PageStore:
         return out
 
     def put(self, field: str, unit: int, start: int, count: int, values: torch.Tensor) -> None:
-        """Set one field for `count` elements of a unit from `start` on; `values` as `get` gives. Then `put_away`."""
+        """Set one field for `count` elements of a unit from `start` on, as far as this node has them.
+
+        `values` as `get` gives. Then `put_away`.
+        """
         for held, given in self._touched(field, unit, start, count, modify=True):
             held.copy_(values[given])
 
@@ -194,7 +201,7 @@ class PageStore:
         for number in self._of_unit.get(unit, ()):
             page = self.pages[number]
             first, last = max(start, page.start), min(start + count, page.start + page.elements)
-            if first < last:
+            if first < last and page.home != ELSEWHERE:
                 whole = self._field(field, number, modify=modify)
                 held = whole[(first - page.start) // per : -(-(last - page.start) // per)]
                 yield held, slice((first - start) // per, -(-(last - start) // per))

@@ -16,7 +16,7 @@ from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.rounds import Beside
 from offload_trainer.offloading.shared_reads import SharedReads
 from offload_trainer.offloading.store import UnitStore
-from offload_trainer.plan.layout import DEVICE, RAM, Unit, stretch_of
+from offload_trainer.plan.layout import DEVICE, RAM, Place, Unit, begin_in, stretch_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
@@ -97,18 +97,45 @@ class Weights:
     # -- with several ranks -------------------------------------------------------------------------------------------
 
     def spread(self) -> None:
-        """What each rank has updated, on every rank's device; after `commit`s are done."""
+        """What each rank has updated, on every rank's device and on every node; after `commit`s are done."""
+        node = self._node
         for unit in self.units:
             self.spread_unit(unit)
+        if len(node.nodes) > 1:
+            node.meet()  # what other nodes have sent is there for all ranks of this one
 
     def spread_unit(self, unit: Unit, *, beside: Beside | None = None) -> None:
         """The same of one unit; `beside`: of the thread that calls."""
-        resident = self.resident(unit.index)
+        resident, node = self.resident(unit.index), self._node
         if resident is None:
+            self._spread_over_nodes(unit, beside=beside)
             return
-        for rank in range(self._node.world):
-            first, end = stretch_of(unit, rank, ranks=self._node.world)
-            self._node.spread(resident[first:end], source=rank, beside=beside)
+        for rank in range(node.world):
+            first, end = stretch_of(unit, rank, ranks=node.world)
+            node.spread(resident[first:end], source=rank, beside=beside)
+
+    def _spread_over_nodes(self, unit: Unit, *, beside: Beside | None) -> None:
+        """New weights that are there once a node, from their owner to the rank of its place on each other node."""
+        node = self._node
+        if len(node.nodes) == 1:
+            return
+        host = self.store.host(unit.index)
+        for rank in node.alike:
+            first, end = stretch_of(unit, rank, ranks=node.world)
+            if host is not None:
+                node.across(host[first:end], source=rank, beside=beside)
+            elif first < end:
+                through = host_buffer((end - first) * self.dtype.itemsize).view(self.dtype)
+                if rank == node.rank:
+                    self.store.read(unit.index, first, through).wait()
+                node.across(through, source=rank, beside=beside)
+                if rank != node.rank:
+                    self.store.write(unit.index, first, through).wait()
+
+    def complete(self, masters: torch.Tensor, unit: Unit, place: Place) -> None:
+        """Fill a weight's masters, as far as ranks of other nodes update them, with theirs."""
+        node = self._node
+        node.complete(masters, [begin_in(place, unit, its.start, ranks=node.world) for its in node.nodes])
 
     def spread_all(self) -> None:
         """What rank 0 has on its device, on every rank's."""

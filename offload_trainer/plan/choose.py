@@ -47,7 +47,7 @@ def engine_of(config: TrainConfig, *, world: int = 1) -> Tiered | DeepSpeed | Pl
     return Plain(place)
 
 
-def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, saves: bool = True) -> Workload:
+def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: int = 1, saves: bool = True) -> Workload:
     """A step of such a run. `saves`: whether it keeps checkpoints, or an export, where its output goes."""
     model, train, optim = config.model, config.train, config.optim
     seq_len = row_length(config.data.seq_len, shape)
@@ -65,6 +65,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, saves: b
         state=state_format(optim.name, optim.states),
         kernel=optim.kernel,
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
+        nodes=nodes,
     )
 
 
@@ -124,7 +125,13 @@ def _not_of(engine: Tiered | DeepSpeed | Plain, config: TrainConfig) -> list[str
 
 
 def settle_and_plan(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1, saves: bool = True
+    config: TrainConfig,
+    shape: ModelShape,
+    machine: MachineProfile,
+    *,
+    world: int = 1,
+    nodes: int = 1,
+    saves: bool = True,
 ) -> tuple[TrainConfig, Plan]:
     """The wish with its dtype and micro-batches chosen, and the plan for it. UserError as `make_plan`.
 
@@ -134,20 +141,28 @@ def settle_and_plan(
     tried = []
     for train in micro_batches(config.train, seq_len=row_length(config.data.seq_len, shape), world=world):
         one = config.model_copy(update={"train": train})
-        tried.append((one, make_plan(one, shape, machine, world=world, saves=saves)))
+        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)))
     chosen = _choose([plan for _, plan in tried])
     return next((one, plan) for one, plan in tried if plan is chosen)
 
 
 def make_plan(
-    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int = 1, saves: bool = True
+    config: TrainConfig,
+    shape: ModelShape,
+    machine: MachineProfile,
+    *,
+    world: int = 1,
+    nodes: int = 1,
+    saves: bool = True,
 ) -> Plan:
     """The fastest candidate that fits, or, if none does, the one that comes nearest, with `fits` False.
 
-    `saves`: whether checkpoints, or an export, are kept on the drive of `machine.output`, and counted there. Raises
+    `saves`: whether checkpoints, or an export, are kept on the drive of `machine.output`, and counted there. With
+    several `nodes` the machine is one of them, with as many of the `world` ranks as the others. Raises
     UserError for wishes that cannot be combined on this machine.
     """
-    engine, work = engine_of(config, world=world), workload(config, shape, world=world, saves=saves)
+    engine = engine_of(config, world=world)
+    work = workload(config, shape, world=world, nodes=nodes, saves=saves)
     refuse_card(machine, dtype=work.dtype)
     for wish, package in engine.packages(world=world):
         if machine.lacks(package):
@@ -166,6 +181,11 @@ def make_plan(
         elif plan.forecast.step is not None and chosen.forecast.step is not None:
             rejected.append((plan.homes, _slower(plan.forecast.step, chosen.forecast.step)))
     return replace(chosen, rejected=tuple(rejected), notes=(*chosen.notes, *_notes_of_rule(config.optim)))
+
+
+def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: MachineProfile) -> Plan:
+    """The same plan on the machine of another node, with the names of that one's drives in its `items`."""
+    return replace(plan, items=tuple(items), tiers=_tiers(items, work, machine))
 
 
 def _notes_of_rule(optim: OptimSection) -> list[str]:
@@ -195,6 +215,7 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         micro_batch=work.micro_batch,
         tokens_per_step=work.tokens,
         world=work.world,
+        nodes=work.nodes,
         items=tuple(items),
         tiers=_tiers(items, work, machine),
         traffic=tuple(traffic),
@@ -232,7 +253,7 @@ def _excess(plan: Plan) -> int:
 
 def _tiers(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:
     """Needed and available bytes of each; of a filesystem with several of the directories, what the others leave."""
-    have = {"gpu": machine.gpu_bytes * work.world, "ram": machine.ram_bytes}
+    have = {"gpu": machine.gpu_bytes * work.here, "ram": machine.ram_bytes}
     outputs = () if work.checkpoints is None else (machine.output,)
     drives = {drive.directory: drive for drive in (*outputs, *machine.drives)}
     have |= {directory: drive.free_bytes for directory, drive in drives.items()}

@@ -21,7 +21,7 @@ BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit opt
 _WEIGHT_ALIGN = BLOCK_8BIT  # elements; a scale then belongs to one weight, and matrix units find aligned rows
 SMALL = 1 << 20  # elements; a unit outside the blocks below this stays where it is used
 
-RAM, DEVICE = -1, -2  # homes; drives are 0, 1, ...
+RAM, DEVICE, ELSEWHERE = -1, -2, -3  # homes; drives are 0, 1, ...; the last is of pages that another node has
 
 
 def aligned(elements: int, to: int = ALIGN) -> int:
@@ -104,6 +104,21 @@ def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
     """The elements [first, end) of so many, a multiple of ALIGN, that one of several ranks has; as above."""
     pieces = elements // ALIGN
     return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
+
+
+def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
+    """The element of a weight at which begins what a rank, or one behind it, has of it."""
+    return min(max(0, stretch_of(unit, rank, ranks=ranks)[0] - place.start), place.weight.numel)
+
+
+def largest_stretch(units: Sequence[Unit], *, ranks: int) -> int:
+    """Elements of the largest stretch of a unit that a rank has."""
+    return max((-(-unit.trained // ALIGN // ranks) * ALIGN for unit in units), default=0)
+
+
+def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
+    """The rank in whose stretch of the unit an element lies."""
+    return next(rank for rank in range(ranks) if element < stretch_of(unit, rank, ranks=ranks)[1])
 
 
 def pages_of(
@@ -250,7 +265,15 @@ def homes_of(
 
 
 def _owner(unit: Unit, page: Page, *, ranks: int) -> int:
-    return next(rank for rank in range(ranks) if page.start < stretch_of(unit, rank, ranks=ranks)[1])
+    return rank_of(unit, page.start, ranks=ranks)
+
+
+def on_node(homes: Homes, here: range) -> Homes:
+    """The homes as a node sees them that has the ranks `here`: the pages of others are elsewhere."""
+    if not homes.owners:
+        return homes
+    owned = zip(homes.pages, homes.owners, strict=True)
+    return replace(homes, pages=tuple(page if rank in here else replace(page, home=ELSEWHERE) for page, rank in owned))
 
 
 def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def activation_items(
     their own. `gradients`: whether those of weights are counted there, where they do not stay; `waiting`: as `peak_of`
     has it.
     """
-    shape, rows, world = work.shape, work.micro_batch, work.world
+    shape, rows, world = work.shape, work.micro_batch, work.here
     counted = shape.on_gpu if device == "gpu" else shape.on_cpu
     offloaded = bool(kept) or bool(work.inputs_away and device == "gpu")
     peak = peak_of(

@@ -16,7 +16,7 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be where. `tiers` maps "gpu", "ram" and each directory to needed and available bytes."""
+    """What will be where. `tiers` maps "gpu", "ram" and each directory to needed and available bytes of a node."""
 
     engine: str
     title: str  # the engine as a person calls it
@@ -30,7 +30,8 @@ class Plan:
     seq_len: int
     micro_batch: int
     tokens_per_step: int
-    world: int
+    world: int  # ranks, on all of its
+    nodes: int
     items: tuple[Item, ...]
     tiers: dict[str, dict[str, int]]
     traffic: tuple[Traffic, ...]
@@ -64,6 +65,7 @@ class Plan:
                 "micro_batch": self.micro_batch,
                 "tokens_per_step": self.tokens_per_step,
                 "ranks": self.world,
+                "nodes": self.nodes,
                 "sizes": asdict(self.sizes) if self.sizes else None,
             },
             "tiers": {tier: dict(room) for tier, room in self.tiers.items()},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload_trainer.plan.formats import StateFormat
-from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page
+from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Homes, Page
 
 Part = Literal["state", "gradient", "weights"]
 
@@ -46,8 +46,9 @@ class SlotBytes:
 
 
 def routes_of(homes: Homes, *, is_gpu: bool) -> tuple[Route, ...]:
-    """Of each page. `is_gpu`: the device's memory is its own, and the CPU cannot write weights there."""
-    return tuple(_route(number, page, homes, is_gpu=is_gpu) for number, page in enumerate(homes.pages))
+    """Of each page of this node. `is_gpu`: the device's memory is its own, and the CPU cannot write weights there."""
+    here = [(number, page) for number, page in enumerate(homes.pages) if page.home != ELSEWHERE]
+    return tuple(_route(number, page, homes, is_gpu=is_gpu) for number, page in here)
 
 
 def _route(number: int, page: Page, homes: Homes, *, is_gpu: bool) -> Route:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.formats import StateFormat, state_format
-from offload_trainer.plan.layout import RAM, Homes, Unit, homes_of, pages_of
+from offload_trainer.plan.layout import RAM, Homes, Unit, homes_of, on_node, pages_of, stretch_of
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
@@ -47,6 +47,16 @@ class TierSizes:
     io_threads: int  # that read, and as many that write
     io_block_bytes: int  # of one request
     ranks: int = 1  # that divide the update
+    nodes: int = 1  # that have as many of them each
+
+    @property
+    def here(self) -> int:
+        """Ranks of one node."""
+        return self.ranks // self.nodes
+
+    def trained_here(self, unit: Unit) -> int:
+        """Elements of a unit that the ranks of the first node update; of all nodes they differ by ALIGN at most."""
+        return stretch_of(unit, self.here - 1, ranks=self.ranks)[1]
 
     @property
     def format(self) -> StateFormat:
@@ -93,11 +103,12 @@ def tier_sizes(
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
         ranks=work.world,
+        nodes=work.nodes,
     )
 
 
-def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> Homes:
-    """Where the engine puts everything, and the plan counts it."""
+def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, node: int = 0) -> Homes:
+    """Where the engine puts everything on one of the nodes, and the plan counts it. All weights are on each."""
     pages = pages_of(
         units,
         page=sizes.page,
@@ -106,7 +117,7 @@ def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> H
         speeds=sizes.speeds,
         ranks=sizes.ranks,
     )
-    return homes_of(
+    homes = homes_of(
         units,
         pages,
         params=placement.params,
@@ -114,6 +125,7 @@ def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes) -> H
         speeds=sizes.speeds,
         ranks=sizes.ranks,
     )
+    return on_node(homes, range(node * sizes.here, (node + 1) * sizes.here))
 
 
 def exchange_bytes(units: Sequence[Unit], *, item_bytes: int) -> int:

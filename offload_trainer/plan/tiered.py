@@ -280,10 +280,15 @@ class TieredCandidate:
         reason = self.machine.no_state_on_gpu
         notes = [f"no optimizer state can live on this GPU: {reason}"] if reason else []
         if self.work.world > 1:
+            nodes = f"{self.work.nodes} nodes" if self.work.nodes > 1 else "one node"
             notes.append(
-                f"{self.work.world} ranks on one node: state, sums and weights in RAM are there once; training waits "
-                "while a checkpoint is written"
+                f"{self.work.world} ranks on {nodes}: state, sums and weights in RAM are there once a node; training "
+                "waits while a checkpoint is written"
             )
+            if self.work.nodes > 1:
+                notes.append(
+                    "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"
+                )
         return notes
 
     def tunable(self) -> list[tuple[str, ...]]:

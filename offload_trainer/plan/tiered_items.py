@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from offload_trainer.plan.kept import input_items
-from offload_trainer.plan.layout import DEVICE, RAM, Homes, Page, Unit
+from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Homes, Page, Unit, largest_stretch
 from offload_trainer.plan.memory import Item, activation_items, process_item
 from offload_trainer.plan.rings import slot_sizes
 from offload_trainer.plan.routes import Route, device_slot, host_slot, routes_of
@@ -37,24 +37,24 @@ def tiered_items(
     device: str,
     drives: Sequence[str],
 ) -> list[Item]:
-    """What the tiered engine holds at its peak, all ranks. `device` is what computes: "gpu", or "ram" on a CPU."""
+    """What a node's ranks hold at their peak. `device` is what computes: "gpu", or "ram" on a CPU."""
     tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
     e, g, is_gpu = work.item_bytes, work.gradient_bytes, device == "gpu"
-    items = _of_each_rank([process_item(device)], work.world)
+    items = _of_each_rank([process_item(device)], work.here)
     items += _page_items(homes, sizes, tiers=tiers, e=e, g=g)
     items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
-    items += _gradient_items(units, homes.gradients, tiers=tiers, g=g)
+    items += _gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g)
     if work.world == 1:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=is_gpu)
         items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
         items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
     else:
-        items += _of_each_rank(_exchange_items(units, device=device, e=e), work.world)
-    stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home != RAM]
+        items += _of_each_rank(_exchange_items(units, sizes=sizes, device=device, e=e), work.here)
+    stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home not in (RAM, ELSEWHERE)]
     if stored and work.checkpoints != 0:
         why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
         items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
-    kept = _of_each_rank(input_items(work, device=device, drives=drives), work.world)
+    kept = _of_each_rank(input_items(work, device=device, drives=drives), work.here)
     if sizes.checksums:
         on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
         items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
@@ -107,10 +107,13 @@ def _of_each_rank(items: Sequence[Item], world: int) -> list[Item]:
     return [replace(item, bytes=item.bytes * world) for item in items]
 
 
-def _exchange_items(units: Sequence[Unit], *, device: str, e: int) -> list[Item]:
+def _exchange_items(units: Sequence[Unit], *, sizes: TierSizes, device: str, e: int) -> list[Item]:
     """A rank's gradients on their way to the ranks that add them up."""
     size = exchange_bytes(units, item_bytes=e)
     items = [Item("ram", "gradient exchange", size, f"{OUTBOXES} of the largest unit's gradients, read by all ranks")]
+    if sizes.nodes > 1:
+        inboxes = (sizes.ranks - sizes.here) * e * largest_stretch(units, ranks=sizes.ranks)
+        items.append(Item("ram", "gradient inboxes", inboxes, "its largest stretch from each rank of other nodes"))
     if device == "gpu":
         items.append(Item(device, "gradients in flight", size // OUTBOXES, "a unit's, until they are laid out"))
     return items
@@ -120,7 +123,7 @@ def _weight_items(
     units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], e: int
 ) -> list[Item]:
     held = _held([e * unit.elements for unit in units], homes)
-    held[DEVICE] = held.get(DEVICE, 0) * sizes.ranks
+    held[DEVICE] = held.get(DEVICE, 0) * sizes.here
     away = [unit for unit, home in zip(units, homes, strict=True) if home != DEVICE]
     if not away:
         return [Item(tiers[DEVICE], "weights", held[DEVICE], f"{e} B a parameter")]
@@ -128,22 +131,28 @@ def _weight_items(
     items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
     blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
     words = f"{len(blocks)} blocks and {len(others)} other module{'s' * (len(others) != 1)}"
-    in_use = sizes.ranks * e * (sum(blocks) + sum(others))
+    in_use = sizes.here * e * (sum(blocks) + sum(others))
     items.append(Item(tiers[DEVICE], "weights in use", in_use, words))
     stored = max((e * unit.elements for unit, home in zip(units, homes, strict=True) if home >= 0), default=0)
+    if sizes.nodes > 1 and stored:
+        through = sizes.here * e * largest_stretch(away, ranks=sizes.ranks)
+        items.append(Item("ram", "weights between nodes", through, "a stretch of each rank, between drives"))
     if tiers[DEVICE] == "gpu" and stored:
         staging = 2 * e * max(unit.elements for unit in units)
         words = "2 of the largest unit, between drive and GPU"
-        items.append(Item("ram", "weight staging", sizes.ranks * staging, words))
+        items.append(Item("ram", "weight staging", sizes.here * staging, words))
     if sizes.ranks > 1 and stored:
         words = f"{SHARED_READS} of the largest unit, read once for all ranks"
         items.append(Item("ram", "weights read", SHARED_READS * stored, words))
     return items
 
 
-def _gradient_items(units: Sequence[Unit], homes: Sequence[int], *, tiers: dict[int, str], g: int) -> list[Item]:
+def _gradient_items(
+    units: Sequence[Unit], homes: Sequence[int], sizes: TierSizes, *, tiers: dict[int, str], g: int
+) -> list[Item]:
     why = f"{g} B a trained parameter"
-    held = _held([g * unit.trained for unit in units], homes)
+    placed = zip(units, homes, strict=True)  # files are whole; of memory what is not touched is not there
+    held = _held([g * (sizes.trained_here(unit) if home == RAM else unit.trained) for unit, home in placed], homes)
     items = [Item(tiers[home], "gradients", size, why) for home, size in held.items()]
     away = {unit: unit.trained for unit, home in zip(units, homes, strict=True) if home >= 0}
     if away:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.kept import KeptInputs, inputs_of
-from offload_trainer.plan.layout import DEVICE, Homes, Unit
+from offload_trainer.plan.layout import DEVICE, ELSEWHERE, Homes, Unit
 from offload_trainer.plan.rings import fetches
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.traffic import Traffic
@@ -31,13 +31,13 @@ class _Moved:
 def tiered_traffic(
     work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes, *, drives: Sequence[str]
 ) -> list[Traffic]:
-    """What the tiered engine moves."""
+    """What the tiered engine moves on one node."""
     move = _Moved()
     _move_pages(move, work, homes, format=sizes.format)
-    _move_units(move, work, units, homes, blocks=sizes.unit_buffers)
+    _move_units(move, work, units, homes, sizes)
     if work.inputs_away:
         places = inputs_of(work).homes(len(drives)) if sizes.activations == "nvme" else []
-        _move_inputs(move, inputs_of(work), places, times=work.accumulate, ranks=work.world)
+        _move_inputs(move, inputs_of(work), places, times=work.accumulate, ranks=work.here)
     names = {DEVICE: "device"} | dict(enumerate(drives))
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
 
@@ -47,6 +47,10 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
     e, g = work.item_bytes, work.gradient_bytes
     for page in homes.pages:
         weights, gradients, inside = homes.weights[page.unit], homes.gradients[page.unit], page.home == DEVICE
+        if page.home == ELSEWHERE:
+            if weights != DEVICE:
+                move(weights, "update", written=e * page.elements)
+            continue
         if not inside:
             state = format.page_bytes(page.elements)
             move(page.home, "update", read=state, written=state)
@@ -60,19 +64,19 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
             move(DEVICE, "update", **{"written" if inside else "read": e * page.elements})
 
 
-def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, *, blocks: int) -> None:
+def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> None:
     """Weights to the device, and gradients from it."""
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     forward, backward = _orders(units)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
-    for unit, place in fetches(away, [*forward, *backward] * micro, blocks=blocks):
+    for unit, place in fetches(away, [*forward, *backward] * micro, blocks=sizes.unit_buffers):
         phase = "forward" if place % (len(forward) + len(backward)) < len(forward) else "backward"
         move(homes.weights[unit], phase, read=e * units[unit].elements)
         move(DEVICE, phase, read=e * units[unit].elements)
     collected = {unit.index for unit in units if homes.gradients[unit.index] >= 0}
     written: set[int] = set()
     for unit in _visits(units, collected, list(reversed(forward)) * micro):
-        size = g * units[unit].trained
+        size = g * sizes.trained_here(units[unit])
         move(homes.gradients[unit], "backward", read=size if unit in written else 0, written=size)
         written.add(unit)
     handed_over = [place.weight for unit in units if homes.gradients[unit.index] != DEVICE for place in unit.places]

@@ -18,7 +18,7 @@ class Workload:
     micro_batch: int  # rows in one forward and backward, on each rank
     accumulate: int  # micro-batches, on each rank
     seq_len: int  # tokens of a row
-    world: int  # ranks
+    world: int  # ranks, on all nodes
     checkpointing: bool
     offload_activations: bool | Literal["cpu", "nvme"]  # where what checkpointing keeps goes; False: it stays
     loss_chunk: int  # tokens whose logits exist at a time
@@ -26,6 +26,7 @@ class Workload:
     state: StateFormat  # what the rule of the update keeps, and its moments' format
     kernel: str  # of the update on the CPU: "auto" or its name
     checkpoints: int | None  # kept on the output's drive; 0: the weights are exported there instead; None: nothing is
+    nodes: int = 1  # with as many ranks each
 
     @property
     def item_bytes(self) -> int:
@@ -36,6 +37,11 @@ class Workload:
     def gradient_bytes(self) -> int:
         """Of an element of the step's sums: a weight's where there is one micro-batch."""
         return 4 if self.added > 1 and self.sums == "fp32" else self.item_bytes
+
+    @property
+    def here(self) -> int:
+        """Ranks of one node, which share its RAM and drives."""
+        return self.world // self.nodes
 
     @property
     def added(self) -> int:

@@ -28,7 +28,7 @@ from offload_trainer.plan.memory import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.zero import ZeroSizes
-from offload_trainer.ranks import share_from_zero
+from offload_trainer.ranks import gather, nodes, place_here
 from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
@@ -70,8 +70,10 @@ def build_job(setup: Setup, stack: ExitStack, *, begins: TrainState | None, buil
     swaps: list[Path] = []
     if plan.uses_drives:
         drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
-        leases = [stack.enter_context(DriveLease(drive, say=log.say)) for drive in drives] if log.loud else []
-        swaps = share_from_zero([lease.path for lease in leases])
+        rank = place_here()[0]
+        first = next(its.start for its in nodes() if rank in its)  # who leases for its node
+        leases = [stack.enter_context(DriveLease(drive, say=log.say)) for drive in drives] if rank == first else []
+        swaps = gather([lease.path for lease in leases])[first]
     start = time.perf_counter()
     dtype = setup.planned.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
@@ -102,7 +104,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
     assert isinstance(planned.plan.sizes, TierSizes)
     engine = TieredEngine(
         planned.source,
-        workload(planned.config, planned.source.shape, world=planned.plan.world),
+        workload(planned.config, planned.source.shape, world=planned.plan.world, nodes=planned.plan.nodes),
         planned.config.optim,
         placement=planned.plan.placement,
         sizes=planned.plan.sizes,
@@ -110,7 +112,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
         load_weights=load_weights,
         say=setup.log.say,
     )
-    if engine.rank == 0:
+    if engine.offloaded.node.is_first:
         engine.offloaded.keep_account(model=setup.output / "model")
     return engine
 

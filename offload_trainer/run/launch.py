@@ -55,15 +55,6 @@ def _is_of_hub(name: str) -> bool:
     return "/" in name and not os.path.isdir(os.path.expanduser(name))
 
 
-def refuse_several_nodes() -> None:
-    """UserError for ranks on other machines, whose memory these do not see."""
-    here, world = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), ranks_of_environment()[1]
-    if here != world:
-        raise UserError(
-            f"--engine tiered trains with the ranks of one node, and {here} of {world} are here; use --engine deepspeed"
-        )
-
-
 def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
     """Replace this process by torchrun with `count` ranks of the same command, where more than one is wanted.
 

@@ -36,15 +36,16 @@ class Planned:
         return Path(self.config.save.output)
 
 
-def plan_run(config: TrainConfig) -> Planned:
-    """The plan of a run here."""
+def plan_run(config: TrainConfig, *, nodes: int = 1) -> Planned:
+    """The plan of a run here, and on as many machines more as there are other nodes."""
     from offload_trainer.model.source import resolve_model
 
     machine = machine_here(config.placement.nvme, output=config.save.output)
     source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on")
     _refuse_nothing_trained(source.shape)
     _, world = ranks_of_environment()
-    settled, plan = settle_and_plan(config, source.shape, machine, world=max(world, config.placement.gpus))
+    world = max(world, config.placement.gpus)
+    settled, plan = settle_and_plan(config, source.shape, machine, world=world, nodes=nodes)
     return Planned(settled, plan, machine, source)
 
 

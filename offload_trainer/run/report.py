@@ -55,7 +55,7 @@ def _bytes(
     for way, bytes_of in (("read", "nvme_read_bytes"), ("written", "nvme_written_bytes")):
         counted = [getattr(row, bytes_of) for row in steady(rows)]
         name = f"{way} on drives, a step"
-        planned["tiers"][name] = {"need": sum(getattr(moved, way) for moved in on_drives)}
+        planned["tiers"][name] = {"need": plan.nodes * sum(getattr(moved, way) for moved in on_drives)}
         measured[name] = int(median(counted)) if None not in counted else None
     return planned, measured
 

@@ -8,7 +8,7 @@ Nothing is written before the plan has passed; torch is imported only here and b
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,14 @@ from offload_trainer.errors import Elsewhere, Interrupted, UserError
 from offload_trainer.export.final import done_before, write_final
 from offload_trainer.model.source import DTYPES
 from offload_trainer.plan.choose import engine_of
-from offload_trainer.ranks import join, on_rank_zero, share_from_zero
+from offload_trainer.ranks import join, on_rank_zero, on_some, place_here, share_from_zero
+from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
 from offload_trainer.run.data import check_data, first_row, prepare_data, unknown_identity
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
-from offload_trainer.run.launch import ranks_of_environment, refuse_several_nodes
+from offload_trainer.run.launch import ranks_of_environment
+from offload_trainer.run.nodes import refuse_node, refuse_unseen
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
@@ -88,36 +90,48 @@ def train_run(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if config.train.deterministic:
             use_deterministic_algorithms()
-    _join(config, world=world)
+    nodes = _join(config, world=world)
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
-    found: list[Planned] = []
-    on_rank_zero(lambda: found.append(plan_run(config)))
-    planned = found[0] if found else plan_run(config)
-    config, plan, machine = share_from_zero((planned.config, planned.plan, planned.machine))
-    planned = Planned(config, plan, machine, planned.source)
-    log.say(planned.plan.describe())
-    on_rank_zero(lambda: refuse(planned))
+    planned = _plan_together(config, nodes=nodes, log=log)
     on_rank_zero(lambda: check_start(planned, say=lambda _: None))
     if not planned.plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
-    _carry_out(Setup(planned, data, record_of(planned, data), log), instead=instead, build=build)
+    _carry_out(Setup(planned, data, record_of(planned, data), log), nodes=nodes, instead=instead, build=build)
 
 
-def _join(config: TrainConfig, *, world: int) -> None:
-    """Be one of several ranks. UserError where they are not as many as the configuration says, or not all here."""
+def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
+    """Rank 0's plan, on every rank. UserError where it must not start, or another node has too little for it."""
+    rank, found = place_here()[0], list[Planned]()
+    on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
+    here = found[0] if found else plan_run(config, nodes=len(nodes))
+    config, plan, machine = share_from_zero((here.config, here.plan, here.machine))
+    planned = Planned(_with_drives_of(here.config, config), plan, machine, here.source)
+    log.say(plan.describe())
+    on_rank_zero(lambda: refuse(planned))
+    if len(nodes) > 1:
+        on_some(lambda: refuse_node(planned, here.machine), mine=rank in [its.start for its in nodes[1:]])
+    return planned
+
+
+def _with_drives_of(here: TrainConfig, theirs: TrainConfig) -> TrainConfig:
+    """Rank 0's configuration on this node, which names drives of its own."""
+    return theirs.model_copy(update={"placement": theirs.placement.model_copy(update={"nvme": here.placement.nvme})})
+
+
+def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
+    """Be one of several ranks; the ranks of each node. UserError where they are not as many as `config` says."""
     tiered, wished = engine_of(config, world=world).name == "tiered", config.placement.gpus
     if tiered and wished not in (1, world):
         raise UserError(f"--gpus {wished}, and the launcher has started {world}: leave one of the two numbers out")
-    if world == 1:
-        return
-    if tiered:
-        refuse_several_nodes()
+    if world > 1 and tiered:
         join()
-        return
-    from offload_trainer.engine.deepspeed import start_processes
+        return node_ranks()
+    if world > 1:
+        from offload_trainer.engine.deepspeed import start_processes
 
-    start_processes()
+        start_processes()
+    return (range(world),)  # DeepSpeed's own ways between nodes are not planned
 
 
 def use_deterministic_algorithms() -> None:
@@ -131,13 +145,17 @@ def use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _carry_out(setup: Setup, *, instead: Callable[[Job], None] | None, build: Build) -> None:
+def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job], None] | None, build: Build) -> None:
     """From the lock on the run directory to the end of the run."""
-    resume = find_resume(setup.planned.config.save.resume, output=setup.output)
+    chosen: list[Path | None] = []
+    on_rank_zero(lambda: chosen.append(find_resume(setup.planned.config.save.resume, output=setup.output)))
+    (resume,) = share_from_zero(chosen)
     if resume:
         on_rank_zero(partial(_check, resume, setup.record, setup.log))
     with ExitStack() as stack:
         resume, lock = _hold(stack, setup, resume=resume)
+        if len(nodes) > 1:
+            refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if resume is None else read_state(resume)
         if instead is None and _done_before(setup, begins):
             return

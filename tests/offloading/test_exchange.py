@@ -7,39 +7,74 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
 from test_gradients import model, names, places, sums
 
+from offload_trainer.offloading import norms
 from offload_trainer.offloading.device import CpuDevice
 from offload_trainer.offloading.exchange import AnyGradients, SharedGradients
-from offload_trainer.offloading.node import Node
+from offload_trainer.offloading.node import Addressed, Node
+from offload_trainer.offloading.shared_norms import SharedNorms
 from offload_trainer.offloading.store import UnitStore
-from offload_trainer.plan.layout import RAM
+from offload_trainer.plan.layout import RAM, stretch_of, units_of
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
 
 MICRO = 2  # micro-batches of each rank
 
 
+class Place:
+    """What several ranks in one process have for each other."""
+
+    def __init__(self, world: int, *, nodes: int) -> None:
+        self.world, self.barrier = world, threading.Barrier(world)
+        each = world // nodes
+        self.nodes = tuple(range(first, first + each) for first in range(0, world, each))
+        self.made: dict[tuple[int, int], torch.Tensor] = {}
+        self.sent: dict[tuple[int, int], Queue[torch.Tensor]] = {
+            (source, to): Queue() for source in range(world) for to in range(world)
+        }
+        self.given: dict[int, torch.Tensor] = {}
+
+
 class ThreadOfNode(Node):
     """One of several ranks in one process."""
 
-    def __init__(self, rank: int, world: int, made: dict[int, torch.Tensor], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, place: Place) -> None:
         super().__init__()
-        self.rank, self.world = rank, world
-        self._made, self._barrier, self._asked = made, barrier, count()
+        self.rank, self.world, self.nodes = rank, place.world, place.nodes
+        self.number = next(number for number, its in enumerate(place.nodes) if rank in its)
+        self._place, self._asked = place, count()
 
     def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
         number = next(self._asked)
-        if self.rank == 0:
-            self._made[number] = host_buffer(size)
+        if self.is_first:
+            self._place.made[self.number, number] = host_buffer(size)
         self.meet()
-        return self._made[number]
+        return self._place.made[self.number, number]
 
     def meet(self) -> None:
-        self._barrier.wait(200)
+        self._place.barrier.wait(200)
+
+    def trade(self, out: Addressed, into: Addressed) -> Callable[[], None]:
+        for to, values in out:
+            self._place.sent[self.rank, to].put(values.clone())
+
+        def wait() -> None:
+            for source, values in into:
+                values.copy_(self._place.sent[source, self.rank].get(timeout=200))
+
+        return wait
+
+    def add_up(self, values: torch.Tensor) -> None:
+        self._place.given[self.rank] = values.clone()
+        self.meet()
+        values.copy_(sum(self._place.given.values()))  # type: ignore[arg-type]
+        self.meet()
 
 
 def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
@@ -66,12 +101,14 @@ def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torc
 
 
 @pytest.mark.parametrize("home", [RAM, 0])
-@pytest.mark.parametrize("world", [2, 3])
-def test_sums_are_those_of_one_rank(world: int, home: int, tmp_path: Path) -> None:
-    """In RAM and on a drive, whose buffers all ranks use."""
+@pytest.mark.parametrize(("world", "nodes", "piece"), [(2, 1, 1 << 17), (3, 1, 5000), (2, 2, 5000), (4, 2, 1 << 17)])
+def test_sums_are_those_of_one_rank(
+    world: int, nodes: int, piece: int, home: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In RAM and on a node's drive; norms of `piece` elements, of which some lie on several ranks and nodes."""
+    monkeypatch.setattr(norms, "_NORM_PIECE", piece)
     units, micro = model(tied=True), MICRO * world
-    made: dict[int, torch.Tensor] = {}
-    barrier = threading.Barrier(world)
+    place = Place(world, nodes=nodes)
 
     def steps(gradients: AnyGradients, *, rank: int, world: int, meet: Callable[[], None]) -> list[object]:
         found = []
@@ -84,8 +121,8 @@ def test_sums_are_those_of_one_rank(world: int, home: int, tmp_path: Path) -> No
         return found
 
     def of_rank(rank: int) -> list[object]:
-        node, transfers = ThreadOfNode(rank, world, made, barrier), ThreadedTransfers(threads=1)
-        files = [DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))]
+        node, transfers = ThreadOfNode(rank, place), ThreadedTransfers(threads=1)
+        files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in units))]
         trained = [unit.trained for unit in units]
         made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}
         store = UnitStore(trained, [home] * len(units), **made_of)  # type: ignore[arg-type]
@@ -94,7 +131,7 @@ def test_sums_are_those_of_one_rank(world: int, home: int, tmp_path: Path) -> No
         try:
             return steps(gradients, rank=rank, world=world, meet=node.meet)
         except BaseException:
-            barrier.abort()
+            place.barrier.abort()
             raise
         finally:
             transfers.close()
@@ -104,8 +141,52 @@ def test_sums_are_those_of_one_rank(world: int, home: int, tmp_path: Path) -> No
         several = list(threads.map(of_rank, range(world)))
     with sums(units, -1, device=CpuDevice()) as alone:
         expected = steps(alone, rank=0, world=1, meet=lambda: None)
-    for found in several:
+    for rank, found in enumerate(several):
         for ours, right in zip(found, expected, strict=True):
             assert ours[:2] == right[:2]  # type: ignore[index]
-            for name, values in right[2].items():  # type: ignore[index]
-                assert torch.equal(ours[2][name], values), name  # type: ignore[index]
+            for unit, place in places(units):
+                first, end = stretch_of(unit, rank, ranks=world)
+                own = slice(max(0, first - place.start), max(0, end - place.start))
+                if (name := place.weight.name) in right[2]:  # type: ignore[index]
+                    assert torch.equal(ours[2][name][own], right[2][name][own]), name  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("width", [1024, 16384, 65536])
+def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces within a stretch, over two of them and over all; weights without a gradient, ranks without elements."""
+    world = 5
+    monkeypatch.setattr(norms, "_NORM_PIECE", width)
+    monkeypatch.setattr(norms, "_CHUNK", width)
+    shapes = {"a.large": (50_000,), "a.none": (9000,), "a.small": (300,), "a.last": (70, 301), "b.tiny": (7,)}
+    weights = [Weight(name, shape, unit=name[0]) for name, shape in shapes.items()]
+    units = units_of(ModelShape(tuple(weights), layers=1, hidden=1, vocabulary=1, context=1))
+    generator = torch.Generator().manual_seed(1)
+    whole = {unit.index: torch.randn(unit.trained, generator=generator) for unit in units}
+    arrived = shapes.keys() - {"a.none"}
+    placed = places(units)
+    place = Place(world, nodes=world)
+
+    def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:
+        ours = SharedNorms(placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered)
+        found = []
+        for _ in range(2):
+            for unit in units:
+                first, end = stretch_of(unit, rank, ranks=world)
+                sums = torch.full((unit.trained,), float("nan"))  # what is others'
+                sums[first:end] = whole[unit.index][first:end]
+                ours.take(unit.index, sums, arrived, leaves=True)
+                sums.fill_(float("nan"))
+            found.append(ours.of(arrived))
+            ours.clear()
+        return found
+
+    with ThreadPoolExecutor(world) as threads:
+        found = [told for several in threads.map(of_rank, range(world)) for told in several]
+    alone = norms.ordered_norm if ordered else norms.norm_of
+    for told in found:
+        assert told.keys() == arrived
+        for unit, place_ in placed:
+            if (name := place_.weight.name) in arrived:
+                values = whole[unit.index][place_.start :][: place_.weight.numel]
+                assert torch.equal(told[name], alone(values)), name

@@ -71,6 +71,31 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     assert back.left == several[-1].left
 
 
+def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    """Two nodes of two ranks, each node with its own memory and files and the state of its own ranks."""
+    model = model_directory(tmp_path / "model", "gpt2", **DROPOUT)
+    (tmp_path / "drive").mkdir()
+    case = Case(str(model), (), "", steps=2, micro=4, drives=(str(tmp_path / "drive"),))
+    homes = [
+        ("--params", "gpu", *HALF),
+        ("--params", "cpu", *HALF),
+        ("--params", "cpu", *HALF, *BEHIND),
+        (*AWAY, *BEHIND),
+    ]
+
+    def by(count: int) -> list[Case]:
+        words = [
+            (*one, "--dtype", "bf16", "--accumulate", str(4 // count)) for one in homes[: None if count > 1 else 1]
+        ]
+        return [replace(case, words=one, out=str(tmp_path / f"{count} {n}")) for n, one in enumerate(words)]
+
+    (alone,), several = by(1), by(4)
+    run_ranks([alone], count=1, folder=tmp_path / "one")
+    run_ranks(several, count=4, folder=tmp_path / "ranks", nodes=2)
+    for made in several:
+        assert made.seen == alone.seen, made.words
+
+
 FAULTY = """
 import sys, time
 from pathlib import Path

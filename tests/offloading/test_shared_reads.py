@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_exchange import ThreadOfNode
+from test_exchange import Place, ThreadOfNode
 from test_gradients import model
 
 from offload_trainer.errors import TrainerError
@@ -54,14 +54,15 @@ class Counting(ThreadedTransfers):
 def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], int]:
     """Of each rank, whether it got the right bytes for each unit of its program, or what it ended with; bytes read."""
     units, between = model(tied=False), Threads()
-    made: dict[int, torch.Tensor] = {}
+    place = Place(WORLD, nodes=1)
+    place.barrier = between.barriers[1]
     sizes = [unit.elements for unit in units]
     values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(3)).bfloat16()
     path.write_bytes(values.view(torch.uint8).numpy().tobytes())
     moved = [0] * WORLD
 
     def of_rank(rank: int) -> Any:
-        node, file = ThreadOfNode(rank, WORLD, made, between.barriers[1]), DriveFile(path, values.nbytes)
+        node, file = ThreadOfNode(rank, place), DriveFile(path, values.nbytes)
         transfers = Counting(threads=1)
         transfers.fails = fails and rank == 1
         words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from offload_trainer import ranks
 from offload_trainer.errors import UserError
 from offload_trainer.ranks import LOST
 from offload_trainer.run.torchrun import first_failure
@@ -37,7 +38,20 @@ def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.Monkey
     words = ["--engine", "tiered"]
     with pytest.raises(UserError, match="--gpus 3, and the launcher has started 2"):
         _join(load_config([*words, "--gpus", "3"]), world=2)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="ranks of one node, and 2 of 4 are here"):
-        _join(load_config(words), world=4)
+
+
+def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun numbers them on each: LOCAL_RANK."""
+
+    def of(*local: int) -> tuple[range, ...]:
+        monkeypatch.setattr(ranks, "place_here", lambda: (0, len(local)))
+        monkeypatch.setattr(ranks, "gather", lambda _: list(local))
+        return ranks.nodes()
+
+    assert of(0) == (range(1),)
+    assert of(0, 1, 2) == (range(3),)
+    assert of(0, 1, 0, 1) == (range(2), range(2, 4))
+    assert of(0, 0, 0) == (range(1), range(1, 2), range(2, 3))
+    for uneven in ((0, 0, 1), (0, 1, 2, 0), (1, 0)):
+        with pytest.raises(UserError, match="not as many on every node"):
+            of(*uneven)

@@ -106,7 +106,7 @@ def _quiet(engine: Any) -> tuple[int, ...]:
     return tuple(_moved)
 
 
-def run_ranks(cases: Sequence[Case], *, count: int, folder: Path, nodes: int = 1) -> None:
+def run_ranks(cases: Sequence[Case], *, count: int, folder: Path, nodes: int = 1, seconds: float = 400) -> None:
     """All of `cases` by `count` ranks, as if they were on so many nodes."""
     from conftest import start
 
@@ -114,7 +114,7 @@ def run_ranks(cases: Sequence[Case], *, count: int, folder: Path, nodes: int = 1
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     told = [folder / f"told-{rank}" for rank in range(count)]
     forks = [start(__file__, rank, count, folder, nodes, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
-    codes = [fork.wait(400) for fork in forks]
+    codes = [fork.wait(seconds) for fork in forks]
     assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
 
 

@@ -64,11 +64,11 @@ def opened(
     units, dtype = units_of(work.shape), DTYPES[work.dtype]
     device = device or _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
-    drives = Drives(directories, _transfers(sizes))
-    stack.callback(drives.close)
     node = Node(together=work.world > 1)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
+    drives = Drives(directories, _transfers(sizes, node))
+    stack.callback(drives.close)
     homes = homes_in(units, placement, sizes, node=node.number)
     layout = Layout(
         units=units,
@@ -115,10 +115,12 @@ def _kernel_there(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -
     return found
 
 
-def _transfers(sizes: TierSizes) -> Transfers:
+def _transfers(sizes: TierSizes, node: Node) -> Transfers:
     """What moves bytes to and from drives."""
     if sizes.io == "async_io":
         handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
-        return CheckedTransfers(AioTransfers(handle))  # the kernel tells no errors, so each of its bytes is checked
+        return CheckedTransfers(
+            AioTransfers(handle), memory=node.memory
+        )  # the kernel tells no errors, so each of its bytes is checked
     threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
-    return CheckedTransfers(threads) if sizes.checksums else threads
+    return CheckedTransfers(threads, memory=node.memory) if sizes.checksums else threads

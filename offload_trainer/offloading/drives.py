@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from offload_trainer.offloading.store import size_of_home
-from offload_trainer.storage.transfer import DriveFile, Transfers
+from offload_trainer.storage.transfer import CheckedTransfers, DriveFile, Transfers
 
 
 class Drives:
@@ -17,12 +17,17 @@ class Drives:
         self.directories, self.transfers = tuple(directories), transfers
         self._files = ExitStack()
 
-    def files(self, name: str, sizes: Sequence[int], homes: Sequence[int]) -> list[DriveFile]:
-        """A file on each drive for those of several things, of `sizes` bytes, that have their home there."""
+    def files(self, name: str, sizes: Sequence[int], homes: Sequence[int], *, shared: bool = True) -> list[DriveFile]:
+        """A file on each drive for those of several things, of `sizes` bytes, that have their home there.
+
+        `shared`: by all ranks, who call alike.
+        """
         made = []
         for home, directory in enumerate(self.directories):
             made.append(DriveFile(directory / name, size_of_home(sizes, homes, home)))
             self._files.callback(made[-1].close)
+            if shared and isinstance(self.transfers, CheckedTransfers):
+                self.transfers.share(made[-1])
         return made
 
     def close(self) -> None:

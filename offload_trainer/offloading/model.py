@@ -171,8 +171,8 @@ class OffloadedModel:
         """Keep away from the device what gradient checkpointing keeps: in host memory, or on the drives."""
         drives = self._drives.directories if on_drives else ()
         homes = inputs.homes(len(drives))
-        name = f"activations-{self.node.rank}" if self.node.world > 1 else "activations"
-        files = self._drives.files(name, [inputs.size] * inputs.count, homes) if drives else []
+        name, sizes = f"activations-{self.node.rank}", [inputs.size] * inputs.count
+        files = self._drives.files(name, sizes, homes, shared=False) if drives else []
         kept = Activations(
             inputs, device=self._device, files=files, transfers=self._drives.transfers, otherwise=self.stream
         )

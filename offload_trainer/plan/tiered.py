@@ -61,15 +61,13 @@ class Tiered:
 
     def _not_with_ranks(self, world: int) -> list[str]:
         """What several ranks do not carry out, one sentence each."""
-        place, section = self.place, self.section
+        place = self.place
         if world == 1:
             return []
         wishes = {
             "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
             "placement.gradients=gpu": (place.gradients == "gpu", "sums are in RAM and on drives"),
-            "tiered.checksums": (section.checksums, "what one rank reads another may have written"),
-            "tiered.io=async_io": (section.io == "async_io", "its checksums are one process's; use tiered.io=threads"),
         }
         return [
             f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.units import format_bytes
 
 SECTOR = 4096  # bytes
@@ -290,12 +291,17 @@ class CheckedTransfers:
     """Another backend, its reads compared with what was written: a sum of every 4096 bytes, kept in memory.
 
     Finds blocks that were not written, not read, or changed on the drive; costs a pass over the bytes each way and
-    a five-hundredth of the file in memory. A block that this process never wrote must hold zeros.
+    a five-hundredth of the file in memory. A block that was never written must hold zeros.
     """
 
-    def __init__(self, inner: Transfers) -> None:
-        self._inner = inner
+    def __init__(self, inner: Transfers, *, memory: Callable[[int], torch.Tensor] = host_buffer) -> None:
+        """`memory` of so many bytes, zeros (uint8): the same in all processes that use a file which they `share`."""
+        self._inner, self._memory = inner, memory
         self._sums: dict[Path, torch.Tensor] = {}
+
+    def share(self, file: DriveFile) -> None:
+        """What other processes write there is looked at too. They call it alike, before anything is written."""
+        self._sums[file.path] = self._memory(8 * (file.size // SECTOR)).view(torch.int64)
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         checked, read = Future(), self._inner.read(file, offset, buffer)

@@ -25,6 +25,7 @@ from offload_trainer.engine import parts
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import resolve_model
+from offload_trainer.offloading.node import Node
 from offload_trainer.plan.choose import make_plan, workload
 from offload_trainer.plan.zero import Placement, zero_sizes
 from offload_trainer.run import launch
@@ -308,7 +309,7 @@ def test_the_backend_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for io in ("threads", "async_io"):
         config = load_config(["--nvme", "/ssd", "--optimizer", "nvme", f"tiered.io={io}"])
-        made = parts._transfers(make_plan(config, SHAPES["gpt2"], machine()).sizes)
+        made = parts._transfers(make_plan(config, SHAPES["gpt2"], machine()).sizes, Node())
         names.append(type(made).__name__)
         made.close()
     assert names == ["ThreadedTransfers", "CheckedTransfers"]

@@ -109,8 +109,6 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["--engine", "tiered", "--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state is in RAM and on dr"),
         (["--engine", "tiered", "--gpus", "2", "--optimizer", "gpu"], "--optimizer gpu with 2 ranks"),
         (["--engine", "tiered", "--gpus", "2", "placement.gradients=gpu"], "placement.gradients=gpu with 2 ranks"),
-        (["--engine", "tiered", "--gpus", "2", "tiered.checksums=true"], "tiered.checksums with 2 ranks"),
-        (["--engine", "tiered", "--gpus", "2", "tiered.io=async_io"], "use tiered.io=threads"),
         (["--gpu-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
         (
             ["--gpu-fraction", "0.7", "--ram-fraction", "0.4", "--nvme", "/a"],

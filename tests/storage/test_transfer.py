@@ -113,6 +113,26 @@ def test_checks_follow_stretches_of_other_sizes(transfers: ThreadedTransfers, dr
     file.close()
 
 
+def test_checks_follow_what_other_processes_write(transfers: ThreadedTransfers, drive: Path) -> None:
+    """Two that share a file's sums, as ranks do; of a file that is not shared each has its own."""
+    sums = host_buffer(8 * 4)
+    one, other = (CheckedTransfers(transfers, memory=lambda size: sums[:size]) for _ in range(2))
+    file, own, data = DriveFile(drive / "shared", 16384), DriveFile(drive / "own", 16384), filled(16384, 5)
+    for checked in (one, other):
+        checked.share(file)
+    one.write(file, 0, data).wait()
+    other.read(file, 4096, host_buffer(12288)).wait()
+    other.write(own, 0, filled(16384, 7)).wait()
+    one.read(file, 0, host_buffer(16384)).wait()
+    file.write(filled(4096, 6).numpy().data, 8192)
+    with pytest.raises(TrainerError, match="the first at 8192"):
+        other.read(file, 0, host_buffer(16384)).wait()
+    with pytest.raises(TrainerError, match="4 blocks"):
+        one.read(own, 0, host_buffer(16384)).wait()
+    file.close()
+    own.close()
+
+
 def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive: Path) -> None:
     file = DriveFile(drive / "cache", 5 * 4096)
     cache = WriteBackCache(transfers, places=2)

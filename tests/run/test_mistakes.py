@@ -1,0 +1,144 @@
+"""Mistakes that a user can make: each is one message with what to do, ends with exit code 2, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import TINY, ask, call
+from safetensors.torch import save_file
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
+
+SMALL = {"vocab_size": 2048, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+# name of the mistake -> the command, in a folder that holds what `places` makes; a part of the message
+MISTAKES: dict[str, tuple[str, str]] = {
+    "a flag misspelt": ("--lrr 1e-3", "did you mean --lr?"),
+    "a section misspelt": ("optimm.lr=1", "did you mean optim"),
+    "a key misspelt": ("optim.lrr=1", "did you mean optim.lr?"),
+    "a key in another section": ("train.lr=1", "did you mean optim.lr?"),
+    "a number that is none": ("--steps many", "train.steps: 'many' is not allowed"),
+    "a number out of range": ("--lr -1", "optim.lr: -1 is not allowed"),
+    "a flag without its value": ("--gpus", "--gpus: needs a value"),
+    "no such configuration": ("nowhere.yaml", "nowhere.yaml: No such file"),
+    "a configuration that is no YAML": ("torn.yaml", "torn.yaml"),
+    "a list for a number": ("optim.betas=[0.9,1.0]", "both must be below 1"),
+    "state on a drive, and no drive": ("--optimizer nvme", "add --nvme DIR"),
+    "shares above one": ("--nvme drive --gpu-fraction 0.7 --ram-fraction 0.7", "lower one of them"),
+    "tokens that no rows make": ("train.tokens_per_step=100", "not a multiple"),
+    "keys of another engine": ("deepspeed.sub_group_size=5000", "add --engine deepspeed"),
+    "no such model": ("--model nowhere", "nowhere"),
+    "a folder that is no model": ("--model empty", "empty"),
+    "a model without weights": ("--model shape", "add --scratch"),
+    "a model's configuration that is torn": ("--model torn", "config.json"),
+    "weights that are cut short": ("--model short", "model.safetensors"),
+    "weights that lack one": ("--model lacking", "lack"),
+    "a model that is not causal": ("--model bert --scratch", "bert"),
+    "another shape without scratch": ("--model whole model.overrides.n_layer=3", "add --scratch"),
+    "an override that the model does not have": ("--model gpt2-mini model.overrides.n_layers=3", "n_layers"),
+    "everything frozen": ("--model gpt2-mini model.freeze=[.]", "leaves nothing to train"),
+    "a pattern that is none": ("model.freeze=['(']", "model.freeze"),
+    "rows longer than the context": ("--model shape --scratch --tokenizer builtin --seq-len 128", "64"),
+    "no such data": ("--data nowhere.txt", "nowhere.txt"),
+    "data that is empty": ("--data empty.txt", "empty.txt"),
+    "a folder without text": ("--data empty", "empty"),
+    "too little text for a row": ("--data little.txt --seq-len 64", "row"),
+    "lines without the field": ("--data other.jsonl", "data.text_field"),
+    "lines that are torn": ("--data torn.jsonl", "torn.jsonl"),
+    "what is not text": ("--data picture.png", "picture.png"),
+    "ids without their tokenizer": ("--data large.bin data.token_dtype=uint32", "name it with --tokenizer"),
+    "ids of unknown width": ("--data odd.bin", "odd.bin"),
+    "text where conversations are said to be": ("--data text.jsonl data.format=chat", "messages"),
+    "conversations without an answer": ("--data asked.jsonl", "something is learned"),
+    "no such template": ("--data chat.jsonl data.chat_template=nowhere.jinja", "nowhere.jinja"),
+    "no such tokenizer": ("--tokenizer nowhere", "nowhere"),
+    "no such validation text": ("--validation-data nowhere.txt", "nowhere.txt"),
+    "no such drive": ("--nvme nowhere", "nowhere"),
+    "a drive that is a file": ("--nvme little.txt", "little.txt"),
+    "a run directory that is a file": ("--output little.txt", "little.txt"),
+    "a model that does not fit": ("--model gpt2-10b --optimizer cpu --params gpu", "--force tries all the same"),
+    "no such checkpoint": ("--resume nowhere", "nowhere"),
+    "another seed where a run was": ("--seed 7 --output run TINY", "seed"),
+    "another shape where a run was": (
+        "--model shape --scratch --tokenizer builtin --seq-len 32 --micro-batch 2 --output run",
+        "run",
+    ),
+    "another text where a run was": ("--data long.txt --output run TINY", "text"),
+    "an export of nothing": ("export nowhere out --dtype bf16", "nowhere"),
+    "an export over files": ("export run full --dtype bf16", "full"),
+    "an export's dtype": ("export run out --dtype int3", "int3"),
+    "an export without words": ("export", "export"),
+    "no such machine": ("plan --machine nowhere", "nowhere"),
+    "a machine that is no JSON": ("plan --machine torn.yaml", "torn.yaml"),
+    "a count that is none": ("bench --drive-gigabytes few", "whole number"),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the mistakes are made of, and one run that ended well."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name in ("drive", "empty", "full"):
+        (folder / name).mkdir()
+    (folder / "full" / "mine.txt").write_text("mine")
+    (folder / "torn.yaml").write_text("optim: [")
+    (folder / "empty.txt").touch()
+    (folder / "little.txt").write_text("too little")
+    (folder / "long.txt").write_text("another text, long enough for some rows. " * 400)
+    lines = {"other": {"body": "x"}, "text": {"text": "x"}, "asked": {"messages": CHAT[:1]}, "chat": {"messages": CHAT}}
+    for name, line in lines.items():
+        (folder / f"{name}.jsonl").write_text((json.dumps(line) + "\n") * 50)
+    (folder / "torn.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 9)
+    (folder / "large.bin").write_bytes(struct.pack("<9I", *range(70000, 70009)) * 99)
+    (folder / "odd.bin").write_bytes(b"abc")
+    _models(folder)
+    call(*TINY, "--steps", "2", "--nvme", folder / "drive", output=folder / "run")
+    return folder
+
+
+def _models(folder: Path) -> None:
+    GPT2Config(**SMALL, architectures=["GPT2LMHeadModel"]).save_pretrained(folder / "shape")
+    BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder / "bert")
+    model = GPT2LMHeadModel(GPT2Config(**SMALL))
+    for name in ("whole", "short", "lacking", "torn"):
+        model.save_pretrained(folder / name)
+    (folder / "torn" / "config.json").write_text('{"model_type": "gp')
+    data = (folder / "short" / "model.safetensors").read_bytes()
+    (folder / "short" / "model.safetensors").write_bytes(data[: len(data) // 2])
+    weights = {f"transformer.{name}": value.clone() for name, value in model.transformer.state_dict().items()}
+    del weights["transformer.ln_f.weight"]
+    save_file(weights, folder / "lacking" / "model.safetensors", {"format": "pt"})
+
+
+def _tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file, its size, and when it was changed."""
+
+    def files() -> Iterator[tuple[str, tuple[int, int]]]:
+        for place, _, names in os.walk(folder):
+            yield place, (0, 0)
+            for name in names:
+                found = os.lstat(os.path.join(place, name))
+                yield os.path.join(place, name), (found.st_size, found.st_mtime_ns)
+
+    return dict(files())
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_message_and_nothing_written(name: str, places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, expected = MISTAKES[name]
+    command = [part for word in words.split() for part in (TINY if word == "TINY" else [word])]
+    monkeypatch.chdir(places)
+    before = _tree(places)
+    done = ask(*command)
+    assert done.returncode == 2, done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("offload-train: ")]
+    assert len(told) == 1, done.stderr
+    assert _tree(places) == before

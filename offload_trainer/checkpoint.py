@@ -23,8 +23,9 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,7 +38,7 @@ from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
-from offload_trainer.ranks import on_rank_zero, wait_for_all
+from offload_trainer.ranks import ALONE, LOST, Group, beside, everybody, on_rank_zero, wait_for_all
 from offload_trainer.readback import LENIENT, Count, Steps, is_there, open_file, read_back, shown
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.storage.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text
@@ -102,33 +103,33 @@ class Checkpoints:
         self._told: set[str] = set()  # notes
         self._under_way: tuple[Future, Snapshot, int] | None = None
         self._worker: Workers | None = None
+        self._beside_training = ALONE
 
     def save(self, engine: Engine, state: TrainState) -> None:
-        """Save `state` and the engine's; all ranks call it, rank 0 writes.
+        """Save `state` and the engine's; all ranks call it, and each writes what it keeps.
 
-        Raises TrainerError, the older checkpoints untouched, where the disk refuses or is too full. What goes wrong
-        behind the training is raised by `look`, `settle` or the next save.
+        Raises TrainerError, the older checkpoints untouched, where the disk refuses or is too full, on every rank. What
+        goes wrong behind the training is raised by `look`, `settle` or the next save.
         """
         self.settle()
         on_rank_zero(self._make_room)
-        first = engine.rank == 0
         wait_for_all()
         snapshot = engine.snapshot()
         future = Future()
         self._under_way = future, snapshot, state.step
 
-        def work() -> None:
+        def work(group: Group) -> None:
             try:
-                self._write(snapshot, state, first=first)
+                self._write(snapshot, state, group)
             finally:
                 snapshot.close()
 
         if snapshot.behind:
-            self._worker = self._worker or Workers(1, "save")
-            self._worker.put(ending(future, work))
+            if self._worker is None:
+                self._worker, self._beside_training = Workers(1, "save"), beside()
+            self._worker.put(ending(future, partial(work, self._beside_training)))
         else:
-            ending(future, work)()
-            on_rank_zero(self.settle)
+            ending(future, partial(work, everybody()))()
             self.settle()
 
     def note(self, line: str) -> None:
@@ -137,10 +138,10 @@ class Checkpoints:
             self._told.add(line)
             self._say(f"note: {line}")
 
-    def look(self) -> None:
-        """Take note of a save that has ended; raises what it met."""
-        if self._under_way and self._under_way[0].done:
-            self.settle()
+    @property
+    def ended(self) -> bool:
+        """Whether a save under way has ended, on this rank; all ranks then `settle` after the same step."""
+        return self._under_way is not None and self._under_way[0].done
 
     def settle(self) -> None:
         """Return when no save is under way; raises what the last one met."""
@@ -157,7 +158,8 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """A save under way is finished where the run ends in order; where it is torn down, it is let go of."""
-        if self._under_way and kind is not None and not issubclass(kind, TrainerError):
+        in_order = isinstance(error, TrainerError) and getattr(error, "exit_code", 0) != LOST
+        if self._under_way and error is not None and not in_order:
             self._under_way[1].close()
             self._under_way = None
         try:
@@ -166,7 +168,7 @@ class Checkpoints:
             if error is None:
                 raise
             self._say(f"and {failed}")  # the run ends with the error that came first
-        if self._worker:
+        if self._worker and (self._beside_training is ALONE or error is None):  # or it may wait for ranks that go on
             self._worker.close()
 
     # -- one of them --------------------------------------------------------------------------------------------------
@@ -194,36 +196,47 @@ class Checkpoints:
                 "older checkpoints are untouched. Free space there, or set --save-every 0"
             )
 
-    def _write(self, snapshot: Snapshot, state: TrainState, *, first: bool) -> None:
-        """The whole of it: every rank calls, `first` writes."""
+    def _write(self, snapshot: Snapshot, state: TrainState, group: Group) -> None:
+        """The whole of it, by all ranks of `group`; what goes wrong on one of them is raised by all."""
         start = time.perf_counter()
         final = self._root / f"step-{state.step:08d}"
         try:
-            with replacing(final, what=WORK, say=self._say) if first else nullcontext(name_in_workplace(final)) as new:
-                if first:
+            with ExitStack() as stack:
+                new = name_in_workplace(final)
+
+                def begin() -> None:
+                    stack.enter_context(replacing(final, what=WORK, say=self._say))
                     new.mkdir()
-                files = snapshot.write(new)
-                if not first:
-                    return
-                size = finish_checkpoint(new, files, state, self.record)
-                for path in self._beside:
-                    sync_file(path)
-                put_in_place(new, final)
+
+                group.first(begin)
+                files = snapshot.write(new, group)
+                group.first(lambda: self._finish(new, final, files, state))
         except OSError as error:
             raise TrainerError(
                 f"{final} could not be written: {reason(error, self._root)}; older checkpoints are untouched. Free "
                 "space there, and the same command goes on from the newest of them"
             ) from error
-        seconds = time.perf_counter() - start
-        behind = ", while training went on" if snapshot.behind else ""
+        if group.rank == 0:
+            self._tell(final, files, seconds=time.perf_counter() - start, behind=snapshot.behind)
+
+    def _finish(self, new: Path, final: Path, files: dict[str, Any], state: TrainState) -> None:
+        """What is not the engine's, and its name."""
+        finish_checkpoint(new, files, state, self.record)
+        for path in self._beside:
+            sync_file(path)
+        put_in_place(new, final)
+
+    def _tell(self, final: Path, files: dict[str, Any], *, seconds: float, behind: bool) -> None:
+        size = sum(about["bytes"] for about in files.values())
+        while_ = ", while training went on" if behind else ""
         rate = f"{size / seconds / 1e6:.0f} MB/s"
-        self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{behind}")
+        self._say(f"saved {final}: {format_bytes(size)} in {format_seconds(seconds)}, {rate}{while_}")
         for line in prune(self._root, keep=self._keep):
             self.note(line)
 
 
-def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> int:
-    """What is not the engine's, then the manifest; returns the bytes of all files."""
+def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:
+    """What is not the engine's, put into `files`, then the manifest."""
     write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
     write_text(directory / "run.json", json.dumps(record.run, indent=1))
     copy_tree(record.model, directory / "model")
@@ -242,7 +255,6 @@ def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState,
         "files": files,
     }
     write_text(directory / MANIFEST, json.dumps(manifest, indent=1))
-    return sum(about["bytes"] for about in files.values())
 
 
 def _place_of(directory: Path) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -142,19 +143,68 @@ def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def on_rank_zero(work: Callable[[], object]) -> None:
-    """Do `work` on rank 0 only. A failure there is every rank's failure."""
-    failed: Exception | None = None
-    if not _several() or dist.get_rank() == 0:
+@dataclass(frozen=True)
+class Group:
+    """Who does something together: all ranks, over connections that only one thread uses; or this process alone."""
+
+    rank: int = 0
+    process_group: Any = None  # None: alone
+
+    def first(self, work: Callable[[], object]) -> None:
+        """Do `work` on rank 0 only. A failure there is every rank's failure."""
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                work()
+            except Exception as error:
+                failed = error
+        told = _from_zero(_told(failed), self.process_group)
+        if failed is not None:
+            raise failed
+        _raise_elsewhere([told])
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on every rank; returns what each made of it, in their order. A failure of one is every rank's."""
+        failed: Exception | None = None
+        mine: list[T] = []
         try:
-            work()
+            mine.append(work())
         except Exception as error:
             failed = error
-    told = share_from_zero(None if failed is None else (getattr(failed, "exit_code", LOST), str(failed)))
-    if failed is not None:
-        raise failed
-    if told is not None:
-        raise Elsewhere(told[1], code=told[0])
+        told = _gathered((_told(failed), mine), self.process_group)
+        if failed is not None:
+            raise failed
+        _raise_elsewhere([wrong for wrong, _ in told])
+        return [value for _, values in told for value in values]
+
+
+def _told(failed: Exception | None) -> tuple[int, str] | None:
+    """What other ranks are told of a failure: its exit code and its words."""
+    return None if failed is None else (getattr(failed, "exit_code", LOST), str(failed))
+
+
+def _raise_elsewhere(told: Sequence[tuple[int, str] | None]) -> None:
+    for wrong in told:
+        if wrong is not None:
+            raise Elsewhere(wrong[1], code=wrong[0])
+
+
+ALONE = Group()
+
+
+def everybody() -> Group:
+    """All ranks, in the thread that trains."""
+    return Group(dist.get_rank(), dist.group.WORLD) if _several() else ALONE
+
+
+def beside() -> Group:
+    """All ranks, for one thread beside the one that trains. All ranks call it, in the thread that trains."""
+    return Group(dist.get_rank(), dist.new_group(backend="gloo", timeout=_SETTING_UP)) if _several() else ALONE
+
+
+def on_rank_zero(work: Callable[[], object]) -> None:
+    """Do `work` on rank 0 only. A failure there is every rank's failure."""
+    everybody().first(work)
 
 
 def on_some(work: Callable[[], object], *, mine: bool) -> None:
@@ -187,21 +237,29 @@ def rank_zero_first(work: Callable[[], T]) -> T:
 
 def share_from_zero(value: Any) -> Any:
     """Rank 0's value, on every rank."""
-    if not _several():
+    return _from_zero(value, everybody().process_group)
+
+
+def _from_zero(value: Any, process_group: Any) -> Any:
+    if process_group is None:
         return value
     box = [value]
     with _noticing():
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=process_group)
     return box[0]
 
 
 def gather(value: Any) -> list[Any]:
     """Every rank's value, in the order of ranks, on every rank."""
-    if not _several():
+    return _gathered(value, everybody().process_group)
+
+
+def _gathered(value: Any, process_group: Any) -> list[Any]:
+    if process_group is None:
         return [value]
-    box: list[Any] = [None] * dist.get_world_size()
+    box: list[Any] = [None] * dist.get_world_size(process_group)
     with _noticing():
-        dist.all_gather_object(box, value)
+        dist.all_gather_object(box, value, group=process_group)
     return box
 
 

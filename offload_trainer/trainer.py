@@ -94,16 +94,19 @@ def train(job: Job, asked: Asked, *, resume: tuple[Path, TrainState] | None = No
                 _evaluate(job, state.step)
             if job.sample and _due(state.step, job.train.sample_every):
                 job.say(f"step {state.step} sample: {job.sample(job.engine)!r}")
-            stop, wished = _agree(job, asked)
-            _save_if_due(job, state, stopping=bool(stop), wished=wished)
+            stop, wished, ended = _agree(job, asked)
+            _save_if_due(job, state, stopping=bool(stop), wished=wished, ended=ended)
             if stop:
                 asked.stop = stop  # another rank's, perhaps; one that came since they agreed is for the next step
                 break
     return state
 
 
-def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool) -> None:
-    """A checkpoint where one is due, or wished for, or the last before a stop. Returns once that one is whole."""
+def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, ended: bool) -> None:
+    """A checkpoint where one is due, or wished for, or the last before a stop. Returns once that one is whole.
+
+    `ended`: the one under way has, on all ranks.
+    """
     last = state.step == job.train.steps
     if wished and job.cannot_save:
         job.say(f"no checkpoint was made: {job.cannot_save}")
@@ -117,18 +120,22 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool) -
             if not stopping or job.save_every:
                 raise
             job.say(f"no checkpoint was made: {error}")  # then the weights alone are kept
-    job.checkpoints.look()
+    elif ended:
+        job.checkpoints.settle()
 
 
-def _agree(job: Job, asked: Asked) -> tuple[int, bool]:
-    """The signal to stop for, or 0, and whether a checkpoint is wished for: on every rank after the same step."""
+def _agree(job: Job, asked: Asked) -> tuple[int, bool, bool]:
+    """The signal to stop for, or 0; whether a checkpoint is wished for; whether the one under way has ended.
+
+    On every rank the same, after the same step.
+    """
     wished = False
     if asked.save:
         asked.save, wished = False, True
     if job.telemetry and os.path.lexists(job.save_wish):
         wished |= _taken_wish(job)
-    answers = gather((asked.stop, wished))
-    return max(stop for stop, _ in answers), any(wish for _, wish in answers)
+    stops, wishes, ended = zip(*gather((asked.stop, wished, job.checkpoints.ended)), strict=True)
+    return max(stops), any(wishes), all(ended)
 
 
 def _taken_wish(job: Job) -> bool:

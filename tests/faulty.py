@@ -28,10 +28,10 @@ def full_save(directory: str) -> None:
 
     write, saves = TieredSnapshot.write, itertools.count(1)
 
-    def then_full(self: Any, place: Path) -> Any:
+    def then_full(self: Any, place: Path, *group: Any) -> Any:
         if next(saves) == 2:
             fill(Path(directory))
-        return write(self, place)
+        return write(self, place, *group)
 
     TieredSnapshot.write = then_full  # type: ignore[method-assign]
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,10 +24,20 @@ from safetensors.torch import save_file
 
 import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
+from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.ranks import gather, place_here, wait_for_all
 from offload_trainer.storage.transfer import ThreadedTransfers
 
 FILES = ("master", "exp_avg", "exp_avg_sq")
+
+
+put = TieredSnapshot._put
+
+
+def slow(*given: Any) -> None:
+    """Slower than a step of the small models here."""
+    put(*given)
+    time.sleep(0.01)
 
 
 @dataclass(frozen=True)
@@ -39,11 +52,13 @@ class Case:
     drives: tuple[str, ...] = ()
     load: str = ""
     skip: int = 0  # steps that were done before
+    meanwhile: int = 0  # steps that are trained while the state after `steps` is written, slowly
 
     def run(self) -> None:
         """Train, and leave the steps and the state in `out`."""
         rank, world = place_here()
-        data = batches(self.micro * (self.skip + self.steps))[self.micro * self.skip :]
+        data = batches(self.micro * (self.skip + self.steps + self.meanwhile))[self.micro * self.skip :]
+        data, more = data[: self.micro * self.steps], data[self.micro * self.steps :]
         with engine(
             Path(self.model), "--engine", "tiered", *self.words, drives=[Path(drive) for drive in self.drives]
         ) as made:
@@ -53,10 +68,13 @@ class Case:
             done = train(made, data[rank::world], accumulate=self.micro // world)
             moved = gather([after - start for start, after in zip(before, _quiet(made), strict=True)])
             Path(self.out).mkdir(parents=True, exist_ok=True)
-            if len(ranks.nodes()) == 1:
-                snapshot = made.snapshot()
-                snapshot.write(Path(self.out))
-                snapshot.close()
+            snapshot, group = made.snapshot(), ranks.beside() if self.meanwhile else ranks.everybody()
+            with ThreadPoolExecutor(1) as thread, patch.object(TieredSnapshot, "_put", slow if more else put):
+                writing = thread.submit(snapshot.write, Path(self.out), group)
+                if more:
+                    train(made, more[rank::world], accumulate=self.micro // world)
+                writing.result()
+            snapshot.close()
             save_file(masters(made), Path(self.out) / f"masters-{rank}.safetensors")
             if rank == 0:
                 (Path(self.out) / "steps.json").write_text(json.dumps(done))
@@ -69,6 +87,12 @@ class Case:
         out = Path(self.out)
         steps = [tuple(step) for step in json.loads((out / "steps.json").read_text())]
         return steps, (out / "masters-0.safetensors").read_bytes()  # type: ignore[return-value]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """All of the state, as it is stored."""
+        beside = ("steps.json", "moved.json", *(path.name for path in Path(self.out).glob("masters-*")))
+        return {path.name: path.read_bytes() for path in Path(self.out).iterdir() if path.name not in beside}
 
     @property
     def left(self) -> tuple[list[Step], list[bytes]]:

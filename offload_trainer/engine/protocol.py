@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from offload_trainer.data.rows import Batch
+from offload_trainer.ranks import ALONE, Group
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -36,8 +37,11 @@ class Snapshot(Protocol):
     def behind(self) -> bool:
         """Whether another thread may write it while the engine trains on."""
 
-    def write(self, directory: Path) -> dict[str, Any]:
-        """Write it into `directory`; returns what the manifest holds about the files. All ranks call it."""
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
+        """Write it into `directory`; returns, on rank 0, what the manifest holds about the files. All ranks call it.
+
+        `group`: all of them, for the thread that writes.
+        """
 
     def close(self) -> None:
         """Nothing waits for it any more, whether it was written or not."""

@@ -96,7 +96,8 @@ class OffloadedModel:
                 behind=layout.behind,
             )
             stack.callback(self.updater.close)
-            self.state = TieredState(layout.units, self.store, self.weights)
+            numbers = sorted(route.number for route in routes)
+            self.state = TieredState(layout.units, self.store, self.weights, numbers=numbers)
             self.places = self.state.places
             self._give_memory()
             self.stream, self.withheld = self._attach(layout, stack)
@@ -377,17 +378,18 @@ class OffloadedModel:
             rule=self.store.format.rule.name,
             weight_steps={name: count for name, count in self.steps.items() if count != most},
         )
-        first, alone = self.node.rank == 0, self.node.world == 1
-        return TieredSnapshot(self.state, state, self.updater.snapshot(), behind=alone, writes=first)
+        return TieredSnapshot(self.state, state, self.updater.snapshot())
 
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:
-        """Go on from what a snapshot has written, of this or another layout."""
+        """Go on from what a snapshot has written, of this or another layout. All ranks call it."""
         self.settle()
         self.drop()
         self.updater.moving.forget_ahead()
-        state = self.node.once(lambda: self.state.load(directory))
-        self.weights.spread_all()
+        self.node.once(lambda: self.state.load_fixed(directory))
+        self.weights.spread_fixed()
+        state = self.node.each(lambda: self.state.load(directory))
+        self.weights.spread()
         self.steps = {name: state.steps_of(name) for name in self.trained}
         if self.stream:
             self.stream.forget()

@@ -109,6 +109,12 @@ class Node:
         (result,) = ranks.share(found, source=self.here.start, group=self._inside)
         return result
 
+    def each(self, work: Callable[[], T]) -> T:
+        """What `work` gives here, done by every rank. A failure of one is every rank's."""
+        if self.world == 1:
+            return work()
+        return ranks.everybody().each(work)[self.rank]
+
     def spread(self, values: torch.Tensor, *, source: int, beside: Beside | None = None) -> None:
         """Fill `values` (1-D, contiguous), on the device, with what they are on rank `source`; all ranks call.
 

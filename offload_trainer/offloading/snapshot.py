@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,10 +21,10 @@ from offload_trainer.storage.transfer import Future
 
 
 class PageSnapshot:
-    """The pages of `store` as they are now."""
+    """The pages `numbers` of `store`, in order, as they are now: all that this process changes."""
 
-    def __init__(self, store: PageStore) -> None:
-        self._store = store
+    def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
+        self._store, self._numbers = store, numbers
         self._read = 0  # pages that may change again: those before this one
         self._closed = False
         self._changed = threading.Condition()
@@ -36,10 +36,10 @@ class PageSnapshot:
 
     def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Each page's number and fields (views, until the next page is asked for). TrainerError once it is closed."""
-        away = deque(n for n in range(len(self._store.pages)) if self._store.in_memory(n) is None)
+        away = deque(number for number in self._numbers if self._store.in_memory(number) is None)
         free = self._store.buffers(SAVE_BUFFERS)
         arriving: deque[tuple[torch.Tensor, Future]] = deque()
-        for number in range(len(self._store.pages)):
+        for number in self._numbers:
             while free and away:
                 following, buffer = away.popleft(), free.pop()
                 future = self._store.read(following, buffer[: self._store.bytes_of(following)])

@@ -1,9 +1,10 @@
 """The tiered engine's state by the weight's name: out to files while training goes on, and back from them.
 
-    PageSnapshot ── page by page ──> master, exp_avg, exp_avg_sq (and scales), each written end to end
+    PageSnapshot ── page by page ──> master, exp_avg, exp_avg_sq (and scales), each page at its place in the file
     files ── page by page ──> pages, and the 16-bit weights made from the masters
 
-A page is a stretch of a unit, so walking pages in order walks each file in order.
+A page is a stretch of a unit, so walking pages in order walks each file in order. Each rank walks the pages that it
+updates, so several make the files together; their headers, and what is not on pages, are rank 0's.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from offload_trainer.optim.state_files import (
 )
 from offload_trainer.optim.stored import stored_moment
 from offload_trainer.plan.layout import Place, Unit
+from offload_trainer.ranks import ALONE, Group
 from offload_trainer.storage.dtypes import DTYPES
-from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
+from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, file_of
 
 
 class TieredState:
     """Masters and moments in `store`, 16-bit weights in `weights`, both laid out as `units`."""
 
-    def __init__(self, units: Sequence[Unit], store: PageStore, weights: Weights) -> None:
-        self.units, self.store, self.weights = units, store, weights
+    def __init__(self, units: Sequence[Unit], store: PageStore, weights: Weights, *, numbers: Sequence[int]) -> None:
+        """`numbers`: of the pages that this rank updates, in order."""
+        self.units, self.store, self.weights, self._numbers = units, store, weights, numbers
         self.places: dict[str, tuple[Unit, Place]] = {
             place.weight.name: (unit, place) for unit in units for place in unit.places
         }
@@ -89,7 +92,10 @@ class TieredState:
     # -- back from files ----------------------------------------------------------------------------------------------
 
     def load(self, directory: Path) -> EngineState:
-        """Set everything to what `directory` holds, whichever engine wrote it and however it stored moments."""
+        """Set this rank's pages to what `directory` holds, whichever engine wrote it and however it stored moments.
+
+        The weights made from them are those of this rank's pages alone.
+        """
         ours = self.store.format
         state = read_engine_state(directory, rule=ours.rule)
         shapes, theirs = self.shapes(trainable=True), state.format
@@ -98,15 +104,19 @@ class TieredState:
             for kind, held in stored.items():
                 if not held.dtypes <= {DTYPES[theirs.fields[kind].dtype]}:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
-            for number, fields in self.store.replaced():
+            for number, fields in self.store.replaced(self._numbers):
                 self._fill_page(number, fields, stored, converted=theirs != ours)
+        self.put_away()
+        return state
+
+    def load_fixed(self, directory: Path) -> None:
+        """Set the weights that are not trained to what `directory` holds."""
         fixed = self.shapes(trainable=False)
-        if fixed and shapes:
+        if fixed and self.names(trainable=True):
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, tensor.reshape(-1))
-        self.put_away()
-        return state
+        self.weights.put_away()
 
     def _fill_page(
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
@@ -129,7 +139,7 @@ class TieredState:
                 here.values.copy_(values)
                 if here.scales is not None and scales is not None:
                     here.scales.copy_(scales)
-            self.weights.put(page.unit, start, fields["master"][stretch])
+        self.weights.put_page(page.unit, page.start, fields["master"])
 
     def put_away(self) -> None:
         """What was put has reached its home, and no memory is held for it."""
@@ -145,35 +155,45 @@ class TieredSnapshot:
     state: EngineState
     pages: PageSnapshot
     behind: bool = True
-    writes: bool = True  # of several ranks the first writes everybody's pages, while the others wait
 
-    def write(self, directory: Path) -> dict[str, Any]:
-        """One file a field, all of them end to end at once. TrainerError where the disk or a drive refuses."""
-        if not self.writes:
-            return {}
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
+        """One file a field, by all ranks of `group` at once. TrainerError where the disk or a drive refuses."""
         names = self.held.names(trainable=True)
-        writers = {
-            field: TensorFileWriter(
-                directory / f"{field}.safetensors", [self.held.entry(field, name) for name in names]
-            )
-            for field in self.held.store.format.fields
-        }
+        fields = self.held.store.format.fields
+        entries = {field: [self.held.entry(field, name) for name in names] for field in fields}
+        written: dict[str, Any] = {}
+        headers: dict[str, Piece] = {}
+
+        def begin() -> None:
+            for field, its in entries.items():
+                headers[field] = PlacedWriter.make(directory / f"{field}.safetensors", its)
+            if names:  # where nothing is trained the weights are as they were loaded, and are not written again
+                written.update(write_files(directory, self.held.fixed_files(), writes=True))
+            self.held.weights.put_away()
+            write_engine_state(directory, self.state)
+
+        group.first(begin)
+        pieces = group.each(lambda: self._write_pages(directory, entries))
+        if group.rank:
+            return {}
+        of = {field: [headers[field], *(piece for one in pieces for piece in one[field])] for field in fields}
+        return {f"{field}.safetensors": asdict(file_of(its)) for field, its in of.items()} | written
+
+    def _write_pages(self, directory: Path, entries: Mapping[str, list[TensorEntry]]) -> dict[str, list[Piece]]:
+        """This rank's pages to their places, all files at once; what was written of each."""
+        writers = {field: PlacedWriter(directory / f"{field}.safetensors", its) for field, its in entries.items()}
         with ThreadPoolExecutor(len(writers)) as threads:
             for number, fields in self.pages.pages():
-                list(threads.map(lambda field: self._append(writers[field], field, number, fields[field]), writers))  # noqa: B023 - waited for
-        written = {f"{field}.safetensors": asdict(writer.close()) for field, writer in writers.items()}
-        if names:  # where nothing is trained the weights are as they were loaded, and are not written again
-            written |= write_files(directory, self.held.fixed_files(), writes=True)
-        self.held.weights.put_away()
-        write_engine_state(directory, self.state)
-        return written
+                list(threads.map(lambda field: self._put(writers[field], field, number, fields[field]), writers))  # noqa: B023 - waited for
+        return {field: writer.close() for field, writer in writers.items()}
 
-    def _append(self, writer: TensorFileWriter, field: str, number: int, values: torch.Tensor) -> None:
-        kind = self.held.store.format.fields[field]
+    def _put(self, writer: PlacedWriter, field: str, number: int, values: torch.Tensor) -> None:
+        kind, page = self.held.store.format.fields[field], self.held.store.pages[number]
         for name, stretch in self.held.pieces(number):
             stored = values[stretch.start // kind.per : kind.entries(stretch.stop)]
             refuse_to_save(name, stored, field=field)
-            writer.append(name, stored)
+            within = page.start + stretch.start - self.held.places[name][1].start
+            writer.put(name, within // kind.per, stored)
 
     def close(self) -> None:
         self.pages.close()

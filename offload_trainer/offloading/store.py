@@ -144,14 +144,14 @@ class PageStore:
             into.copy_(values, non_blocking=True)
             return self._device.reached()
 
-    def replaced(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Each page's number and its fields, all zero, to be set before the next is asked for.
+    def replaced(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Of each of these pages the number and the fields, all zero, to be set before the next is asked for.
 
         All are home at the end.
         """
         free = self.buffers(2)
         leaving: deque[tuple[torch.Tensor, Future]] = deque()
-        for number in range(len(self.pages)):
+        for number in numbers:
             inside = self.in_memory(number)
             if inside is not None:
                 yield number, self.fields(number, inside.zero_())

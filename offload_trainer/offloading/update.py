@@ -107,7 +107,7 @@ class Updater:
 
     def snapshot(self) -> PageSnapshot:
         """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
-        self._snapshot = PageSnapshot(self._store)
+        self._snapshot = PageSnapshot(self._store, sorted(self._paths))
         return self._snapshot
 
     def start(

@@ -141,6 +141,13 @@ class Weights:
         """What rank 0 has on its device, on every rank's."""
         self._node.spread(self._resident, source=0)
 
+    def spread_fixed(self) -> None:
+        """What is not trained of what rank 0 has on its device, on every rank's."""
+        for unit in self.units:
+            resident = self.resident(unit.index)
+            if resident is not None:
+                self._node.spread(resident[unit.trained :], source=0)
+
     # -- single weights -----------------------------------------------------------------------------------------------
 
     def get(self, unit: int, start: int, count: int) -> torch.Tensor:
@@ -157,6 +164,14 @@ class Weights:
             resident[start : start + values.numel()].copy_(values)
         else:
             self.store.put(unit, start, values)
+
+    def put_page(self, unit: int, start: int, masters: torch.Tensor) -> None:
+        """Set a page's elements to what is rounded out of its masters (fp32, on the CPU), and nothing beside them."""
+        if self.homes[unit] in (DEVICE, RAM):
+            self.put(unit, start, masters)
+            return
+        buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)
+        self.store.write(unit, start, buffer.copy_(masters)).wait()
 
     def put_away(self) -> None:
         self.store.put_away()

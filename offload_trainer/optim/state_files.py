@@ -39,6 +39,7 @@ from offload_trainer.plan.formats import (
     state_format,
 )
 from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.ranks import ALONE, Group
 from offload_trainer.readback import EXACT, Number, Steps, read_back
 from offload_trainer.storage.durable import write_text
 from offload_trainer.storage.finite import unusable
@@ -151,7 +152,7 @@ class StateNow:
     writes: bool  # this rank
     behind: bool = False
 
-    def write(self, directory: Path) -> dict[str, Any]:
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
         written = write_files(directory, self.files, writes=self.writes)
         if self.writes:
             write_engine_state(directory, self.state)

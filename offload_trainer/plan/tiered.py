@@ -279,10 +279,7 @@ class TieredCandidate:
         notes = [f"no optimizer state can live on this GPU: {reason}"] if reason else []
         if self.work.world > 1:
             nodes = f"{self.work.nodes} nodes" if self.work.nodes > 1 else "one node"
-            notes.append(
-                f"{self.work.world} ranks on {nodes}: state, sums and weights in RAM are there once a node; training "
-                "waits while a checkpoint is written"
-            )
+            notes.append(f"{self.work.world} ranks on {nodes}: state, sums and weights in RAM are there once a node")
             if self.work.nodes > 1:
                 notes.append(
                     "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"

@@ -53,7 +53,7 @@ def tiered_items(
     stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home not in (RAM, ELSEWHERE)]
     if stored and work.checkpoints != 0:
         why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
-        items.append(Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why))
+        items += _of_each_rank([Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why)], work.here)
     kept = _of_each_rank(input_items(work, device=device, drives=drives), work.here)
     if sizes.checksums:
         on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)

@@ -13,6 +13,7 @@ import math
 import os
 import zlib
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.storage.crc import combined
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -62,22 +64,128 @@ class WrittenFile:
     crc32: int
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, start + bytes) of a file as they were written, and their CRC-32."""
+
+    start: int
+    bytes: int
+    crc32: int
+
+
+def file_of(pieces: Iterable[Piece]) -> WrittenFile:
+    """The file that `pieces`, whoever wrote them, make together: each of its bytes is in one of them."""
+    size = crc = 0
+    for piece in sorted((piece for piece in pieces if piece.bytes), key=lambda piece: piece.start):
+        assert piece.start == size, f"{piece} follows byte {size}"
+        size, crc = size + piece.bytes, combined(crc, piece.crc32, piece.bytes)
+    return WrittenFile(size, crc)
+
+
+class PlacedWriter:
+    """Write stretches of a file's tensors at their places. Others may write the rest meanwhile, on other nodes too.
+
+    `make` has written the header, and the file has its size. TrainerError where the disk refuses.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
+        self.path = path
+        self._entries = {entry.name: entry for entry in entries}
+        _, self._starts, _ = _laid_out(entries, {})
+        self._pieces: list[Piece] = []
+        self._written = self._passed = 0
+        try:
+            opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # not for reading: NFS then sends these bytes alone
+            self._file = os.fdopen(opened, "wb", buffering=0)
+        except OSError as error:
+            raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
+
+    @staticmethod
+    def make(path: Path, entries: Sequence[TensorEntry]) -> Piece:
+        """The file with its header and room for all tensors; returns the header's piece."""
+        header, _, size = _laid_out(entries, {})
+        try:
+            with open(path, "wb", buffering=0) as file:
+                _write_all(file.fileno(), memoryview(header), 0)
+                os.ftruncate(file.fileno(), size)
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _full(path, error, written=0) from error
+        return Piece(0, len(header), zlib.crc32(header))
+
+    def put(self, name: str, start: int, stretch: torch.Tensor) -> None:
+        """The elements of a tensor from `start` on: 1-D, contiguous, on the CPU, in the entry's dtype."""
+        entry = self._entries[name]
+        assert entry.dtype == stretch.dtype, f"{entry} expected, {stretch.dtype} given"
+        assert 0 <= start <= start + stretch.numel() <= entry.numel, f"{stretch.numel()} at {start} given for {entry}"
+        if not stretch.numel():
+            return
+        data, offset = stretch.view(torch.uint8).numpy().data, self._starts[name] + start * entry.dtype.itemsize
+        try:
+            _write_all(self._file.fileno(), data, offset)
+            self._written += len(data)
+            if self._written - self._passed >= _PASSING:
+                self._pass()
+        except OSError as error:
+            self._file.close()
+            raise _full(self.path, error, written=self._written) from error
+        last = self._pieces[-1] if self._pieces else Piece(offset, 0, 0)
+        if last.start + last.bytes == offset:
+            self._pieces[-1:] = [Piece(last.start, last.bytes + len(data), zlib.crc32(data, last.crc32))]
+        else:
+            self._pieces.append(Piece(offset, len(data), zlib.crc32(data)))
+
+    def _pass(self) -> None:
+        """Bring it to the disk and out of the page cache, where it would push out what is needed again."""
+        os.fdatasync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._passed = self._written
+
+    def close(self) -> list[Piece]:
+        """What was written, on the disk when this returns: pieces that do not touch each other, as they were put."""
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            raise _full(self.path, error, written=self._written) from error
+        return self._pieces
+
+
+def _laid_out(entries: Sequence[TensorEntry], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """A file's beginning, before its data; the byte at which each tensor starts; the bytes of the whole file."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    starts, offset = {}, 0
+    for entry in entries:
+        starts[entry.name] = offset
+        header[entry.name] = {
+            "dtype": SAFETENSORS_DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.bytes],
+        }
+        offset += entry.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins aligned
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + at for name, at in starts.items()}, first + offset
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
+    return TrainerError(
+        f"{path}: {reason(error, path.parent)} after {written} bytes; free space on that disk and run again"
+    )
+
+
 class TensorFileWriter:
     """Write the tensors of `entries`, in that order, then `close` it. TrainerError where the disk refuses."""
 
     def __init__(self, path: Path, entries: list[TensorEntry], *, metadata: dict[str, str] | None = None) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-        offset = 0
-        for entry in entries:
-            places = [offset, offset + entry.bytes]
-            header[entry.name] = {
-                "dtype": SAFETENSORS_DTYPES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": places,
-            }
-            offset = places[1]
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data begins aligned
+        header, _, _ = _laid_out(entries, metadata or {})
         self.path = path
         self._entries = deque(entries)
         self._given = 0  # elements of the first of them
@@ -87,7 +195,7 @@ class TensorFileWriter:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
-        self._put(len(text).to_bytes(8, "little") + text)
+        self._put(header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor whole, from any device and layout."""
@@ -121,10 +229,7 @@ class TensorFileWriter:
                 self._pass()
         except OSError as error:
             self._file.close()
-            raise TrainerError(
-                f"{self.path}: {reason(error, self.path.parent)} after {self._written} bytes; free space on that disk "
-                "and run again"
-            ) from error
+            raise _full(self.path, error, written=self._written) from error
 
     def _pass(self) -> None:
         """Bring it to the disk and out of the page cache, where it would push out what is needed again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_of_engines import model_directory
@@ -59,14 +60,14 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
         ]
 
     alone = by(1, "alone", cases=[*wishes, replace(wishes[-1], micro=2)])
-    on = replace(wishes[0], load=alone[0].out, skip=2)
+    on = replace(wishes[2], load=alone[2].out, skip=2)
     run_ranks(alone, count=1, folder=tmp_path / "one")  # a process as theirs, with as many threads
     several = by(COUNT, "several", cases=[*wishes, on])
     run_ranks(several, count=COUNT, folder=tmp_path / "ranks")
     for made, expected in zip(several[: len(wishes)], alone, strict=False):
         assert made.left == expected.left, expected
     assert several[2].moved == alone[-1].moved  # as one rank with as many micro-batches as each of them has
-    (back,) = by(1, "back", cases=[replace(on, load=several[0].out)])
+    (back,) = by(1, "back", cases=[replace(on, load=several[2].out)])
     run_ranks([back], count=1, folder=tmp_path / "one again")
     assert back.left == several[-1].left
 
@@ -90,10 +91,37 @@ def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
         return [replace(case, words=one, out=str(tmp_path / f"{count} {n}")) for n, one in enumerate(words)]
 
     (alone,), several = by(1), by(4)
-    run_ranks([alone], count=1, folder=tmp_path / "one")
-    run_ranks(several, count=4, folder=tmp_path / "ranks", nodes=2)
+    on = [replace(one, out=f"{one.out} on", load=alone.out, skip=2) for one in (alone, several[1], several[-1])]
+    run_ranks([alone, on[0]], count=1, folder=tmp_path / "one")
+    run_ranks([*several, *on[1:]], count=4, folder=tmp_path / "ranks", nodes=2)
     for made in several:
-        assert made.seen == alone.seen, made.words
+        assert (made.seen, made.files) == (alone.seen, alone.files), made.words
+    for made in on[1:]:
+        assert (made.seen, made.files) == (on[0].seen, on[0].files), made.words
+
+
+def test_checkpoints_go_between_numbers_of_ranks(tmp_path: Path) -> None:
+    """Of 3 ranks to 1, 2 and 4, and back; each number writes one rank's bytes, also while it trains on."""
+    model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
+    (tmp_path / "drive").mkdir()
+    frozen = ('model.freeze=["h.1.mlp","wpe"]', "optim.states=8bit")
+    words = ("--params", "gpu", "--dtype", "bf16", *HALF, *frozen)
+    drives = (str(tmp_path / "drive"),)
+
+    def case(ranks: int, name: str, **more: Any) -> Case:
+        shared = ("--accumulate", str(12 // ranks))
+        return Case(model, (*words, *shared), str(tmp_path / name), steps=1, micro=12, drives=drives, **more)
+
+    first = {ranks: case(ranks, f"first-{ranks}", meanwhile=ranks == 3) for ranks in (1, 2, 3, 4)}
+    second = {ranks: case(ranks, f"second-{ranks}", load=first[3].out, skip=1) for ranks in (1, 2, 4)}
+    for ranks in (3, 1, 2, 4):
+        run_ranks([first[ranks], *filter(None, [second.get(ranks)])], count=ranks, folder=tmp_path / f"ranks-{ranks}")
+        assert first[ranks].files == first[3].files
+    third = [case(3, f"from-{ranks}", load=first[ranks].out, skip=1) for ranks in (1, 2, 4)]
+    run_ranks(third, count=3, folder=tmp_path / "again")
+    for other in (second[2], second[4], *third):
+        assert (other.left[0], other.files) == (second[1].left[0], second[1].files), other
+    assert {"fixed.safetensors", "exp_avg_sq_scales.safetensors"} < first[1].files.keys()
 
 
 FAULTY = """

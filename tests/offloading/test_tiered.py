@@ -340,8 +340,8 @@ def test_a_snapshot_is_of_its_moment_while_training_goes_on(
     place: str, states: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
-    append = TieredSnapshot._append
-    monkeypatch.setattr(TieredSnapshot, "_append", lambda *args: (append(*args), time.sleep(0.03)))
+    put = TieredSnapshot._put
+    monkeypatch.setattr(TieredSnapshot, "_put", lambda *args: (put(*args), time.sleep(0.03)))
     frozen = [*PLACES["all on the drive"], 'model.freeze=["h.1.mlp","wpe"]', "tiered.checksums=true"]
     words = [*PLACES.get(place, frozen), f"optim.states={states}", "tiered.page_size=8192"]
     with engine(model, *words, drives=drives(folder, 1)) as ours:

@@ -16,6 +16,12 @@ from offload_trainer.ranks import gather
 from offload_trainer.signals import Asked
 
 
+class Unsaved(nullcontext):
+    """Checkpoints of a run that makes none."""
+
+    ended = False
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -38,7 +44,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
         train=SimpleNamespace(steps=9, micro_batch=1, eval_every=0, sample_every=0),
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
-        checkpoints=nullcontext(),
+        checkpoints=Unsaved(),
         telemetry=None,
         sample=None,
     )

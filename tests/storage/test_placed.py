@@ -1,0 +1,59 @@
+"""Files that several writers make: each at its places, with sums that are those of the whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.storage.crc import combined
+from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry, TensorFileWriter, file_of
+
+ENTRIES = [
+    TensorEntry("a", torch.float32, (300, 7)),
+    TensorEntry("b", torch.bfloat16, (1001,)),
+    TensorEntry("none", torch.float32, (0, 4)),
+    TensorEntry("c", torch.uint8, (77,)),
+]
+
+
+def test_sums_of_parts_make_the_sum_of_the_whole() -> None:
+    dice = random.Random(3)
+    for size in (0, 1, 7, 255, 65536, 1 << 20):
+        first, second = dice.randbytes(dice.randrange(1000)), dice.randbytes(size)
+        assert combined(zlib.crc32(first), zlib.crc32(second), size) == zlib.crc32(first + second)
+
+
+def test_several_writers_make_the_file_of_one(tmp_path: Path) -> None:
+    """Whatever their order, and wherever the cuts are."""
+    torch.manual_seed(1)
+    tensors = {entry.name: torch.randint(0, 200, entry.shape).to(entry.dtype) for entry in ENTRIES}
+    alone = TensorFileWriter(tmp_path / "alone", ENTRIES)
+    for name, tensor in tensors.items():
+        alone.write(name, tensor)
+    expected = alone.close()
+    header = PlacedWriter.make(tmp_path / "parts", ENTRIES)
+    writers = [PlacedWriter(tmp_path / "parts", ENTRIES) for _ in range(3)]
+    parts = [(e.name, start, min(61, e.numel - start)) for e in ENTRIES for start in range(0, e.numel, 61)]
+    random.Random(2).shuffle(parts)
+    for number, (name, start, count) in enumerate(parts):
+        writers[number % 3].put(name, start, tensors[name].view(-1)[start : start + count])
+    assert file_of([header, *(piece for writer in writers for piece in writer.close())]) == expected
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "alone").read_bytes()
+
+
+def test_what_nobody_has_written_is_no_file() -> None:
+    with pytest.raises(AssertionError, match="follows byte 8"):
+        file_of([Piece(0, 8, 1), Piece(9, 3, 2)])
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / "x")
+    writer = PlacedWriter(tmp_path / "x", ENTRIES)
+    with pytest.raises(TrainerError, match=r"x: No space left on device after 0 bytes; free space"):
+        writer.put("c", 0, torch.zeros(77, dtype=torch.uint8))

@@ -125,8 +125,7 @@ class Checkpoints:
                 snapshot.close()
 
         if snapshot.behind:
-            if self._worker is None:
-                self._worker, self._beside_training = Workers(1, "save"), beside()
+            self._worker = self._worker or Workers(1, "save")
             self._worker.put(ending(future, partial(work, self._beside_training)))
         else:
             ending(future, partial(work, everybody()))()
@@ -152,6 +151,8 @@ class Checkpoints:
         self.saved = step
 
     def __enter__(self) -> Checkpoints:
+        """All ranks begin together."""
+        self._beside_training = beside()
         return self
 
     def __exit__(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer import __version__
-from offload_trainer.errors import Elsewhere, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.errors import Elsewhere, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
@@ -35,10 +35,15 @@ def main(words: list[str] | None = None) -> int:
             told = explain(error)
             if told is None:
                 raise
-            if not isinstance(error, Elsewhere):
+            if not isinstance(error, Elsewhere) and not _launcher_says(error):
                 _say(f"offload-train: {told}")
             return exit_code(error)
     return 0
+
+
+def _launcher_says(error: BaseException) -> bool:
+    """Of several ranks each gets the signal that ends them, from a launcher that knows why."""
+    return isinstance(error, Stopped) and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
 
 
 def _carry_out(words: list[str]) -> None:

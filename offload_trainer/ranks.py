@@ -6,6 +6,7 @@ A rank that fails tells why and ends; the others find its connections closed, an
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,13 @@ _LATER = 30  # seconds: rank 0 can name who is missing, and is the first to give
 
 
 def join() -> None:
-    """Become one of the ranks that the launcher has started, as its environment says."""
+    """Become one of the ranks that the launcher has started, as its environment says.
+
+    SIGTERM ends the process until all have come: Python would not get to run, and there is nothing to save.
+    """
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     dist.init_process_group("gloo", timeout=_SETTING_UP)
+    signal.signal(signal.SIGTERM, handler)
 
 
 def place_here() -> tuple[int, int]:
@@ -199,7 +205,10 @@ def everybody() -> Group:
 
 def beside() -> Group:
     """All ranks, for one thread beside the one that trains. All ranks call it, in the thread that trains."""
-    return Group(dist.get_rank(), dist.new_group(backend="gloo", timeout=_SETTING_UP)) if _several() else ALONE
+    if not _several():
+        return ALONE
+    with _noticing():
+        return Group(dist.get_rank(), dist.new_group(backend="gloo", timeout=_SETTING_UP))
 
 
 def on_rank_zero(work: Callable[[], object]) -> None:

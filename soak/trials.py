@@ -97,9 +97,7 @@ class Command:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if first is not None:
                 first()
-            from offload_trainer.cli import main
-
-            code = main(self.words)
+            code = self._main()
         except KeyboardInterrupt:
             code = 130
         except BaseException:
@@ -111,6 +109,11 @@ class Command:
                 sys.stderr.flush()
             finally:
                 os._exit(code)
+
+    def _main(self) -> int:
+        from offload_trainer.cli import main
+
+        return main(self.words)
 
     def _take_terminal(self, near: int) -> None:
         """In the fork. Where the terminal has been closed already, end as the kernel ends those that have it."""
@@ -124,17 +127,22 @@ class Command:
         """Whether it has; takes in what it has said."""
         if self.code is not None:
             return True
-        self._listen()
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if not pid:
+        if not self._reaped():
             return False
-        self.code = os.waitstatus_to_exitcode(status)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it had started
         self._listen()
         self.hang_up()
         os.close(self._log)
         return True
+
+    def _reaped(self) -> bool:
+        """Whether its own process has ended."""
+        self._listen()
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            self.code = os.waitstatus_to_exitcode(status)
+        return bool(pid)
 
     def _listen(self) -> None:
         far = self._far.get(self.pid)

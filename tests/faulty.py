@@ -36,6 +36,23 @@ def full_save(directory: str) -> None:
     TieredSnapshot.write = then_full  # type: ignore[method-assign]
 
 
+def full_part(rank: str) -> None:
+    """The disk is full for one of several ranks, in the second save, after its first page."""
+    if os.environ["RANK"] != rank:
+        return
+    from offload_trainer.storage.tensorfile import PlacedWriter
+
+    put, pages = PlacedWriter.put, itertools.count(1)
+
+    def then_full(self: Any, *given: Any) -> None:
+        if self.path.name == "exp_avg.safetensors" and "step-00000004" in str(self.path) and next(pages) == 2:
+            self._file.close()
+            self._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - until the process ends
+        put(self, *given)
+
+    PlacedWriter.put = then_full  # type: ignore[method-assign]
+
+
 def full_step(directory: str) -> None:
     from offload_trainer.telemetry.sinks import JsonLines
 
@@ -102,6 +119,7 @@ def clock(seed: str) -> None:
 
 FAULTS = {
     "full-save": full_save,
+    "full-part": full_part,
     "full-step": full_step,
     "low-save": low_save,
     "full-export": full_export,

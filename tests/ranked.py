@@ -1,6 +1,7 @@
 """Several ranks on this machine, each a fork: what they train and leave.
 
 run_ranks(cases, count=3, folder=...)   each case in turn; rank 0 leaves its steps and its state in the case's folder
+call_ranks(words, output=..., count=3)  the command by so many ranks: each rank's exit code and what it said
 python ranked.py RANK COUNT FOLDER NODES      one of them, which reads FOLDER/cases.json
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +23,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from bench_of_engines import Step, batches, engine, masters, train
+from conftest import Run, start
+from forks import COMMAND
 from safetensors.torch import save_file
 
 import offload_trainer.plan.layout as layout
@@ -132,14 +137,31 @@ def _quiet(engine: Any) -> tuple[int, ...]:
 
 def run_ranks(cases: Sequence[Case], *, count: int, folder: Path, nodes: int = 1, seconds: float = 400) -> None:
     """All of `cases` by `count` ranks, as if they were on so many nodes."""
-    from conftest import start
-
     folder.mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     told = [folder / f"told-{rank}" for rank in range(count)]
     forks = [start(__file__, rank, count, folder, nodes, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
     codes = [fork.wait(seconds) for fork in forks]
     assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
+
+
+def call_ranks(
+    *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
+) -> list[Run]:
+    """`offload-train WORDS --output OUTPUT` by so many ranks, `last` added to the last one's. No launcher is there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        told = [Path(folder) / f"told-{rank}" for rank in range(count)]
+        forks = []
+        for rank, path in enumerate(told):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            given = [*script, *words, "--output", output, *(last if rank == count - 1 else ())]
+            forks.append(start(*given, stdout=path, stderr=path, **{key: str(value) for key, value in place.items()}))
+        codes = [fork.wait(300) for fork in forks]
+        return [Run(code, path.read_text(errors="replace"), output) for code, path in zip(codes, told, strict=True)]
 
 
 def join(rank: int, count: int, folder: Path, *, nodes: int = 1) -> None:

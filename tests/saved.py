@@ -8,6 +8,7 @@ from typing import Any
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.manifest import crc32_of
+from offload_trainer.ranks import ALONE, Group
 
 
 class Small:
@@ -18,7 +19,7 @@ class Small:
     def snapshot(self) -> Small:
         return self
 
-    def write(self, directory: Path) -> dict[str, Any]:
+    def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
         for name in ("engine.json", "master.safetensors"):
             (directory / name).write_text("{}")
         return {"master.safetensors": {"bytes": 2, "crc32": crc32_of(directory / "master.safetensors")}}

@@ -96,8 +96,7 @@ class OffloadedModel:
                 behind=layout.behind,
             )
             stack.callback(self.updater.close)
-            numbers = sorted(route.number for route in routes)
-            self.state = TieredState(layout.units, self.store, self.weights, numbers=numbers)
+            self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places
             self._give_memory()
             self.stream, self.withheld = self._attach(layout, stack)
@@ -386,10 +385,7 @@ class OffloadedModel:
         self.settle()
         self.drop()
         self.updater.moving.forget_ahead()
-        self.node.once(lambda: self.state.load_fixed(directory))
-        self.weights.spread_fixed()
-        state = self.node.each(lambda: self.state.load(directory))
-        self.weights.spread()
+        state = self.state.load(directory, self.node)
         self.steps = {name: state.steps_of(name) for name in self.trained}
         if self.stream:
             self.stream.forget()

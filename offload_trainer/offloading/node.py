@@ -113,7 +113,9 @@ class Node:
         """What `work` gives here, done by every rank. A failure of one is every rank's."""
         if self.world == 1:
             return work()
-        return ranks.everybody().each(work)[self.rank]
+        found: list[T] = []
+        ranks.everybody().each(lambda: found.append(work()))
+        return found[0]
 
     def spread(self, values: torch.Tensor, *, source: int, beside: Beside | None = None) -> None:
         """Fill `values` (1-D, contiguous), on the device, with what they are on rank `source`; all ranks call.

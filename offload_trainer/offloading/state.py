@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.snapshot import PageSnapshot
 from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.weights import Weights
@@ -91,11 +92,19 @@ class TieredState:
 
     # -- back from files ----------------------------------------------------------------------------------------------
 
-    def load(self, directory: Path) -> EngineState:
-        """Set this rank's pages to what `directory` holds, whichever engine wrote it and however it stored moments.
+    def load(self, directory: Path, node: Node) -> EngineState:
+        """Set everything to what `directory` holds, whichever engine wrote it and however it stored moments.
 
-        The weights made from them are those of this rank's pages alone.
+        All ranks call it, and each reads what belongs to its own pages; what is not trained is read once.
         """
+        node.once(lambda: self._load_fixed(directory))
+        self.weights.spread_fixed()
+        state = node.each(lambda: self._load_pages(directory))
+        self.weights.spread()
+        return state
+
+    def _load_pages(self, directory: Path) -> EngineState:
+        """This rank's pages, and the weights made from them."""
         ours = self.store.format
         state = read_engine_state(directory, rule=ours.rule)
         shapes, theirs = self.shapes(trainable=True), state.format
@@ -109,8 +118,8 @@ class TieredState:
         self.put_away()
         return state
 
-    def load_fixed(self, directory: Path) -> None:
-        """Set the weights that are not trained to what `directory` holds."""
+    def _load_fixed(self, directory: Path) -> None:
+        """The weights that are not trained."""
         fixed = self.shapes(trainable=False)
         if fixed and self.names(trainable=True):
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
@@ -167,6 +176,8 @@ class TieredSnapshot:
         def begin() -> None:
             for field, its in entries.items():
                 headers[field] = PlacedWriter.make(directory / f"{field}.safetensors", its)
+
+        def end() -> None:
             if names:  # where nothing is trained the weights are as they were loaded, and are not written again
                 written.update(write_files(directory, self.held.fixed_files(), writes=True))
             self.held.weights.put_away()
@@ -174,6 +185,7 @@ class TieredSnapshot:
 
         group.first(begin)
         pieces = group.each(lambda: self._write_pages(directory, entries))
+        group.first(end)  # the update waits for pages, so they go first
         if group.rank:
             return {}
         of = {field: [headers[field], *(piece for one in pieces for piece in one[field])] for field in fields}

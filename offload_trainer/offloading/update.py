@@ -78,6 +78,7 @@ class Updater:
         self._device, (self._kernel, self._device_kernel) = device, kernels
         self.moving = MovingPages(store, weights, gradients, device=device, routes=routes, slots=slots)
         self._paths = {route.number: self._resolved(route) for route in routes}
+        self.numbers = sorted(self._paths)  # of the pages that it updates
         staying = [path for path in self._paths.values() if not path.route.through_host]
         self._staying = [path for path in staying if not path.route.on_device]
         living = [path for path in staying if path.route.on_device]
@@ -107,7 +108,7 @@ class Updater:
 
     def snapshot(self) -> PageSnapshot:
         """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
-        self._snapshot = PageSnapshot(self._store, sorted(self._paths))
+        self._snapshot = PageSnapshot(self._store, self.numbers)
         return self._snapshot
 
     def start(

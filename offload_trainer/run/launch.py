@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from offload_trainer.config import ProcessWish
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
+from offload_trainer.run.watch import LAUNCHER, begin_watch
+from offload_trainer.streams import write_now
 
 
 def ranks_of_environment() -> tuple[int, int]:
@@ -28,6 +30,7 @@ def prepare_process(wish: ProcessWish) -> int:
     torchrun sets OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels
     bring an OpenMP runtime of their own, which only the environment reaches.
     """
+    begin_watch(lambda line: write_now(f"offload-train: {line}"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // local_world) if wish.threads == "auto" else wish.threads
@@ -73,6 +76,7 @@ def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would end its ranks all the same
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    os.environ[LAUNCHER] = str(os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command)

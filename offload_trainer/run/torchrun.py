@@ -25,6 +25,7 @@ def main(words: list[str]) -> int:
     try:
         torchrun(words)
     except SignalException as stopped:
+        print(f"offload-train: stopped by {stopped.sigval.name}; the same command goes on", file=sys.stderr)
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         return _told(first_failure(error.failures))
@@ -55,6 +56,9 @@ def _told(failure: tuple[int, int]) -> int:
     if code == LOST:
         print("offload-train: the ranks lost each other; the same command goes on from the newest", file=sys.stderr)
         return 1
+    if code > 128:
+        name = signal.Signals(code - 128).name
+        print(f"offload-train: rank {rank} was told to end by {name}, and the run ended with it", file=sys.stderr)
     return code
 
 

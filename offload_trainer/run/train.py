@@ -26,6 +26,7 @@ from offload_trainer.plan.choose import engine_of
 from offload_trainer.ranks import join, on_rank_zero, on_some, place_here, share_from_zero
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
+from offload_trainer.run.alike import refuse_other_data, refuse_other_programs
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
 from offload_trainer.run.data import check_data, first_row, prepare_data, unknown_identity
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
@@ -91,13 +92,16 @@ def train_run(
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config, world=world)
+    refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # a node names its own
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
     on_rank_zero(lambda: check_start(planned, say=lambda _: None))
     if not planned.plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
-    _carry_out(Setup(planned, data, record_of(planned, data), log), nodes=nodes, instead=instead, build=build)
+    record = record_of(planned, data)
+    refuse_other_data(record.identity, record.layout)
+    _carry_out(Setup(planned, data, record, log), nodes=nodes, instead=instead, build=build)
 
 
 def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:

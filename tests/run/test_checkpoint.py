@@ -28,7 +28,7 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
     write = checkpoint.write_text
     monkeypatch.setattr(checkpoint, "write_text", full)
     if file.endswith("safetensors"):
-        monkeypatch.setattr(Small, "write", lambda self, directory: full(directory / file))
+        monkeypatch.setattr(Small, "write", lambda self, directory, group: full(directory / file))
     with pytest.raises(TrainerError, match=r"step-00000002 could not be written: No space left.*untouched"):
         save(tmp_path, 2)
     assert [path.name for path in first.parent.iterdir()] == [first.name]

@@ -46,6 +46,10 @@ SINGLE_FILES = {
     ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",
     ("offload_trainer/run/directory.py", "ftruncate"): "the lock file that this run holds",
     ("offload_trainer/storage/host_memory.py", "ftruncate"): "memory without a name gets its size",
+    (
+        "offload_trainer/storage/tensorfile.py",
+        "ftruncate",
+    ): "a file just made gets its size; ranks write in it",
     ("offload_trainer/storage/durable.py", "unlink"): "our temporary, by a name with our process's number",
     ("offload_trainer/storage/durable.py", "replace"): "the one atomic replacement of a file",
     ("offload_trainer/storage/durable.py", "rename"): "what is finished takes its name",

@@ -1,0 +1,278 @@
+"""End runs of several ranks at random moments, over and over, and hold what they end with against one rank left alone.
+
+    python soak/kill_ranks.py --ranks 3 --kills 200 --seed 0
+
+A rank, or the launcher, is killed, stopped (SIGSTOP) or told to end while the run starts, trains, saves or prunes, and
+the same command is given again, at times with another placement or number of ranks. All processes must have ended
+within 30 s, with the reason told; each checkpoint that has a manifest must be whole. When a run gets to its end, its
+losses, norms and rates, and the files of its last checkpoint must be those of one rank that was left alone.
+
+Ranks are forks, and so is their launcher (`launch`), which does what torchrun does with ranks that end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trials import (
+    PATIENCE,
+    Command,
+    Difference,
+    checkpoints_in,
+    compare_state,
+    finish,
+    load_libraries,
+    moment,
+    rows,
+    verify_checkpoint,
+    what_was_hit,
+)
+
+from offload_trainer.run.watch import LAUNCHER
+from offload_trainer.storage.removal import scratch
+
+STEPS, EVERY, KEEP = 10, 2, 2
+MICRO_BATCHES = 6  # a step, over all ranks
+WITHIN = 30.0  # seconds in which all must have ended
+PLACEMENTS = (
+    ["--ram-fraction", "1"],
+    ["--params", "cpu", "--ram-fraction", "1"],
+    ["--optimizer", "nvme", "--ram-fraction", "0.5"],
+    ["--optimizer", "nvme", "--params", "cpu"],
+)
+# Whom, with what, and what is then told; {rank}: the one that was hit.
+HITS = {
+    "a rank killed": ("rank", signal.SIGKILL, "rank {rank} was killed by SIGKILL"),
+    "a rank stopped": ("rank", signal.SIGSTOP, "has been stopped for 10 s"),
+    "a rank told to end": ("rank", signal.SIGTERM, ""),
+    "the launcher killed": ("launcher", signal.SIGKILL, "the launcher of the ranks (process "),
+    "the launcher told to end": ("launcher", signal.SIGTERM, ""),
+}
+WEIGHTS = (6, 2, 1, 2, 2)
+
+
+# -- in forks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    """How a rank ended, as torchrun tells of it."""
+
+    exitcode: int
+    timestamp: float
+
+
+@dataclass
+class Launcher:
+    """Ranks of one command, started and ended as torchrun does, whose own takes seconds to begin."""
+
+    words: Sequence[str]
+    count: int
+    told: Path  # gets the ranks' processes, a line each
+    ranks: dict[int, int] = field(default_factory=dict)  # rank by process
+    stopped: int = 0
+    pid: int = field(default_factory=os.getpid)
+
+    def carry_out(self) -> int:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(self.count):
+            pid = os.fork()
+            if not pid:
+                return self._become(rank, port)
+            self.ranks[pid] = rank
+        signal.signal(signal.SIGTERM, self._pass_on)
+        signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
+        written = self.told.with_suffix(".new")
+        written.write_text("".join(f"{pid}\n" for pid in self.ranks))
+        written.rename(self.told)
+        ended: dict[int, Ended] = {}
+        while self.ranks:
+            pid, status = os.waitpid(-1, 0)
+            rank, code = self.ranks.pop(pid), os.waitstatus_to_exitcode(status)
+            if code and not ended:
+                self._end()
+            if code:
+                ended[rank] = Ended(code, time.monotonic())
+        return self._code(ended)
+
+    def _become(self, rank: int, port: int) -> int:
+        from offload_trainer.cli import main
+
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": port, LAUNCHER: self.pid}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        return main(list(self.words))
+
+    def _pass_on(self, number: int, _: object) -> None:
+        self.stopped = number
+        self._end()
+
+    def _end(self) -> None:
+        self._send(signal.SIGTERM)
+        signal.alarm(30)
+
+    def _send(self, number: int) -> None:
+        for pid in self.ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _code(self, ended: dict[int, Ended]) -> int:
+        from offload_trainer.run.torchrun import _told, first_failure
+
+        if self.stopped:
+            return 128 + self.stopped
+        return _told(first_failure(ended)) if ended else 0  # type: ignore[arg-type]
+
+
+class Ranks(Command):
+    """`offload-train WORDS` by several ranks. It has ended once all of its processes have."""
+
+    def __init__(self, words: Sequence[object], *, count: int, log: Path) -> None:
+        self._count, self._told = count, log.with_name("ranks")
+        self._told.unlink(missing_ok=True)
+        super().__init__(words, log=log)
+
+    def _main(self) -> int:
+        return Launcher(self.words, self._count, self._told).carry_out()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes of ranks 0, 1, ...; none before all are started."""
+        return [int(line) for line in self._told.read_text().split()] if self._told.exists() else []
+
+    def ended(self) -> bool:
+        if self.code is None:
+            if not self._reaped():
+                return False
+            os.close(self._log)
+        return not any(map(_lives, self.ranks))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+# -- trials ----------------------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """Runs, hits and comparisons under one directory."""
+
+    def __init__(self, folder: Path, dice: random.Random, *, ranks: int) -> None:
+        self.folder, self.dice, self.ranks = folder, dice, ranks
+        self.drive = folder / "drive"
+        self.drive.mkdir()
+        self.log = folder / "log.txt"
+        self.hits: Counter[str] = Counter()
+        self.at: Counter[str] = Counter()
+        self.longest: dict[str, float] = {}
+        self.finished = self.made = 0
+        self.reference = folder / "alone"
+
+    def carry_out(self, kills: int) -> None:
+        start = time.monotonic()
+        finish(self.words(self.reference, PLACEMENTS[0], ranks=1), log=self.log)
+        output = None
+        while sum(self.hits.values()) < kills or output is not None:
+            if output is None:
+                self.made += 1
+                output = self.folder / f"run-{self.made}"
+            if sum(self.hits.values()) < kills and self.dice.random() < 0.8:
+                self.hit(output)
+                continue
+            self.finish(output)
+            output = None
+        print(f"{sum(self.hits.values())} hits, {self.finished} runs, {time.monotonic() - start:.0f} s")
+        for what, count in self.hits.most_common():
+            print(f"  {what}: {count}, all had ended after {self.longest[what]:.1f} s at most")
+        print(f"  at: {', '.join(f'{count} {what}' for what, count in self.at.most_common())}", flush=True)
+
+    def words(self, output: Path, placement: list[str], *, ranks: int) -> list[object]:
+        small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "1"]
+        often = ["--steps", STEPS, "--save-every", EVERY, f"save.keep={KEEP}", "train.eval_every=0"]
+        names = ["--nvme", self.drive, "--output", output, f"data.cache={self.folder / 'cache'}"]
+        more = ["placement.threads=1", "tiered.page_size=65536", "--engine", "tiered"]
+        return [*small, *often, *names, *placement, *more, "--accumulate", MICRO_BATCHES // ranks]
+
+    def start(self, output: Path) -> Ranks:
+        count = self.ranks if self.dice.random() < 0.8 else self.dice.choice([2, 3])
+        return Ranks(self.words(output, self.dice.choice(PLACEMENTS), ranks=count), count=count, log=self.log)
+
+    def hit(self, output: Path) -> None:
+        """Start or go on, and end it at a random moment."""
+        words, when = moment(self.dice, output, steps=STEPS)
+        command = self.start(output)
+        (what,) = self.dice.choices(list(HITS), WEIGHTS)
+        whom, number, told = HITS[what]
+        if not command.wait_for(lambda: bool(command.ranks) and when()):
+            if command.code:
+                raise Difference(f"exit {command.code}: {command}")
+            return
+        rank = self.dice.randrange(len(command.ranks))
+        began, lives = time.monotonic(), any(map(_lives, command.ranks))
+        with suppress(ProcessLookupError):
+            os.kill(command.ranks[rank] if whom == "rank" else command.pid, number)
+        command.wait()
+        seconds = time.monotonic() - began
+        if command.code == 0 or not lives:
+            return  # it had done its work
+        if seconds > WITHIN:
+            raise Difference(f"{what} {words}: the last process ended after {seconds:.1f} s: {command}")
+        if told.format(rank=rank) not in command.text or "Traceback" in command.text:
+            raise Difference(f"{what} (rank {rank}) {words}: it is not told: {command}")
+        self.hits[what] += 1
+        self.at[what_was_hit(output, command.text)] += 1
+        self.longest[what] = max(seconds, self.longest.get(what, 0.0))
+        for checkpoint in checkpoints_in(output / "checkpoints").values():
+            verify_checkpoint(checkpoint)
+
+    def finish(self, output: Path) -> None:
+        """To its end, where all must be as if nothing had happened, and as by one rank."""
+        command = self.start(output)
+        if command.wait() != 0:
+            raise Difference(f"exit {command.code}: {command}")
+        ours, theirs = (rows(directory / "metrics.jsonl") for directory in (output, self.reference))
+        if ours != theirs:
+            raise Difference(f"{output}: {ours}\nalone: {theirs}")
+        last = f"checkpoints/step-{STEPS:08d}"
+        compare_state(output / last, self.reference / last)
+        left = [path.name for path in (output / "checkpoints").iterdir() if path.name.startswith(".")]
+        if left:
+            raise Difference(f"{output}: left over: {left}")
+        self.finished += 1
+        print(f"run {self.made}: the same; {sum(self.hits.values())} hits so far", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, choices=(2, 3), default=3)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
+    load_libraries()
+    with scratch("kills-", directory=named and Path(named)) as folder:
+        try:
+            Trial(folder, random.Random(wishes.seed), ranks=wishes.ranks).carry_out(wishes.kills)
+        except Difference as found:
+            raise SystemExit(str(found)) from None
+
+
+if __name__ == "__main__":
+    assert PATIENCE > WITHIN
+    sys.exit(main())

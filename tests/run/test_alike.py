@@ -1,0 +1,65 @@
+"""Ranks that differ are refused before anything is written, and what differs is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload_trainer.errors import Elsewhere, UserError
+from offload_trainer.run import alike
+from offload_trainer.run.alike import refuse_other_data, refuse_other_programs
+from offload_trainer.settings import load_config
+
+
+def others(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **changed: Any) -> None:
+    """Three ranks, of which the last has these facts instead."""
+    monkeypatch.setattr(alike, "gather", lambda mine: [mine, mine, mine | changed])
+    monkeypatch.setattr(alike, "place_here", lambda: (rank, 3))
+
+
+def wishes(*words: str) -> dict[str, Any]:
+    return load_config([*words]).model_dump(mode="json")
+
+
+def test_ranks_that_are_alike_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_other_programs(wishes())  # alone
+    others(monkeypatch)
+    refuse_other_programs(wishes())
+    refuse_other_data({"tokens": 5, "validation text": None}, {"a": {"shape": [2]}})
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"torch": "2.1"}, f"torch: rank 2 has 2.1, rank 0 {torch.__version__}"),
+        ({"offload_trainer": "0"}, "offload_trainer: rank 2 has 0, rank 0 "),
+        ({"the CPU's instructions, to torch": "Z80"}, "the CPU's instructions, to torch: rank 2 has Z80, rank 0 "),
+        ({"optim.lr": 0.5}, "optim.lr: rank 2 has 0.5, rank 0 0.001"),
+        ({"optim.lr": 0.5, "train.seed": 9}, "train.seed: rank 2 has 9, rank 0 "),
+    ],
+)
+def test_another_program_is_named(changed: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others(monkeypatch, **changed)
+    with pytest.raises(UserError) as refused:
+        refuse_other_programs(wishes("--lr", "1e-3"))
+    assert told in str(refused.value)
+    assert "every rank the same command" in str(refused.value)
+
+
+def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity, layout = {"tokens": 5, "text": 1234}, {"a": {"shape": [2], "trained": True}}
+    others(monkeypatch, text=77)
+    with pytest.raises(UserError, match="text: rank 2 has 77, rank 0 1234"):
+        refuse_other_data(identity, layout)
+    others(monkeypatch, **{"the model's weights": 3})
+    with pytest.raises(UserError, match="the model's weights: rank 2 has 3"):
+        refuse_other_data(identity, layout)
+
+
+def test_rank_0_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    others(monkeypatch, rank=2, torch="2.1")
+    with pytest.raises(Elsewhere) as silent:
+        refuse_other_programs(wishes())
+    assert silent.value.exit_code == UserError.exit_code

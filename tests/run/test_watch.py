@@ -1,0 +1,129 @@
+"""Ranks that are stopped are killed by one of the others; ranks whose launcher has gone end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import run_script
+
+from offload_trainer.run import watch
+from offload_trainer.run.watch import _LOOKS, _Watch
+
+HERE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> tuple[_Watch, list[str], list[int]]:
+    """Rank 1's watch, what it says, and whom it kills."""
+    for name, value in HERE.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    return _Watch(said.append), said, killed
+
+
+def test_a_rank_that_stays_stopped_is_named_and_killed(looks: tuple[_Watch, list[str], list[int]]) -> None:
+    watched, said, killed = looks
+    found = {100: (0, "S"), 101: (1, "R"), 102: (2, "S"), 103: (3, "T")}
+    for _ in range(_LOOKS):
+        watched._look(found)
+    assert not killed  # rank 0 lives, and does it
+    watched._look(found | {100: (0, "T"), 104: (None, "S")})
+    assert killed == [103]
+    assert said[0].startswith("rank 3 (process 103) has been stopped for 11 s")
+    for _ in range(_LOOKS):
+        watched._look({101: (1, "R"), 104: (None, "T")})
+    assert said[1].startswith("a rank that had not begun (process 104) has been stopped for 10 s")
+
+
+def test_a_rank_that_goes_on_again_is_let_live(looks: tuple[_Watch, list[str], list[int]]) -> None:
+    """As is one in a debugger, one that waits for a drive, and one that has ended."""
+    watched, said, killed = looks
+    for state in ("S", "t", "D"):
+        for _ in range(_LOOKS - 1):
+            watched._look({101: (1, "S"), 102: (2, "T")})
+        watched._look({101: (1, "S"), 102: (2, state)})
+    for _ in range(_LOOKS):
+        watched._look({101: (1, "S")})
+    assert (said, killed) == ([], [])
+
+
+STOPPED = """
+import os, signal, sys, time
+from offload_trainer.run import watch
+
+watch._EVERY = 0.02
+
+def rank(number, port, kind):
+    pid = os.fork()
+    if not pid:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+        watch.begin_watch(lambda line: print(number, line, flush=True))
+        if kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+    return pid
+
+others = rank(7, 29511, "stopped")
+ours = [rank(0, 29510, "lives"), rank(1, 29510, "stopped"), rank(2, 29510, "lives")]
+pid, status = os.wait()
+assert pid == ours[1] and os.waitstatus_to_exitcode(status) == -signal.SIGKILL, (pid, status)
+assert os.waitpid(others, os.WNOHANG | os.WUNTRACED)[1], "another run's was touched"
+assert not os.waitpid(others, os.WNOHANG)[0], "another run's was ended"
+for pid in (ours[0], ours[2], others):
+    os.kill(pid, signal.SIGKILL)
+"""
+
+LEFT = """
+import os, signal, time
+from offload_trainer.run import watch
+
+watch._EVERY = 0.02
+reader, writer = os.pipe()
+launcher = os.fork()
+if not launcher:
+    if os.fork():
+        os._exit(0)  # and the rank below has no launcher
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
+    os.environ[watch.LAUNCHER] = str(os.getppid()) if os.getppid() != 1 else "2"
+    signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"told to end\\n"))
+    watch.begin_watch(lambda line: os.write(writer, f"{line}\\n".encode()))
+    time.sleep(600)
+    os._exit(0)
+os.close(writer)
+told = b""
+while more := os.read(reader, 4096):  # until SIGKILL closes the pipe
+    told += more
+print(told.decode())
+"""
+
+
+def carried_out(script: str, folder: Path) -> str:
+    path = folder / "script.py"
+    path.write_text(script)
+    done = run_script(path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_kernel_tells_who_is_stopped(tmp_path: Path) -> None:
+    """Of this run's ranks alone: another run's under the same launcher is left as it is."""
+    assert carried_out(STOPPED, tmp_path).startswith("0 rank 1 (process ")
+
+
+def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
+    """In order, and where that takes too long at once."""
+    told = carried_out(LEFT, tmp_path)
+    assert "the launcher of the ranks (process" in told
+    assert "told to end" in told
+
+
+def test_a_process_alone_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    before = Path("/proc/self/comm").read_text()
+    watch.begin_watch(print)
+    assert Path("/proc/self/comm").read_text() == before

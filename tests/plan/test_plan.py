@@ -198,6 +198,32 @@ def test_what_ranks_share_is_in_ram_once() -> None:
     assert four["ram gradient exchange"] == 4 * 2 * 2 * unit
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
+    """With as many micro-batches each; of inputs of blocks each rank has its own. Weights pass through RAM together."""
+    away = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "--accumulate", "2")
+    inputs = ("model.checkpointing=on", "model.offload_activations=nvme", "--gpu-fraction", "0")
+
+    def moved(world: int, *more: str) -> dict[str, int]:
+        words = ("--engine", "tiered", *away, *more)
+        plan = make_plan(wish(*words), SHAPES["gpt2-medium"], machine(gpu=32 * GB), world=world)
+        found = {}
+        for one in plan.traffic:
+            if one.place == "/ssd":
+                found |= {f"{one.phase} read": one.read, f"{one.phase} written": one.written}
+        return found | {item.name: item.bytes for item in plan.items if item.tier in ("/ssd", "ram")}
+
+    one, several = moved(1), moved(world)
+    largest = max(unit.elements for unit in units_of(SHAPES["gpt2-medium"]))
+    assert several["weights read"] == 2 * 2 * largest
+    assert "weights read" not in one
+    of_node = [name for name in one if name.endswith((" read", " written")) or name in ("weights", "gradient buffers")]
+    assert len(of_node) == 8
+    assert {name: several[name] for name in of_node} == {name: one[name] for name in of_node}
+    kept, each = (moved(ranks, *inputs)["forward written"] for ranks in (world, 1))
+    assert kept == world * each > 0
+
+
 def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
     """Every byte of the state is somewhere, once, for each share and number of drives."""
     units = units_of(SHAPES["gpt2"])

@@ -7,7 +7,8 @@ none, half and all of the state in RAM. With half of it the update runs behind t
 the drive where weights are. 2 ranks have two micro-batches each, 3 and 4 have one. Losses, norms, masters and moments
 must be those of one rank, everything in RAM, with the same micro-batches, to the last bit. Drive bytes must be those of
 one rank with as many micro-batches as each of the ranks has, but with half of the state, which each rank rounds up to
-4096 elements, with inputs, which are each rank's own, and where one micro-batch alone has sums in 16 bits. Prints a line a case; ends with 1 where anything differs.
+4096 elements, with inputs, which are each rank's own, and where one micro-batch alone has sums in 16 bits.
+Prints a line a case; ends with 1 where anything differs.
 """
 
 from __future__ import annotations

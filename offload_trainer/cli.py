@@ -87,16 +87,27 @@ def _train(words: list[str]) -> None:
 
 def _plan(words: list[str]) -> None:
     as_json = bool(_take(words, "--json"))
-    name = _value(words, "--machine")
+    name, nodes = _value(words, "--machine"), _value(words, "--nodes")
+    if name is None and nodes is not None:
+        raise UserError(
+            "--nodes belongs to --machine, whose links say what is between them: `plan --machine NAME|FILE`"
+        )
     if name is None:
         _print_plan(words, as_json=as_json)
         return
+    from offload_trainer.plan.cluster import describe, to_json
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.run.planning import described, plan_elsewhere
+    from offload_trainer.run.planning import described, plan_cluster, plan_elsewhere
 
     machine, words = described(read_machine(name), words)
     config = load_config(words)
     _quiet()
+    if nodes is not None or machine.nodes > 1:
+        plans = plan_cluster(config, machine, str(machine.nodes) if nodes is None else nodes)
+        found = to_json(plans, machine) if as_json else describe(plans, machine)
+        print(json.dumps(found, indent=1) if as_json else shown(found), flush=True)
+        next((one for one in plans if one.fits), plans[-1]).refuse(force=config.placement.force)
+        return
     plan = plan_elsewhere(config, machine)
     _show(plan, as_json=as_json)
     plan.refuse(force=config.placement.force)

@@ -30,6 +30,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
                 "--machine NAME|FILE.json",
                 "plan for another machine: one that comes with the package, or what `bench --json` printed",
             ),
+            ("--nodes K[,K...]", "for K of them, with --gpus ranks on each; several K: weak scaling, a line each"),
         ),
         "Nothing is written. 0: it fits; 2: it does not.",
     ),

@@ -135,12 +135,20 @@ def _quiet(engine: Any) -> tuple[int, ...]:
     return tuple(_moved)
 
 
-def run_ranks(cases: Sequence[Case], *, count: int, folder: Path, nodes: int = 1, seconds: float = 400) -> None:
-    """All of `cases` by `count` ranks, as if they were on so many nodes."""
+def run_ranks(
+    cases: Sequence[Case],
+    *,
+    count: int,
+    folder: Path,
+    nodes: int = 1,
+    seconds: float = 400,
+    script: str = __file__,
+) -> None:
+    """All of `cases` by `count` ranks, as if they were on so many nodes; each rank is `script`."""
     folder.mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     told = [folder / f"told-{rank}" for rank in range(count)]
-    forks = [start(__file__, rank, count, folder, nodes, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
+    forks = [start(script, rank, count, folder, nodes, stdout=told[rank], stderr=told[rank]) for rank in range(count)]
     codes = [fork.wait(seconds) for fork in forks]
     assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
 

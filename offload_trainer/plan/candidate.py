@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from offload_trainer.plan.memory import Item
@@ -46,6 +46,10 @@ class Candidate(Protocol):
         ...
 
     def traffic(self) -> list[Traffic]: ...
+
+    def links(self) -> Sequence[Traffic]:
+        """What ranks move for each other (`plan/exchange.py`)."""
+        ...
 
     def bounds(self) -> list[Bound]:
         """What phases wait for beside products and traffic."""

@@ -219,6 +219,7 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         items=tuple(items),
         tiers=_tiers(items, work, machine),
         traffic=tuple(traffic),
+        links=tuple(one.links()),
         forecast=found,
         rejected=(),
         notes=(*work.shape.notes, *_notes(work, traffic, machine), *one.notes()),

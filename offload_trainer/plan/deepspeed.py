@@ -1,8 +1,9 @@
 """Stock DeepSpeed in a plan: what it can be asked for, where it may put things, what that takes and how long.
 
-Derivations: P parameters, T trainable ones, e bytes a weight, W ranks on this machine. Items are what its source
-allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/), traffic is what was counted
-(docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
+Derivations: P parameters, T trainable ones, e bytes a weight, W ranks, w of them on this node, which holds w / W of
+what is divided. Items are what its source allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/), traffic is
+what was counted (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
+A GPU's way to the host carries what its rank owns: the rest comes from the other ranks' GPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cached_property
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
+from offload_trainer.plan.exchange import zero_bounds, zero_links
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import Item, activation_items, cuda_process
 from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
@@ -151,6 +153,14 @@ class DeepSpeedCandidate:
     def _drive(self) -> str | None:
         return self.machine.drives[0].directory if self.machine.drives else None
 
+    def _of_node(self, count: int) -> int:
+        """What is divided over all ranks, as far as it lies on one node."""
+        return -(-count // self.work.nodes)
+
+    @property
+    def _trained(self) -> int:
+        return self._of_node(self.work.shape.trainable)
+
     def _tier(self, home: str) -> str:
         return {"gpu": self.machine.device, "cpu": "ram", "nvme": self._drive or "nvme"}[home]
 
@@ -159,7 +169,7 @@ class DeepSpeedCandidate:
     def items(self) -> list[Item]:
         """What stock DeepSpeed holds at its peak."""
         work, device = self.work, self.machine.device
-        process = (_PROCESS + cuda_process(device)) * work.world
+        process = (_PROCESS + cuda_process(device)) * work.here
         return [
             Item("ram", "process", process, "interpreter, torch and DeepSpeed, in each process"),
             *self._weights(),
@@ -170,7 +180,7 @@ class DeepSpeedCandidate:
         ]
 
     def _weights(self) -> list[Item]:
-        shape, world, e = self.work.shape, self.work.world, self.work.item_bytes
+        shape, world, e = self.work.shape, self.work.here, self.work.item_bytes
         device, sizes = self.machine.device, self.sizes
         if self.placement.stage == 2:
             whole = Item(device, "weights", e * shape.parameters * world, f"{e} B a parameter, whole on each rank")
@@ -180,7 +190,7 @@ class DeepSpeedCandidate:
         live = min(shape.parameters, sizes.max_live + sizes.prefetch_bucket)
         why = "gathered at a time: max_live_parameters and a prefetch bucket"
         items = [
-            Item(home, "weights", e * shape.parameters, f"{e} B a parameter, divided over the ranks"),
+            Item(home, "weights", e * self._of_node(shape.parameters), f"{e} B a parameter, divided over the ranks"),
             Item(device, "weights in use", e * live * world, why),
         ]
         if self.placement.params == "nvme":
@@ -191,18 +201,18 @@ class DeepSpeedCandidate:
 
     def _gradients(self) -> list[Item]:
         e, device = self.work.item_bytes, self.machine.device
-        buckets = 2 * e * self.sizes.reduce_bucket * self.work.world
+        buckets = 2 * e * self.sizes.reduce_bucket * self.work.here
         return [
-            Item(device, "gradients", e * self.work.shape.trainable, f"{e} B a parameter before they are handed over"),
+            Item(device, "gradients", e * self._trained, f"{e} B a parameter before they are handed over"),
             Item(device, "gradient buckets", buckets, "2 reduce buckets"),
         ]
 
     def _state(self) -> list[Item]:
-        trained, home, sizes = self.work.shape.trainable, self._tier(self.placement.optimizer), self.sizes
+        trained, home, sizes = self._trained, self._tier(self.placement.optimizer), self.sizes
         items = [Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")]
         if self.placement.optimizer != "nvme":
             return [*items, Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32")]
-        buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * self.work.world
+        buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * self.work.here
         why = f"{sizes.optimizer_buffers} of the largest sub-group"
         return [
             *items,
@@ -212,7 +222,7 @@ class DeepSpeedCandidate:
 
     def _seen(self) -> int:
         """What the peak was above the items, for 124 and 354 M parameters with the CPU as the accelerator (0.19.8)."""
-        trained = self.work.shape.trainable
+        trained = self._trained
         if self.placement.optimizer == "nvme":
             return int(11.5 * trained)
         return 3 * trained if self.placement.stage == 3 else 380_000_000
@@ -221,23 +231,33 @@ class DeepSpeedCandidate:
 
     def traffic(self) -> list[Traffic]:
         """What a step moves: 16 bytes a parameter each way, since it swaps fp32 gradients with the state."""
-        e, micro, drive = self.work.item_bytes, self.work.accumulate, self._drive
-        trained, total = self.work.shape.trainable, self.work.shape.parameters
-        found = [Traffic("device", "backward", 0, e * trained * micro), Traffic("device", "update", e * trained, 0)]
+        work, e, micro, drive = self.work, self.work.item_bytes, self.work.accumulate, self._drive
+        trained, total = self._trained, self._of_node(work.shape.parameters)
+        own_trained, own = -(-work.shape.trainable // work.world), -(-work.shape.parameters // work.world)
+        found = [
+            Traffic("device", "backward", 0, e * own_trained * micro),
+            Traffic("device", "update", e * own_trained, 0),
+        ]
         if self.placement.optimizer == "nvme" and drive:
             found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
         if self.placement.params != "gpu":
-            found += [Traffic("device", phase, e * total * micro, 0) for phase in ("forward", "backward")]
+            found += [Traffic("device", phase, e * own * micro, 0) for phase in ("forward", "backward")]
         if self.placement.params == "nvme" and drive:
             found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
             found.append(Traffic(drive, "update", 0, e * total))
         return found
 
+    def links(self) -> tuple[Traffic, ...]:
+        return zero_links(self.work, stage=self.placement.stage)
+
     def bounds(self) -> list[Bound]:
-        """AdamW alone: on the CPU, or on the device."""
+        """AdamW alone, on the CPU or on the device, and the collectives."""
+        return [*self._update(), *zero_bounds(self.links(), self.machine)]
+
+    def _update(self) -> list[Bound]:
         if self.machine.gpu is not None and self.placement.optimizer == "gpu":
             return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
-        count, rate = self.work.shape.trainable, update_rate(self.work, self.machine)
+        count, rate = self._trained, update_rate(self.work, self.machine)
         stock = self.machine.rates.update.get("deepspeed")
         if rate is not None:
             rate = stock.value if stock else rate * _SPEED

@@ -118,7 +118,7 @@ def largest_stretch(units: Sequence[Unit], *, ranks: int) -> int:
 
 def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
     """The rank in whose stretch of the unit an element lies."""
-    return next(rank for rank in range(ranks) if element < stretch_of(unit, rank, ranks=ranks)[1])
+    return -(-(element // ALIGN + 1) * ranks // (unit.trained // ALIGN)) - 1
 
 
 def pages_of(

@@ -113,11 +113,31 @@ def update_key(kernel: str, states: str) -> str:
 
 @with_config(EXACT)
 @dataclass(frozen=True)
+class Latency:
+    """What a small message takes."""
+
+    seconds: Annotated[Number, Field(ge=0, le=10)]
+    origin: Origin
+    source: Line
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
+class Links:
+    """What ranks reach each other by; None where there is nothing, or nothing is known. `bench` times none of it."""
+
+    between_gpus: Rate | None = None  # bytes/s each way of one GPU; None: through host memory
+    network: Rate | None = None  # bytes/s each way of a machine to others like it, all its adapters together
+    message: Latency | None = None  # from one rank to another, as ranks tell each other that they have come
+
+
+@with_config(EXACT)
+@dataclass(frozen=True)
 class MachineProfile:
-    """Bytes that a run on this machine may use, and what computes."""
+    """Bytes that a run on this machine may use, and what computes. Of a cluster: one of `nodes` machines."""
 
     gpu: Line | None  # name of the device, None: the CPU computes
-    gpu_bytes: Count  # free on the device
+    gpu_bytes: Count  # free on the device, on each where there are several
     ram_bytes: Count  # available, within the cgroup's limit
     cores: Several
     drives: tuple[DriveFacts, ...]
@@ -131,7 +151,10 @@ class MachineProfile:
     no_state_on_gpu: Line | None = None  # why the device is no home of the optimizer state; None: it may be one
     built_for: tuple[Line, ...] | None = None  # what the installed torch has kernels for, in its words
     packages: tuple[Line, ...] | None = None  # of those that only some wishes need, the installed; None: not known
+    gpus: Several = 1  # that a plan with --nodes takes where --gpus says nothing
+    nodes: Several = 1  # machines like this one that the links join
     rates: Rates = field(default_factory=Rates)
+    links: Links = field(default_factory=Links)
     notes: tuple[Line, ...] = ()  # what a plan for it should say
 
     def to_json(self) -> dict[str, Any]:

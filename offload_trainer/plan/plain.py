@@ -74,6 +74,9 @@ class PlainCandidate:
     def traffic(self) -> list[Traffic]:
         return []
 
+    def links(self) -> list[Traffic]:
+        return []
+
     def bounds(self) -> list[Bound]:
         if self.machine.gpu is not None:
             return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]

@@ -30,11 +30,12 @@ class Plan:
     seq_len: int
     micro_batch: int
     tokens_per_step: int
-    world: int  # ranks, on all of its
+    world: int  # ranks, on all of its nodes
     nodes: int
     items: tuple[Item, ...]
     tiers: dict[str, dict[str, int]]
     traffic: tuple[Traffic, ...]
+    links: tuple[Traffic, ...]  # between ranks; of the network and the GPUs "read" is what comes in
     forecast: Forecast
     rejected: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
@@ -74,6 +75,7 @@ class Plan:
             "hidden": self.forecast.hidden,
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
+            "links": [asdict(moved) for moved in self.links],
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
             "notes": list(self.notes),
         }

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from offload_trainer.config import ModelSection, OptimSection, PlacementSection, TieredSection
 from offload_trainer.errors import UserError
+from offload_trainer.plan.exchange import Exchange, exchange_of, hidden_waits, waits
 from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.layout import Homes, Unit, units_of
 from offload_trainer.plan.machine import MachineProfile, update_key
@@ -26,7 +27,7 @@ from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, Tier
-from offload_trainer.units import format_count
+from offload_trainer.units import format_count, format_seconds
 
 _WORTH = 0.05  # of a step, that the update behind the next forward must hide to be chosen; forecasts are not that exact
 
@@ -108,7 +109,7 @@ class Tiered:
             items = replace(one, sizes=sizes).items()
             return {tier: sum(item.bytes for item in items if item.tier == tier) for tier in ("gpu", "ram")}
 
-        trained = sum(unit.trained for unit in one.units)
+        trained = sum(unit.trained for unit in one.units) // one.work.nodes
         return replace(one, sizes=shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
@@ -230,11 +231,26 @@ class TieredCandidate:
     def traffic(self) -> list[Traffic]:
         return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, drives=self._drives)
 
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return exchange_of(self.work, self.units, self._laid_out)
+
+    def links(self) -> tuple[Traffic, ...]:
+        return self._exchange.links
+
+    @property
+    def _waits(self) -> list[Bound]:
+        return waits(self._exchange, self.work, self.machine)
+
     def bounds(self) -> list[Bound]:
-        """AdamW alone, on the GPU's share and on what is left to the CPU, and the adding of gradients in RAM."""
+        """AdamW alone, on the GPU's share and on what is left to the CPU, and the adding of gradients in RAM.
+
+        What ranks wait for comes on top of these, and stands here where it is not known.
+        """
         memory, added = self.machine.rates.memory, bytes_of_additions(self.work, self.units, self._laid_out)
-        bounds = self._updates()
-        if self.machine.gpu is not None and memory is not None and added:
+        bounds = [*self._updates(), *hidden_waits(self._exchange, self.machine)]
+        bounds += [wait for wait in self._waits if wait.seconds is None]
+        if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
             # Where the CPU computes it takes turns with that, as it was seen to.
             bounds.append(Bound("backward", added / memory.value, "adding gradients in RAM", "memory"))
         return bounds
@@ -243,7 +259,8 @@ class TieredCandidate:
         """Kernels were timed with 16-bit gradients, by AdamW: Lion, which moves fewer bytes, is taken to be as fast."""
         work, rates, bounds = self.work, self.machine.rates.update, []
         on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
-        inside, outside = round(on_gpu * work.shape.trainable), round((1 - on_gpu) * work.shape.trainable)
+        trained = work.shape.trainable / work.nodes
+        inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
         moved, title = 2 * work.state.bytes_each + 2, work.state.rule.title  # of memory, beside the gradient
         longer = (moved + work.gradient_bytes) / (moved + 2)
         if inside:
@@ -272,7 +289,10 @@ class TieredCandidate:
         return 1.0
 
     def on_top(self) -> Mapping[str, float]:
-        return {}
+        waited = dict.fromkeys(("backward", "update"), 0.0)
+        for wait in self._waits:
+            waited[wait.phase] += wait.seconds or 0.0
+        return waited
 
     def notes(self) -> list[str]:
         reason = self.machine.no_state_on_gpu
@@ -284,6 +304,11 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"
                 )
+        for phase in ("backward", "update"):
+            held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
+            parts = [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]
+            if parts:
+                notes.append(f"in the {phase}, on top of what it waits for else, ranks wait {', '.join(parts)}")
         return notes
 
     def tunable(self) -> list[tuple[str, ...]]:

@@ -80,7 +80,7 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
     routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
     moved = [route for route in routes if route.through_host]
     if moved:
-        slots = [_slots(routes, homes, sizes, rank=rank, e=e, g=g) for rank in range(sizes.ranks)]
+        slots = [_slots(routes, homes, sizes, rank=rank, e=e, g=g) for rank in range(sizes.here)]
         count = sum(count for count, _ in slots)
         items.append(
             Item(

@@ -113,12 +113,13 @@ def forecast(
 
 
 def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
-    """The products of forward and backward."""
+    """The products of forward and backward: each rank has a GPU, or the ranks of a node one CPU."""
     tokens, speed = work.tokens, _matmul_speed(work.dtype, machine)
+    computers = work.world if machine.gpu is not None else work.nodes
     return [
         Bound(
             phase,
-            None if speed is None else tokens // work.world * flops / speed,
+            None if speed is None else tokens // computers * flops / speed,
             f"computing {format_count(tokens)} tokens",
             "compute",
         )

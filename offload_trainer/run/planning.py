@@ -20,6 +20,8 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.launch import ranks_of_environment
 
+_MOST_NODES = 1024
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -81,6 +83,28 @@ def _with_what_goes(machine: MachineProfile) -> MachineProfile:
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     """The plan of a run on a machine that is only described."""
+    shape = _shape_elsewhere(config)
+    return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
+
+
+def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> list[Plan]:
+    """The plan of a run on each number of machines as described, from least to most: "2", or "1,2,4".
+
+    Each has as many ranks as --gpus says, or the machine has GPUs. UserError for what is no such number.
+    """
+    counts = nodes.split(",")
+    if not all(count.isdigit() and 0 < int(count) <= _MOST_NODES for count in counts):
+        raise UserError(f"--nodes {nodes}: whole numbers from 1 to {_MOST_NODES}, such as 2 or 1,2,4")
+    gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
+    shape = _shape_elsewhere(config)
+    return [
+        settle_and_plan(config, shape, machine, world=gpus * count, nodes=count)[1]
+        for count in sorted(set(map(int, counts)))
+    ]
+
+
+def _shape_elsewhere(config: TrainConfig) -> ModelShape:
+    """Of a preset counted without torch."""
     section = config.model
     packed = config.data.packing == "on"
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention or packed
@@ -90,7 +114,7 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
 
         shape = resolve_model(section, seed=config.train.seed, packed=packed).shape
         _refuse_nothing_trained(shape)
-    return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
+    return shape
 
 
 def _refuse_nothing_trained(shape: ModelShape) -> None:

@@ -33,7 +33,7 @@ def test_commands(command: str) -> None:
         return
     if words[0] in ("plan", "bench", "tune", "doctor", "prepare"):
         words = [word for word in words[1:] if word != "--json"]
-        for flag in ("--machine", "--write", "--drive-gigabytes"):
+        for flag in ("--machine", "--nodes", "--write", "--drive-gigabytes"):
             if flag in words:
                 value = words.pop(words.index(flag) + 1)
                 words.remove(flag)

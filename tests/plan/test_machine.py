@@ -32,7 +32,8 @@ from offload_trainer.run.planning import described
 from offload_trainer.storage.transfer import ThreadedTransfers
 
 A, B = "tiered.io_threads=2 tiered.io_block_bytes=8388608", "tiered.io_threads=1 tiered.io_block_bytes=4096"
-NAMED = ["a100-40gb", "a100-80gb", "h200", "rtx4090-64gb", "v100-32gb"]
+CLUSTERS = ["4xa100-80gb-100gbe", "4xrtx4090-10gbe", "8xa100-80gb", "8xh100-80gb"]
+NAMED = [*CLUSTERS, "a100-40gb", "a100-80gb", "h200", "rtx4090-64gb", "v100-32gb"]
 
 
 def _a_few(work: Callable[[], object], *, seconds: float, least: int = 3) -> list[float]:

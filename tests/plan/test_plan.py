@@ -21,8 +21,9 @@ from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, homes_of, pages_of, stretch_of, units_of
+from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, homes_of, pages_of, rank_of, stretch_of, units_of
 from offload_trainer.plan.machine import Rate, Rates
+from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.zero import Placement, zero_sizes
@@ -170,6 +171,7 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
         first, end = stretch_of(units[page.unit], owner, ranks=ranks)
         assert first <= page.start < page.start + page.elements <= end
         held[owner, page.home] += page.elements
+        assert all(rank_of(units[page.unit], element, ranks=ranks) == owner for element in (first, end - 1))
     assert list(ends.values()) == [unit.trained for unit in units]
     each = sum(unit.trained for unit in units) / ranks
     for rank in range(ranks):
@@ -222,6 +224,25 @@ def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
     assert {name: several[name] for name in of_node} == {name: one[name] for name in of_node}
     kept, each = (moved(ranks, *inputs)["forward written"] for ranks in (world, 1))
     assert kept == world * each > 0
+
+
+def test_a_node_holds_the_weights_whole_and_its_ranks_share_of_all_else() -> None:
+    """Of 4 nodes with 2 ranks each, against one node of 2: per node and to a page's cut."""
+
+    def plan(nodes: int) -> Plan:
+        words = ("--engine", "tiered", "--params", "cpu", "--ram-fraction", "0.5", "--accumulate", str(8 // nodes))
+        return make_plan(wish(*words), SHAPES["gpt2-medium"], machine(gpu=32 * GB), world=2 * nodes, nodes=nodes)
+
+    one, four = plan(1), plan(4)
+    held = [{f"{item.tier} {item.name}": item.bytes for item in found.items} for found in (one, four)]
+    for name in ("ram state in RAM", "/ssd state", "ram gradients"):
+        assert held[1][name] == pytest.approx(held[0][name] / 4, rel=0.01), name
+    for name in ("ram weights", "ram process", "ram gradient exchange", "gpu weights in use", "gpu CUDA context"):
+        assert held[1][name] == held[0][name], name
+    assert four.tiers["gpu"]["have"] == 2 * 32 * GB
+    moved = [sum(one.read + one.written for one in found.traffic if one.place == "/ssd") for found in (one, four)]
+    assert moved[1] == pytest.approx(moved[0] / 4, rel=0.01)
+    assert four.to_json()["chosen"]["nodes"] == 4
 
 
 def test_what_lies_on_tiers_adds_up_to_the_state() -> None:

@@ -1,0 +1,158 @@
+"""What ranks move for each other in a step: bytes of one node on every link, and their seconds. Pure arithmetic.
+
+The tiered engine (`offloading/exchange.py`, `node.py`): N ranks, n of them on each of K nodes, a micro-batches each,
+weights of e bytes, sums of g. Of a unit T elements are trained, of which S are updated on this node and R by a rank:
+
+    outboxes    a n e T written, a n e S read    each rank lays its gradients out, each owner reads its stretch of all
+    sums        g S (2 a N - 1)                  in RAM: written once, then read and written for each that is added
+    network     a (N - n) e S in                 of the gradients of all other nodes' ranks; a n e (T - S) out
+                a n (N - n) w each way           whether each of w weights has got one, from each rank to each
+                e (T - S) in, e (K - 1) S out    new weights, which are whole on each node
+    gpus        e (T - R) into each GPU          new weights where they live on the device
+    meets       a U + D + 6                      for each of U units, D of them with sums on drives, whose norms are
+                                                 taken on the way; for targets and losses, at the sums, the norm, the
+                                                 step and its end
+
+Norms, and what is told at the begin of a step, are little, and not counted. The order of additions is one rank's, so
+nothing is added up before it is sent: n times what a reduction would move.
+
+Stock ZeRO (Rajbhandari et al. 2020, section 7; not counted here): stage 3 gathers P weights in forward and backward of
+each micro-batch and scatters T gradients, stage 2 scatters them and gathers T new weights once. A ring moves
+(N - 1) / N of it through each GPU, and, as it enters and leaves each node once, as much through its network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_trainer.plan.layout import DEVICE, Homes, Unit, stretch_of
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.time import Bound
+from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+MEETS = 6  # of a step, beside those of units
+OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Of a step, on one node: `links` by phase, `sums` bytes of memory traffic in the backward, and meets."""
+
+    links: tuple[Traffic, ...]
+    sums: int
+    meets: int
+
+    def bytes(self, place: str, phase: str) -> tuple[int, int]:
+        """(read, written): of the network and the GPUs what comes in, and what goes out."""
+        found = [one for one in self.links if (one.place, one.phase) == (place, phase)]
+        return sum(one.read for one in found), sum(one.written for one in found)
+
+
+def exchange_of(work: Workload, units: Sequence[Unit], homes: Homes, *, node: int = 0) -> Exchange:
+    """What the ranks of a node move in a step, each weight having got its gradients; nothing where a rank is alone."""
+    if work.world == 1:
+        return Exchange((), sums=0, meets=0)
+    e, micro, here, away = work.item_bytes, work.accumulate, work.here, work.world - work.here
+    every = own = whole = held = on_gpus = weights = 0
+    for unit in units:
+        first, _ = stretch_of(unit, node * here, ranks=work.world)
+        _, end = stretch_of(unit, node * here + here - 1, ranks=work.world)
+        for place in unit.places:
+            if place.weight.trainable:
+                weights += 1
+                every += place.weight.numel
+                own += max(0, min(end, place.start + place.weight.numel) - max(first, place.start))
+        whole += unit.trained
+        held += end - first
+        if homes.weights[unit.index] == DEVICE:
+            mine = stretch_of(unit, node * here, ranks=work.world)
+            on_gpus += unit.trained - (mine[1] - mine[0])
+    links = [
+        Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
+        Traffic(GPUS, "update", read=e * on_gpus, written=0),
+    ]
+    if away:
+        marks = micro * here * away * weights
+        given, taken = micro * here * e * (whole - held), micro * away * e * held
+        links.append(Traffic(NETWORK, "backward", read=taken + marks, written=given + marks))
+        links.append(Traffic(NETWORK, "update", read=e * (whole - held), written=e * (work.nodes - 1) * held))
+    sums = work.gradient_bytes * own * (2 * work.added - 1)
+    turns = [unit for unit in units if unit.trained]
+    meets = micro * len(turns) + sum(homes.gradients[unit.index] >= 0 for unit in turns) + MEETS
+    return Exchange(tuple(one for one in links if one.read or one.written), sums=sums, meets=meets)
+
+
+def waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Bound]:
+    """What backward and update wait for on top of all else, one after the other.
+
+    autograd's thread waits for a unit's gradients, for the other ranks and for the additions before it goes on. Only
+    what the network brings of gradients has until the next unit's are there (`hidden_waits`).
+    """
+    if work.world == 1:
+        return []
+    bounds = [_adding(moved, machine), *_over_network(moved.bytes(NETWORK, "update"), machine, phase="update")]
+    to_gpus, _ = moved.bytes(GPUS, "update")
+    if machine.gpu is not None and to_gpus:
+        bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of new weights into each GPU"))
+    message = machine.links.message
+    if message is not None:
+        each = 2 * (work.world - 1) * message.seconds
+        bounds.append(Bound("backward", (moved.meets - MEETS) * each, f"{moved.meets - MEETS} meetings", "meeting"))
+        bounds.append(Bound("update", MEETS * each, f"{MEETS} meetings", "meeting"))
+    return bounds
+
+
+def hidden_waits(moved: Exchange, machine: MachineProfile) -> list[Bound]:
+    """What hides behind the backward's products, as they behind it."""
+    return _over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")
+
+
+def _adding(moved: Exchange, machine: MachineProfile) -> Bound:
+    """Gradients of all ranks into the sums: from outboxes, and from what came of other nodes, which was written too."""
+    size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
+    rate = machine.rates.memory
+    what = f"{format_bytes(size)} in RAM to add the ranks' gradients"
+    return Bound("backward", None if rate is None else size / rate.value, what, "memory")
+
+
+def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str) -> list[Bound]:
+    """Both ways at once, as networks are."""
+    if not any(ways):
+        return []
+    rate = machine.links.network
+    what = f"{format_bytes(ways[0])} from other nodes, {format_bytes(ways[1])} to them"
+    return [Bound(phase, None if rate is None else max(ways) / rate.value, what, "network")]
+
+
+def _between_gpus(size: int, machine: MachineProfile, *, phase: str, what: str) -> Bound:
+    """By their own links, or, where they have none, through host memory."""
+    rate = machine.links.between_gpus or machine.rates.both_ways
+    return Bound(phase, None if rate is None else size / rate.value, f"{format_bytes(size)} {what}", "gpus")
+
+
+def zero_links(work: Workload, *, stage: int) -> tuple[Traffic, ...]:
+    """Bytes that stock ZeRO's collectives bring to each GPU and take from it, and to and from each node."""
+    if work.world == 1:
+        return ()
+    share, e, micro = (work.world - 1) / work.world, work.item_bytes, work.accumulate
+    gathered, scattered = e * work.shape.parameters, e * work.shape.trainable
+    moved = {"forward": 0, "backward": micro * scattered, "update": scattered}
+    if stage == 3:
+        moved = {"forward": micro * gathered, "backward": micro * (gathered + scattered), "update": 0}
+    places = [GPUS] if work.nodes == 1 else [GPUS, NETWORK]
+    sizes = {phase: round(share * size) for phase, size in moved.items() if size}
+    return tuple(Traffic(place, phase, size, size) for phase, size in sizes.items() for place in places)
+
+
+def zero_bounds(links: Sequence[Traffic], machine: MachineProfile) -> list[Bound]:
+    """What they take, beside the products that they are overlapped with. On a CPU nothing is claimed of them."""
+    found = []
+    for one in links if machine.gpu is not None else ():
+        if one.place == NETWORK:
+            found += _over_network((one.read, one.written), machine, phase=one.phase)
+        else:
+            found.append(_between_gpus(one.read, machine, phase=one.phase, what="gathered and scattered by each GPU"))
+    return found

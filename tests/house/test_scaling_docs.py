@@ -1,0 +1,26 @@
+"""Each command of docs/scaling.md is run, and says what the page says that it fits."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.cli import main
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
+COMMANDS = re.findall(r"^ {4}offload-train (.+)$", PAGE, re.MULTILINE)
+
+
+def test_the_page_has_commands() -> None:
+    assert len(COMMANDS) >= 10
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_fits_as_the_page_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command)) == 0
+    told = capsys.readouterr().out
+    assert "assumed: " in told
+    assert "DOES NOT FIT" not in told

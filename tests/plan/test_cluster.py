@@ -1,0 +1,171 @@
+"""Plans of several machines: bytes by hand on every link, what they take, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import GB, SHAPES, machine, wish
+
+from offload_trainer.cli import main
+from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.plan.exchange import GPUS, NETWORK, OUTBOX, exchange_of
+from offload_trainer.plan.layout import homes_of, pages_of, stretch_of, units_of
+from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.plan.plan import Plan
+
+CLUSTERS = ("4xrtx4090-10gbe", "4xa100-80gb-100gbe", "8xa100-80gb", "8xh100-80gb")
+
+
+def rate(value: float) -> Rate:
+    return Rate(value, "assumed", "for a test")
+
+
+def cluster(**links: Rate | Latency) -> MachineProfile:
+    """Machines whose products, copies and updates take no time, so that what is left is the ranks'."""
+    ways = {way: rate(1e18) for way in ("to_device", "from_device", "both_ways")}
+    rates = Rates(matmul={"bf16": rate(1e24)}, memory=rate(1e18), update={"native": rate(1e18)}, **ways)
+    return replace(machine(gpu=80 * GB, ram=500 * GB), rates=rates, links=Links(**links))
+
+
+def planned(here: MachineProfile, *words: str, nodes: int, gpus: int = 2, engine: str = "tiered") -> Plan:
+    config = wish("--engine", engine, *words)
+    return make_plan(config, SHAPES["gpt2-medium"], here, world=gpus * nodes, nodes=nodes)
+
+
+def by_link(plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
+    return {(one.place, one.phase): (one.read, one.written) for one in plan.links}
+
+
+def test_bytes_on_the_network_are_those_that_leave_and_enter_a_node() -> None:
+    """Element by element: an owner needs each gradient of it from every rank, a node every new weight."""
+    micro, nodes, gpus = 3, 3, 2
+    shape, world = SHAPES["gpt2-mini"], nodes * gpus
+    config = wish("--engine", "tiered", "--params", "cpu", "--accumulate", str(micro), "--dtype", "bf16")
+    units, work = units_of(shape), workload(config, shape, world=world, nodes=nodes)
+    pages = pages_of(units, page=1 << 20, ram_fraction=1.0, speeds=[], ranks=world)
+    homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[], ranks=world)
+    every_weight = sum(place.weight.trainable for unit in units for place in unit.places)
+    for node in range(nodes):
+        gradients, weights = {"in": 0, "out": 0}, {"in": 0, "out": 0}
+        for owner in range(world):
+            held = sum(end - first for first, end in (stretch_of(unit, owner, ranks=world) for unit in units))
+            for giver in range(world):
+                if owner // gpus == giver // gpus:
+                    continue
+                gradients["in"] += 2 * micro * held * (owner // gpus == node)
+                gradients["out"] += 2 * micro * held * (giver // gpus == node)
+            weights["in"] += 2 * held * (owner // gpus != node)
+            weights["out"] += 2 * held * (nodes - 1) * (owner // gpus == node)
+        marks = micro * gpus * (world - gpus) * every_weight
+        moved = exchange_of(work, units, homes, node=node)
+        assert moved.bytes(NETWORK, "backward") == (gradients["in"] + marks, gradients["out"] + marks)
+        assert moved.bytes(NETWORK, "update") == (weights["in"], weights["out"])
+    together = [exchange_of(work, units, homes, node=node) for node in range(nodes)]
+    for phase in ("backward", "update"):  # what some send, others receive
+        ways = list(zip(*(one.bytes(NETWORK, phase) for one in together), strict=True))
+        assert sum(ways[0]) == sum(ways[1])
+    outboxes = sum(one.bytes(OUTBOX, "backward")[0] + one.bytes(NETWORK, "backward")[0] for one in together)
+    marks = micro * world * (world - gpus) * every_weight
+    assert outboxes - marks == pytest.approx(2 * micro * world * shape.trainable, rel=0.01)  # and a unit's end
+
+
+def test_one_rank_moves_nothing_for_others() -> None:
+    assert planned(cluster(), "--params", "gpu", nodes=1, gpus=1).links == ()
+
+
+def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> None:
+    found = by_link(planned(cluster(), "--params", "gpu", nodes=1, gpus=4))
+    assert {place for place, _ in found} == {OUTBOX, GPUS}
+    assert found[GPUS, "update"][0] == pytest.approx(3 / 4 * 2 * SHAPES["gpt2-medium"].trainable, rel=0.01)
+
+
+def test_seconds_of_the_links() -> None:
+    """The network hides behind the products; additions, meetings and new weights do not."""
+    plan = planned(cluster(network=rate(1e9)), "--params", "gpu", nodes=2)
+    found = by_link(plan)
+    seconds = plan.forecast.seconds
+    assert seconds["backward"] == pytest.approx(max(found[NETWORK, "backward"]) / 1e9, rel=1e-3)
+    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + 0.005, rel=1e-3)
+    slow = cluster(network=rate(1e9))
+    slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
+    computing = planned(slow, "--params", "gpu", nodes=2).forecast
+    assert computing.kind("backward") == "compute"
+    told = replace(slow, links=replace(slow.links, message=Latency(1e-3, "assumed", "for a test")))
+    later = planned(told, "--params", "gpu", nodes=2).forecast
+    units = len(units_of(SHAPES["gpt2-medium"]))
+    assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * 2 * 3 * 1e-3)
+    assert any("meetings" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
+
+
+def test_a_network_that_nobody_knows_leaves_the_step_unknown() -> None:
+    plan = planned(cluster(), "--params", "gpu", nodes=2)
+    assert plan.forecast.seconds["backward"] is None
+    assert "network" not in [one.place for one in planned(cluster(), "--params", "gpu", nodes=1).links]
+    assert planned(cluster(), "--params", "gpu", nodes=1).forecast.step is not None
+
+
+@pytest.mark.parametrize(("params", "times"), [("gpu", (0, 4, 1)), ("cpu", (4, 8, 0))])
+def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> None:
+    """ZeRO-2: gradients once a micro-batch, weights once; ZeRO-3: weights twice and gradients once a micro-batch."""
+    words = ("--params", params, "--optimizer", "cpu", "--accumulate", "4")
+    found = by_link(planned(cluster(network=rate(1e9)), *words, nodes=2, engine="deepspeed"))
+    each = 3 / 4 * 2 * SHAPES["gpt2-medium"].parameters
+    for phase, count in zip(("forward", "backward", "update"), times, strict=True):
+        for place in (NETWORK, GPUS):
+            assert found.get((place, phase), (0, 0)) == pytest.approx((count * each,) * 2)
+
+
+def test_machines_of_a_cluster_say_what_is_between_them() -> None:
+    for name in CLUSTERS:
+        found = read_machine(name)
+        assert found.gpus in (4, 8)
+        for link in (found.links.network, found.links.message):
+            assert link is not None
+            assert link.source
+            assert link.origin in ("specified", "assumed")
+
+
+def test_weak_scaling_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 machines; rows of one keep their share; a table for a person, and JSON."""
+    words = ["plan", "--machine", "8xh100-80gb", "--model", "gpt2-10b", "--engine", "tiered", "--nodes", "1,4,64"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = found["scaling"]
+    assert [row["ranks"] for row in rows] == [8, 32, 512]
+    assert [row["tokens_per_step"] // row["ranks"] for row in rows] == [rows[0]["tokens_per_step"] // 8] * 3
+    assert rows[0]["network_in_bytes"] == 0 < rows[1]["network_in_bytes"] < rows[2]["network_in_bytes"]
+    assert rows[0]["ram_bytes"] > rows[1]["ram_bytes"] > rows[2]["ram_bytes"]
+    assert rows[0]["scaling"] == 1 > rows[2]["scaling"] > 0
+    assert any("links" in line or "network" in line for line in found["assumptions"])
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "scaling" in told
+    assert told.count("assumed: ") >= len(found["assumptions"])
+    assert all(f"{row['nodes']} nodes: tiered engine" in told for row in rows)
+
+
+def test_one_number_of_machines_has_a_plans_own_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["plan", "--machine", "4xrtx4090-10gbe", "--model", "gpt2", "--engine", "tiered"]
+    assert main([*words, "--nodes", "2", "--gpus", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["chosen"]["nodes"], found["chosen"]["ranks"]) == (2, 6)
+    assert {one["place"] for one in found["links"]} >= {NETWORK, OUTBOX}
+    (tmp_path / "two.json").write_text(json.dumps(read_machine("4xrtx4090-10gbe").to_json() | {"nodes": 2}))
+    assert main(["plan", "--machine", str(tmp_path / "two.json"), *words[3:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["ranks"] == 8
+    assert main([*words, "--nodes", "2"]) == 0
+    assert "network, backward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nodes", ["0", "1,x", "", "2000"])
+def test_numbers_that_are_none(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--machine", "8xh100-80gb", f"--nodes={nodes}"]) == 2
+    assert "whole numbers from 1 to 1024" in capsys.readouterr().err
+
+
+def test_nodes_without_a_machine_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--nodes", "2"]) == 2
+    assert "belongs to --machine" in capsys.readouterr().err

@@ -312,11 +312,15 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
 
 
 def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_path: Path) -> None:
-    """Half of the state on the drive; with dropout. One rank goes on from the checkpoint of two."""
+    """Half of the state on the drive, of two ranks weights and sums too, and the update behind the forward; dropout.
+
+    One rank goes on from the checkpoint of two.
+    """
+    away = ["--params", "nvme", "placement.gradients=nvme", "tiered.overlap=forward"]
     both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 4]
     both += ["--save-every", 2, "save.keep=5", "tiered.page_size=65536"]
     one = call(*both, "--accumulate", 2, output=tmp_path / "one")
-    two = call(*both, "--gpus", 2, "--engine", "tiered", output=tmp_path / "two")
+    two = call(*both, "--gpus", 2, "--engine", "tiered", *away, output=tmp_path / "two")
     shutil.copytree(tmp_path / "two", tmp_path / "three")
     shutil.rmtree(tmp_path / "three/checkpoints/step-00000004")
     three = call(*both, "--accumulate", 2, output=tmp_path / "three")

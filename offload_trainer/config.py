@@ -71,18 +71,21 @@ class DataSection(_Section):
 
     path: tuple[str, ...] = Field(
         ("builtin",),
-        description="text files, jsonl files, directories of them, or .bin token files, which follow each other in "
+        description="text files, jsonl files (packed ones too: .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; "
+        "extra: tables), directories of them, what datasets saved, or .bin token files, which follow each other in "
         "this order; builtin: the text shipped here",
     )
     validation_path: tuple[str, ...] = Field(
         (), description="the same for validation; nothing is then kept back from data.path"
     )
-    text_field: str = Field("text", description="field of a jsonl line (at most 64 MiB) that holds the text")
+    text_field: str = Field(
+        "text", description="field of a jsonl line (at most 64 MiB) or a table's row that holds the text"
+    )
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = Field(
         "auto",
-        description="what a jsonl line holds. chat: messages of role and content; sharegpt: conversations of from and "
-        "value; alpaca: instruction, input, output; pairs: prompt and completion; text: text_field; auto: by the keys "
-        "of the first line, text where it has text_field",
+        description="what a jsonl line or a table's row holds. chat: messages of role and content; sharegpt: "
+        "conversations of from and value; alpaca: instruction, input, output; pairs: prompt and completion; text: "
+        "text_field; auto: by the keys of the first line, text where it has text_field",
     )
     loss: Literal["answers", "all"] = Field(
         "answers",

@@ -28,6 +28,7 @@ OPTIONAL = {
     "trl": "1.10",
     "peft": "0.19",
     "datasets": "4.7",
+    "pyarrow": "21",
 }
 _MODULES = {"yaml": "PyYAML"}  # where a module is not called as its package
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.data.documents import encodable, named_fields, read_records, string_in
+from offload_trainer.data.documents import encodable, holds_records, named_fields, read_records, string_in
 from offload_trainer.errors import UserError
 
 TEXT = "text"
@@ -23,6 +23,7 @@ _KEYS = {
     "alpaca": ("instruction", "output"),
     "pairs": ("prompt", "completion"),
 }
+COLUMNS = ("input", "tools", *(key for keys in _KEYS.values() for key in keys))  # all that is read of a table
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -66,14 +67,14 @@ def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str
 
 
 def _form_of_file(source: Path, *, form: str, text_field: str) -> str:
-    is_lines = source.suffix.lower() == ".jsonl"
+    is_lines = holds_records(source)
     if form == TEXT:
         return TEXT
     if form != "auto":
         if not is_lines:
-            raise UserError(f"{source}: data.format={form} is for lines of JSON: give .jsonl files")
+            raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
         return form
-    first = next(iter(read_records(source)), None) if is_lines else None
+    first = next(iter(read_records(source, wanted=(text_field, *COLUMNS))), None) if is_lines else None
     if first is None or text_field in first[1]:
         return TEXT
     where, record = first

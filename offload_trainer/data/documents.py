@@ -1,19 +1,21 @@
 """Files -> documents -> pieces of text, in bounded memory.
 
-A text file is one document. Each line of a jsonl file is a document.
+A text file is one document. Each line of a jsonl file and each row of a table is a document.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.data.opened import kind_of, opened
 from offload_trainer.data.pieces import Cutter, Piece
 from offload_trainer.data.sources import printable
+from offload_trainer.data.tables import TABLES, read_rows
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_bytes
 
@@ -28,16 +30,16 @@ def read_documents(
     """Stream a file's documents. Together, a document's pieces are exactly its text; empty documents are left
     out.
 
-    A text file is one document. Each line of a ``.jsonl`` file is one document: the string in its `text_field`.
-    Blank lines are skipped, and so is a byte-order mark. `seen` is called with all bytes of the file as they are read.
+    A text file is one document. Each line of a ``.jsonl`` file and each row of a table is one document: the string in
+    its `text_field`. Blank lines are skipped, and so is a byte-order mark. `seen` is called with all bytes of the file.
 
     Raises UserError with file and line: not UTF-8, not JSON, longer than `LINE_BYTES`, no such field, a field that is
     not a string.
     """
     try:
-        if source.suffix.lower() == ".jsonl":
-            for where, line in _lines(source, seen=seen):
-                if text := _field(_object(line, where=where), text_field, where=where):
+        if holds_records(source):
+            for where, record in read_records(source, wanted=(text_field,), seen=seen):
+                if text := _field(record, text_field, where=where):
                     yield from cutter.pieces([text])
         else:
             yield from cutter.pieces(_text_blocks(source, seen=seen))
@@ -49,10 +51,9 @@ def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[s
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
     first = True
-    with source.open("rb") as file:
+    with opened(source, seen=seen) as file:
         while True:
             data = file.read(_BLOCK)
-            seen(data)
             try:
                 text = decoder.decode(data.removeprefix(_BOM) if first else data, final=not data)
             except UnicodeDecodeError as error:
@@ -64,14 +65,23 @@ def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[s
             first = False
 
 
+def holds_records(source: Path) -> bool:
+    """Whether a file has lines of JSON or rows of a table, and not one text."""
+    return kind_of(source) == ".jsonl" or source.suffix.lower() in TABLES
+
+
 def read_records(
-    source: Path, *, seen: Callable[[bytes], object] = lambda _: None
+    source: Path, *, wanted: Collection[str], seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Stream the objects of a ``.jsonl`` file: (file and line, as messages name them; the object).
+    """Stream the objects of a ``.jsonl`` file or the rows of a table: (file and line, as messages name them; the
+    object). Of a table's columns only the `wanted`.
 
     Raises UserError as `read_documents`.
     """
     try:
+        if source.suffix.lower() in TABLES:
+            yield from read_rows(source, wanted=wanted, seen=seen)
+            return
         for where, line in _lines(source, seen=seen):
             yield where, _object(line, where=where)
     except OSError as error:
@@ -81,7 +91,7 @@ def read_records(
 def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[str, str]]:
     """The lines that are not blank, each with where it is."""
     number = 0
-    with source.open("rb") as file:
+    with opened(source, seen=seen) as file:
         while raw := file.readline(LINE_BYTES + 1):
             number += 1
             if len(raw) > LINE_BYTES:
@@ -89,7 +99,6 @@ def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[s
                     f"{_where(source, number)}: longer than {format_bytes(LINE_BYTES)}, and a line is read whole; "
                     "divide that document, or give it as a text file of its own"
                 )
-            seen(raw)
             try:
                 line = (raw.removeprefix(_BOM) if number == 1 else raw).decode()
             except UnicodeDecodeError as error:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
 from offload_trainer.data.conversation_rows import RowsWish, set_template, write_rows
-from offload_trainer.data.conversations import TEXT, form_of_files
+from offload_trainer.data.conversations import COLUMNS, TEXT, form_of_files
 from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.pieces import Cutter, Piece
 from offload_trainer.data.shards import Tokens, joined
@@ -105,7 +105,8 @@ def _tokenised(
     name = _stem(section.path[0])
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
     sums = source_sums(sources, memory=memory, say=say)
-    content = [section.text_field, fingerprint, separator]
+    # What the bytes are read as belongs to them: the same may be a text or lines of JSON.
+    content = [section.text_field, fingerprint, separator, [source.suffix.lower() for source in sources]]
     if rows is not None:
         content = [fingerprint, separator, *rows.key(tokenizer)]
     target = cache / f"{name}-{_digest([FORMAT, sums, *content])}.bin"
@@ -125,7 +126,7 @@ def _tokenised(
         if rows is None:
             _write_text(writer, sources, sums=sums, text_field=section.text_field, tokenizer=tokenizer, say=say)
         else:
-            records = _of_all(sources, sums=sums, read=read_records)
+            records = _of_all(sources, sums=sums, read=partial(read_records, wanted=COLUMNS))
             write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
         if not writer.tokens:
             raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from offload_trainer.data.opened import PACKED, kind_of, refuse_without_library
+from offload_trainer.data.tables import TABLES
 from offload_trainer.errors import UserError
+from offload_trainer.readback import file_bytes, one_line, parsed
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # packed as well
 _HEAD = 1 << 16  # bytes that a file is judged by
 
 _LINES = 'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {rows}]" < FILE > data.jsonl'
 _TABLE = "a table must become lines of JSON: "
 _UNPACK = "unpack it"
+_NAMED = "it is packed: give it a name that says of what, such as NAME.txt{0} or NAME.jsonl{0}; or unpack it"
 _REFUSED = {
     ".json": f"JSON is read by the line. An array becomes lines with {_LINES.format(rows='json.load(sys.stdin)')}; if "
     "each of its lines is an object already, rename it to .jsonl",
     ".ndjson": "rename it to .jsonl",
     ".csv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin)"),
     ".tsv": _TABLE + _LINES.format(rows="csv.DictReader(sys.stdin, dialect='excel-tab')"),
-    ".parquet": _TABLE + "python -c \"import pandas; pandas.read_parquet('FILE').to_json('data.jsonl', "
-    "orient='records', lines=True)\"",
-    ".arrow": _TABLE + "datasets.Dataset.from_file('FILE').to_json('data.jsonl')",
-    ".gz": _UNPACK,
-    ".zst": _UNPACK,
-    ".xz": _UNPACK,
-    ".bz2": _UNPACK,
+    ".parquet": "rename it to .parquet",
+    ".arrow": "rename it to .arrow",
+    **{packing: _NAMED.format(packing) for packing in PACKED},
     ".zip": _UNPACK,
     ".tar": _UNPACK,
     ".pdf": "take its text out: pdftotext FILE data.txt",
@@ -52,18 +54,21 @@ _MAGIC = {
 def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
     """The files that `paths` stand for: in the given order, a directory's own files sorted by path.
 
-    ``builtin`` is the text that ships with the package. A directory gives its .txt, .md and .jsonl files at any depth,
-    hidden ones and what lies behind linked directories excepted; a file named itself may have any suffix that is not
-    another format's. Either all are text, or all are ``.bin`` token files. A path given twice is read twice.
+    ``builtin`` is the text that ships with the package. A directory gives its .txt, .md and .jsonl files, packed ones
+    too, and its tables (.parquet, .arrow), at any depth, hidden ones and what lies behind linked directories excepted;
+    one that `datasets` saved gives the files that it names. A file named itself may have any suffix that is not another
+    format's. Either all are text, or all are ``.bin`` token files. A path given twice is read twice.
 
     Raises UserError: paths that do not exist (all of them), a directory without text, .bin beside text, a file that is
     no text.
     """
     if not paths:
-        raise UserError("data.path is empty: name a text file, a jsonl file, a directory, a .bin file, or builtin")
+        raise UserError(
+            "data.path is empty: name a text file, a jsonl file, a table, a directory, a .bin file, or builtin"
+        )
     named = [BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser() for path in paths]
     if missing := [str(path) for path in named if not os.path.exists(path)]:
-        raise UserError(f"no such file or directory: {', '.join(missing)}; correct the path")
+        raise UserError(f"no such file or directory: {', '.join(missing)}; {_hub(missing[0])}")
     sources = []
     for path in named:
         if path.is_dir():
@@ -71,6 +76,8 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
         else:
             _refuse_other(path)
             sources.append(path)
+    for source in sources:
+        refuse_without_library(source)
     token_files = [str(file) for file in sources if file.suffix == ".bin"]
     if token_files and len(sources) > len(token_files):
         raise UserError(
@@ -80,8 +87,52 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
     return sources
 
 
+def _hub(name: str) -> str:
+    """What to do about a path that is not there; it may be meant as a data set's name on the hub."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
+        return (
+            f"correct the path; if it is a data set of the hub: hf download --repo-type dataset {name} --local-dir "
+            "data, then --data data"
+        )
+    return "correct the path"
+
+
+def is_read(path: Path) -> bool:
+    """Whether a directory's file is one of those that are read, by its name."""
+    return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
+
+
+def _saved_by_datasets(directory: Path) -> list[Path] | None:
+    """The files of a directory that `save_to_disk` made, in their order; None for any other."""
+    if (directory / "dataset_dict.json").is_file():
+        splits = _object_in(directory / "dataset_dict.json").get("splits")
+        told = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
+        raise UserError(f"{directory} holds several data sets: name one, {told}")
+    if not (directory / "state.json").is_file() or not (directory / "dataset_info.json").is_file():
+        return None
+    named = _object_in(directory / "state.json").get("_data_files") or []
+    files = [str(one["filename"]) for one in named if isinstance(one, dict) and "filename" in one]
+    if not files or any(Path(name).name != name for name in files):
+        raise UserError(f"{directory / 'state.json'} names no files of a data set; save it again with save_to_disk")
+    if missing := [name for name in files if not (directory / name).is_file()]:
+        raise UserError(
+            f"{directory / missing[0]} is not there, and {directory / 'state.json'} names it; copy it again"
+        )
+    return [directory / name for name in files]
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. UserError for anything else."""
+    try:
+        return parsed(file_bytes(path, links=True), dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+
+
 def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
     """A directory's text files, sorted by their path inside it."""
+    if (saved := _saved_by_datasets(directory)) is not None:
+        return saved
     inside = [
         path
         for path in sorted(directory.rglob("*"))
@@ -89,14 +140,16 @@ def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
     ]
     if linked := [str(path) for path in inside if path.is_symlink() and path.is_dir()]:
         say(f"note: {len(linked)} linked directories are not followed ({_first(linked)}); name them too if meant")
-    if other := [str(path) for path in inside if path.suffix.lower() in _REFUSED and path.is_file()]:
+    if other := [
+        str(path) for path in inside if path.suffix.lower() in _REFUSED and not is_read(path) and path.is_file()
+    ]:
         say(f"note: {len(other)} files in {directory} are not read ({_first(other)}); name one to see what it needs")
-    files = [path for path in inside if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()]
+    files = [path for path in inside if is_read(path) and path.is_file()]
     if not files:
         token_files = sorted(str(file) for file in directory.glob("*.bin"))
         flags = " ".join(f"--data {printable(name)}" for name in token_files[:3]) + " ..." * (len(token_files) > 3)
         hint = f"name the token files themselves, in their order: {flags}" if token_files else "correct the path"
-        raise UserError(f"{directory} holds no {', '.join(TEXT_SUFFIXES)} file: {hint}")
+        raise UserError(f"{directory} holds no {', '.join((*TEXT_SUFFIXES, *TABLES))} file: {hint}")
     return files
 
 
@@ -122,9 +175,10 @@ def _refuse_other(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), suffix)
-    if kind in _REFUSED:
+    as_named = is_read(path) and kind in (suffix, *TABLES * (suffix in TABLES))
+    if kind in _REFUSED and not as_named:
         raise UserError(f"{path}: {_REFUSED[kind].replace('FILE', str(path))}")
-    if suffix in TEXT_SUFFIXES:
+    if is_read(path):
         return
     if b"\0" in head:
         raise UserError(f"{path}: holds zero bytes, so it is no UTF-8 text (UTF-16? a binary file?); convert it")

@@ -1,0 +1,77 @@
+"""Rows of Parquet and Arrow files (as `datasets` saves them) as records, a few at a time, through pyarrow.
+
+In memory is one row group of a Parquet file, or one batch of an Arrow file, of the columns that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from offload_trainer.errors import UserError
+
+TABLES = (".parquet", ".arrow")
+_ROWS = 256  # made into records at a time
+_BLOCK = 1 << 20
+
+
+def read_rows(
+    source: Path, *, wanted: Collection[str], seen: Callable[[bytes], object]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and row, as messages name them; the record) of each row.
+
+    Of its columns those that are `wanted`, or all where there is none of these: what is missing is then said beside
+    what is there. Nothing that is null is inside a column's values. `seen` has every byte of the file, at the end.
+
+    UserError for what is no such file. OSError where it cannot be read.
+    """
+    import pyarrow
+
+    name = str(source) if str(source).isprintable() else ascii(str(source))
+    number = 0
+    try:
+        for batch in _batches(source, wanted):
+            for start in range(0, batch.num_rows, _ROWS):
+                for record in batch.slice(start, _ROWS).to_pylist():
+                    number += 1
+                    yield f"{name}, row {number}", {key: _without_nulls(value) for key, value in record.items()}
+    except pyarrow.ArrowException as error:
+        kind = source.suffix.lower().removeprefix(".")
+        raise UserError(f"{name} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
+    with source.open("rb") as file:
+        while block := file.read(_BLOCK):
+            seen(block)
+
+
+def _batches(source: Path, wanted: Collection[str]) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    if source.suffix.lower() == ".parquet":
+        with parquet.ParquetFile(source) as file:
+            yield from file.iter_batches(batch_size=_ROWS, columns=_chosen(file.schema_arrow.names, wanted))
+        return
+    with pyarrow.OSFile(str(source), "rb") as opened:
+        is_file = opened.read(6) == b"ARROW1"
+        opened.seek(0)
+        if is_file:
+            reader = ipc.open_file(opened)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            reader = ipc.open_stream(opened)
+            batches = iter(reader)
+        columns = _chosen(reader.schema.names, wanted)
+        for batch in batches:
+            yield batch.select(columns)
+
+
+def _chosen(names: list[str], wanted: Collection[str]) -> list[str]:
+    return [name for name in names if name in wanted] or names
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table gives each of its messages every field that any of them has; those that say nothing are left out."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

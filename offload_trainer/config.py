@@ -75,6 +75,11 @@ class DataSection(_Section):
         "extra: tables), directories of them, what datasets saved, or .bin token files, which follow each other in "
         "this order; builtin: the text shipped here",
     )
+    mixture: tuple[PositiveFloat, ...] = Field(
+        (),
+        description="a weight for each of data.path: of each epoch's rows this share is that text's, to the row, "
+        "whatever its size, by a small one coming around more often; empty: each row once an epoch",
+    )
     validation_path: tuple[str, ...] = Field(
         (), description="the same for validation; nothing is then kept back from data.path"
     )

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from offload_trainer.data.marked_rows import BEGINS, IDS, NOT_LEARNED
+from offload_trainer.data.mixture import MixedTokens
+from offload_trainer.data.order import order
 from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import TrainerError, UserError
 
 IGNORED = -100  # a target that is not counted in the loss: torch's and transformers' number for it
-_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -114,29 +115,6 @@ def split_rows(token_count: int, *, seq_len: int, validation: float) -> Split:
     return Split(train=range(rows - held_out), validation=range(rows - held_out, rows))
 
 
-def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> int:
-    """The row at place `index` of an epoch: a permutation of range(count) drawn from seed and epoch.
-
-    O(1) in time and memory: a balanced Feistel network permutes the next power of four, and a value outside
-    range(count) is permuted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", 2002), under 4 times on average. Same result on every machine and version.
-    """
-    assert 0 <= index < count
-    if not shuffle:
-        return index
-    half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1
-    key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=16).digest()
-    while True:
-        left, right = index >> half_bits, index & mask
-        for turn in range(_ROUNDS):
-            mixed = hashlib.blake2b(right.to_bytes(8, "little"), digest_size=8, key=key, salt=bytes([turn]))
-            left, right = right, left ^ (int.from_bytes(mixed.digest(), "little") & mask)
-        index = left << half_bits | right
-        if index < count:
-            return index
-
-
 def forward_seed(seed: int, *, first: int) -> int:
     """The seed of the forward of the micro-batch whose first row is number `first` of the run, over all ranks.
 
@@ -159,7 +137,7 @@ class RowReader:
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: Tokens | MixedTokens,
         *,
         seq_len: int,
         rows: range,
@@ -169,7 +147,8 @@ class RowReader:
         apart: int | None = None,
     ) -> None:
         """`vocabulary`: ids must be below it, or reading them raises TrainerError. `apart`: the id that ends a document
-        of text, where each is to be by itself; rows of conversations say that themselves.
+        of text, where each is to be by itself; rows of conversations say that themselves. Shuffled rows of a mixture
+        come in its shares, in place of each once an epoch.
         """
         assert not len(rows) or 0 <= rows[0] <= rows[-1] < (len(tokens) - 1) // seq_len
         self._tokens = tokens
@@ -179,6 +158,7 @@ class RowReader:
         self._seed = seed
         self._shuffle = shuffle
         self._apart = apart
+        self._shares = tokens.shares if shuffle and isinstance(tokens, MixedTokens) else None
 
     def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """This rank's micro-batches from `state` on, epoch after epoch, without end.
@@ -231,6 +211,8 @@ class RowReader:
         return Rows(torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(targets), positions)
 
     def _row(self, position: int) -> int:
+        if self._shares is not None:
+            return self._shares.row(position, seed=self._seed)
         epoch, place = divmod(position, len(self._rows))
         place = order(place, len(self._rows), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         return self._rows[place]

@@ -31,6 +31,7 @@ class RunData:
     end_of_text: int | None
     vocabulary: int  # the model's
     apart: int | None = None  # what ends a document, where each is to be by itself
+    mixture: tuple[float, ...] = ()  # weights of the texts, where they are mixed
 
     @property
     def paths(self) -> list[Path]:
@@ -45,6 +46,8 @@ class RunData:
             "text": _sum(self.tokens),
             "tokenizer": self.tokens.tokenizer,
         }
+        if self.mixture:
+            known["mixture"] = list(self.mixture)
         if self.apart is not None:
             known["documents apart"] = self.apart
         return known if self.held_out is self.tokens else known | {"validation text": _sum(self.held_out)}
@@ -53,6 +56,8 @@ class RunData:
 def unknown_identity(section: DataSection) -> dict[str, Any]:
     """The same before the data is looked at."""
     names = ["tokens", "training rows", "text", "tokenizer"]
+    if section.mixture:
+        names.append("mixture")
     if section.packing == "on":
         names.append("documents apart")
     return dict.fromkeys([*names, "validation text"] if section.validation_path else names)
@@ -62,6 +67,7 @@ def check_data(section: DataSection, source: Any, *, say: Callable[[str], None])
     """UserError for paths that are not there or no text or tokens, without reading more than their beginnings."""
     from offload_trainer.data.sources import find_sources
 
+    _refuse_mixture(section)
     find_sources(section.path, say=say)
     if section.validation_path:
         find_sources(section.validation_path, say=say)
@@ -89,9 +95,9 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
         cache=cache,
         say=say,
     )
-    tokens = held_out = rank_zero_first(lambda: prepared(section))
+    tokens = held_out = rank_zero_first(lambda: _mixed(section, prepared, seq_len=seq_len))
     if section.validation_path:
-        wish = section.model_copy(update={"path": section.validation_path})
+        wish = section.model_copy(update={"path": section.validation_path, "mixture": ()})
         held_out = rank_zero_first(lambda: prepared(wish))
         if held_out.sums == tokens.sums:
             say("note: --validation-data is the text of --data: its loss says nothing of other text")
@@ -99,9 +105,36 @@ def prepare_data(section: DataSection, source: Any, *, seq_len: int, say: Callab
     if tokens.summary:
         say(f"conversations: {tokens.summary}")
     say(_told(tokens, held_out, split, seq_len=seq_len))
+    if section.mixture:
+        say(tokens.shares.told(section.path))
     end = end_of_text(tokenizer)
     apart = _what_ends_documents(end, tokens, held_out) if section.packing == "on" else None
-    return RunData(tokenizer, tokens, held_out, split, end, source.shape.vocabulary, apart=apart)
+    return RunData(
+        tokenizer, tokens, held_out, split, end, source.shape.vocabulary, apart=apart, mixture=section.mixture
+    )
+
+
+def _refuse_mixture(section: DataSection) -> None:
+    """UserError for weights that cannot be those of the texts."""
+    if section.mixture and len(section.mixture) != len(section.path):
+        raise UserError(
+            f"data.mixture has {len(section.mixture)} weights, and data.path {len(section.path)} texts: give one for "
+            "each"
+        )
+    if section.mixture and not section.shuffle:
+        raise UserError("data.mixture draws an order from the seed: leave data.shuffle=false out")
+
+
+def _mixed(section: DataSection, prepared: Callable[[DataSection], Any], *, seq_len: int) -> Any:
+    """The tokens of data.path: one text, or several in their shares."""
+    _refuse_mixture(section)
+    if not section.mixture:
+        return prepared(section)
+    from offload_trainer.data.mixture import mixed
+
+    files = [prepared(section.model_copy(update={"path": (path,), "mixture": ()})) for path in section.path]
+    kept = 0.0 if section.validation_path else section.validation
+    return mixed(files, section.mixture, names=section.path, seq_len=seq_len, validation=kept)
 
 
 def _what_ends_documents(end: int | None, *given: Any) -> int | None:
@@ -164,8 +197,12 @@ def _refuse_unknown_ids(section: DataSection, source: Any) -> None:
 
 def _rows(section: DataSection, tokens: Any, held_out: Any, *, seq_len: int) -> Any:
     """The rows of each, the validation's own file whole."""
-    from offload_trainer.data.rows import split_rows
+    from offload_trainer.data.rows import Split, split_rows
 
+    if section.mixture:
+        trained = sum(tokens.shares.rows)
+        behind = range(trained, (len(tokens) - 1) // seq_len)
+        return Split(range(trained), behind if held_out is tokens else range((len(held_out) - 1) // seq_len))
     if held_out is tokens:
         return split_rows(len(tokens), seq_len=seq_len, validation=section.validation)
     rows = (len(held_out) - 1) // seq_len

@@ -56,6 +56,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "data.validation": ([], ["data.validation=0.2"], "rows"),
     "data.shuffle": ([], ["data.shuffle=false"], "losses"),
     "data.cache": ([], ["data.cache=CACHE"], "cache"),
+    "data.mixture": (["--data", "TEXT", "--data", "DOCUMENTS"], ["data.mixture=[3,1]"], "losses"),
     "data.packing": (["--data", "DOCUMENTS"], ["data.packing=on"], "losses"),
     "data.tokenizer": (["--data", "TEXT"], ["--tokenizer", "TOKENIZER"], "tokens of the text"),
     "optim.lr": ([], ["--lr", "2e-2"], "rates"),

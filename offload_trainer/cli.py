@@ -252,8 +252,7 @@ def _prepare(words: list[str]) -> None:
 
 def _export(words: list[str]) -> None:
     wish = export_wish(words)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    _quiet()
+    _offline()
     from offload_trainer.export.weights import export
 
     done = export(**wish)
@@ -294,6 +293,40 @@ def export_wish(words: list[str]) -> dict[str, Any]:
     }
 
 
+def _sample(words: list[str]) -> None:
+    from offload_trainer.run.draw import draw_of
+
+    prompt, given = _value(words, "--prompt") or "", {"tokens": _value(words, "--tokens")}
+    given |= {"temperature": _value(words, "--temperature"), "seed": _value(words, "--seed")}
+    draw = draw_of(words, "sample", **given)
+    _offline()
+    from offload_trainer.run.generate import sample
+
+    print(shown(sample(Path(words[0]), prompt, draw, say=_say)))
+
+
+def _chat(words: list[str]) -> None:
+    from offload_trainer.run.draw import draw_of
+
+    given = {"tokens": _value(words, "--tokens")}
+    given |= {"temperature": _value(words, "--temperature"), "seed": _value(words, "--seed")}
+    draw = draw_of(words, "chat", **given)
+    _offline()
+    from offload_trainer.run.generate import chat
+
+    chat(Path(words[0]), sys.stdin, draw, say=_say)
+
+
+def _runs(words: list[str]) -> None:
+    as_json = bool(_take(words, "--json"))
+    if len(words) > 1 or any(word.startswith("-") for word in words):
+        raise UserError(f"runs needs at most one DIR; got {', '.join(map(shown, words))}")
+    from offload_trainer.run.runs import runs_in, table
+
+    found = runs_in(Path(words[0] if words else "runs"))
+    print(json.dumps([run.to_json() for run in found], indent=1) if as_json else shown(table(found)))
+
+
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "plan": _plan,
@@ -302,7 +335,16 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "doctor": _doctor,
     "prepare": _prepare,
     "export": _export,
+    "sample": _sample,
+    "chat": _chat,
+    "runs": _runs,
 }
+
+
+def _offline() -> None:
+    """All is there: nothing is asked of the hub."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    _quiet()
 
 
 def _quiet() -> None:

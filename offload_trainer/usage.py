@@ -10,6 +10,16 @@ from offload_trainer.settings import FLAGS, describe_key
 
 _CONFIG = "[CONFIG.yaml] [flags] [section.key=value ...]"
 
+_DRAWING = (
+    ("--tokens N", "at most so many are drawn; 100 otherwise"),
+    ("--temperature X", "0 always takes the likeliest token; 0.8 otherwise"),
+    ("--seed N", "the same seed gives the same text; 0 otherwise"),
+)
+_SOURCE = (
+    "SOURCE is a run directory (its newest checkpoint), a checkpoint, or an export's directory. It runs on the CPU.\n"
+    "Weights of a run that take more than half of the free memory are read anew for each token."
+)
+
 # name: what it does in a line, its words, its own switches, more of it
 _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
     "train": (
@@ -72,6 +82,24 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         ),
         "SOURCE is a run directory (its newest checkpoint), a checkpoint, or what a dead run left on a drive.\n"
         "A DEST that ends in .gguf is one file for llama.cpp.",
+    ),
+    "sample": (
+        "go on with a text, by what a run has saved",
+        "SOURCE",
+        (("--prompt TEXT", "what is gone on with; the model begins a text otherwise"), *_DRAWING),
+        _SOURCE,
+    ),
+    "chat": (
+        "talk with what a run has saved: a line in, an answer out",
+        "SOURCE",
+        _DRAWING,
+        f"Lines are read until the end of the input. {_SOURCE}",
+    ),
+    "runs": (
+        "list runs: how far each is, its losses, and whether it can go on",
+        "[DIR]",
+        (("--json", "print JSON"),),
+        "DIR is looked through at any depth; runs otherwise.",
     ),
 }
 

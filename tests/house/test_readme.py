@@ -10,6 +10,7 @@ import pytest
 
 from offload_trainer.cli import export_wish
 from offload_trainer.plan.machine import read_machine
+from offload_trainer.run.draw import draw_of
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,10 @@ def test_commands(command: str) -> None:
     if words[0] == "export":
         assert export_wish(words[1:])["dtype"] in words
         return
+    if words[0] in ("sample", "chat"):
+        given = {flag: words.pop(words.index(f"--{flag}") + 1) for flag in ("prompt", "tokens") if f"--{flag}" in words}
+        assert draw_of([word for word in words[1:] if not word.startswith("--")], words[0], **given).tokens
+        return
     if words[0] in ("plan", "bench", "tune", "doctor", "prepare"):
         words = [word for word in words[1:] if word != "--json"]
         for flag in ("--machine", "--nodes", "--write", "--drive-gigabytes"):
@@ -38,7 +43,7 @@ def test_commands(command: str) -> None:
                 value = words.pop(words.index(flag) + 1)
                 words.remove(flag)
                 assert flag != "--machine" or read_machine(value)
-    if words == ["--help"]:
+    if words in (["--help"], ["runs"]):
         return
     load_config(words)
 

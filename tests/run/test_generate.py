@@ -1,0 +1,233 @@
+"""`sample`, `chat` and `runs`: text against a loop of transformers' own module, and what is said of runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from chats import CHATS
+from conftest import TINY, call
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from offload_trainer import cli
+from offload_trainer.data.tokenizer import load_tokenizer
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.export.sources import opened
+from offload_trainer.export.weights import export
+from offload_trainer.model.speaker import Speaker, empty_model, read_as_called
+from offload_trainer.run.draw import Draw
+from offload_trainer.run.generate import chat, sample, speaker
+from offload_trainer.run.runs import runs_in, table
+from offload_trainer.storage.locks import open_lock, take
+from offload_trainer.telemetry.record import EvalRecord, StepRecord
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on conversations for a moment; its embeddings are tied."""
+    folder = tmp_path_factory.mktemp("generate")
+    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b[:12]}] for a, b in CHATS * 3]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    words = [*TINY, "--steps", "2", "--lr", "1e-2", "data.validation=0.2", "--data", folder / "chat.jsonl"]
+    return call(*words, output=folder / "run").output
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    directory = run.parent / "exported"
+    export(run, directory, dtype="fp32", check=False)
+    return directory
+
+
+def likeliest(directory: Path, ids: list[int]) -> list[int]:
+    """Token by token through transformers' module, without a cache."""
+    model, size = AutoModelForCausalLM.from_pretrained(directory).eval(), len(AutoTokenizer.from_pretrained(directory))
+    end, found = model.generation_config.eos_token_id, list(ids)
+    for _ in range(TOKENS):
+        with torch.no_grad():
+            logits = model(torch.tensor([found])).logits[0, -1, :size]
+        found.append(int(logits.argmax()))
+        if found[-1] == end:
+            break
+    return found[len(ids) :]
+
+
+def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, exported: Path) -> None:
+    tokenizer = load_tokenizer(str(exported))
+    ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]
+    expected = likeliest(exported, ids)
+    said: list[str] = []
+    for path, most in ((run, None), (run, 0), (exported, None)):
+        with speaker(path, say=said.append, most_bytes=most) as found:
+            assert found.go_on(ids, tokens=TOKENS, temperature=0, seed=0) == expected
+    assert sum("read anew for each token" in line for line in said) == 1
+    texts = {
+        sample(path, "What", Draw(TOKENS, 0.9, seed), say=said.append, most_bytes=most)
+        for path, most in ((run, None), (run, 0), (exported, None))
+        for seed in (1, 2)
+    }
+    assert len(texts) == 2
+    assert all(text.startswith("What") for text in texts)
+    assert sample(run, "", Draw(2, 0, 0), say=said.append)
+    with pytest.raises(UserError, match=r"its weights take .* and 1 B of memory may be used: give the run"):
+        sample(exported, "What", Draw(), say=said.append, most_bytes=1)
+
+
+def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
+    with opened(run, mixed=False) as source:
+        model = empty_model(source.model)
+        asked: list[str] = []
+        most = 0
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal most
+            asked.append(name)
+            most = max(most, held())
+            return source.read(name)
+
+        def held() -> int:
+            return sum(p.untyped_storage().nbytes() for p in model.parameters() if p.untyped_storage().nbytes() > 4)
+
+        read_as_called(model, source.shapes, read)
+        Speaker(model, load_tokenizer(str(source.model))).go_on([5, 6, 7], tokens=3, temperature=0, seed=0)
+        assert set(asked) == set(source.shapes)
+        assert asked.count("transformer.wte.weight") == 6  # as embedding and as head, of three tokens
+        assert held() == 0
+        assert most <= max(4 * shape[0] * shape[-1] for shape in source.shapes.values())
+
+
+def test_weights_that_were_not_read_are_no_text(run: Path) -> None:
+    model = empty_model(run / "model")
+    with pytest.raises(TrainerError, match="the model's logits are not numbers"):
+        Speaker(model, load_tokenizer(str(run / "model"))).go_on([5], tokens=1, temperature=0, seed=0)
+
+
+def test_answers_follow_all_that_was_said(run: Path, exported: Path) -> None:
+    tokenizer = load_tokenizer(str(exported))
+    answers = chat(
+        run, ["What follows one?\n", "\n", "And two?\n"], Draw(TOKENS, 0, 0), say=lambda line: None, show=False
+    )
+    messages = []
+    for asked, answer in zip(("What follows one?", "And two?"), answers, strict=True):
+        messages.append({"role": "user", "content": asked})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert answer == tokenizer.decode(likeliest(exported, ids), skip_special_tokens=True).strip()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_the_commands(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["sample", str(run), "--prompt", "What", "--tokens", "3", "--temperature", "0", "--seed", "1"]) == 0
+    assert capsys.readouterr().out.startswith("What")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What follows one?\n"))
+    assert cli.main(["chat", str(run), "--tokens", "3"]) == 0
+    capsys.readouterr()
+    assert cli.main(["runs", str(run.parent)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("done")
+    assert cli.main(["runs", str(run), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["steps"], told["saved"], told["state"]) == (2, 2, 2, "done")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sample"], "sample needs one SOURCE; got nothing"),
+        (["chat", "a", "b"], "chat needs one SOURCE; got a, b"),
+        (["sample", "a", "--tokens", "0"], "--tokens 0: it should be a whole number, at least 1"),
+        (["sample", "a", "--tokens", "x"], "--tokens x: it should be a whole number"),
+        (["sample", "a", "--temperature", "-1"], "--temperature -1: it should be a number, at least 0"),
+        (["chat", "a", "--temperature", "nan"], "--temperature nan: it should be a number"),
+        (["chat", "a", "--seed", "-3"], "--seed -3: it should be a whole number"),
+        (["sample", "a", "--prompt"], "--prompt needs a value"),
+        (["sample", "nowhere"], "nowhere: neither a checkpoint"),
+        (["runs", "a", "b"], "runs needs at most one DIR; got a, b"),
+        (["runs", "nowhere"], "nowhere: no such directory"),
+    ],
+)
+def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_without_a_template_has_no_chat(run: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(run / "model"))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(run.parent / "exported").save_pretrained(tmp_path)
+    for file in tmp_path.glob("*.jinja"):
+        file.unlink()
+    with pytest.raises(UserError, match="no chat template, so it was not trained on conversations: use `offload-train"):
+        chat(tmp_path, ["a"], Draw(), say=lambda line: None)
+
+
+def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:
+    """A run's, as far as the list looks."""
+    made = folder / name
+    made.mkdir(parents=True)
+    (made / "config.yaml").write_text(f"train:\n  steps: {steps}\n")
+    record = StepRecord(
+        step=3,
+        tokens=9,
+        loss=2.5,
+        grad_norm=1.0,
+        lr=1e-3,
+        loss_scale=1.0,
+        seconds=1.0,
+        tokens_per_second=9.0,
+        mfu=None,
+        phases={},
+        nvme_read_bytes=None,
+        nvme_written_bytes=None,
+        host_rss_bytes=1,
+        device_peak_bytes=1,
+        skipped=False,
+    )
+    (made / "metrics.jsonl").write_text(record.to_json() + "\n")
+    for step in saved:
+        place = made / "checkpoints" / f"step-{step:08d}"
+        place.mkdir(parents=True)
+        (place / "MANIFEST.json").write_text("{}")
+    return made
+
+
+def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
+    done = directory(tmp_path, "a/done", steps=3, saved=(2, 3))
+    record = EvalRecord(step=3, validation_loss=2.25, perplexity=None, bits_per_byte=None)
+    (done / "evaluations.jsonl").write_text(record.to_json() + "\n")
+    directory(tmp_path, "b", steps=9, saved=(2,))
+    directory(tmp_path, "c", steps=9, saved=())
+    (directory(tmp_path, "d", steps=3, saved=()) / "export").mkdir()
+    alive = directory(tmp_path, "e", steps=9, saved=(2,))
+    (directory(tmp_path, "f", steps=9, saved=(2,)) / "config.yaml").write_text("[")
+    (tmp_path / "nothing").mkdir()
+    lock = open_lock(alive / ".lock", create=True)
+    try:
+        take(lock)
+        found = runs_in(tmp_path)
+    finally:
+        os.close(lock)
+    assert [Path(one.directory).name for one in found] == ["done", "b", "c", "d", "e", "f"]
+    assert [one.state for one in found] == [
+        "done",
+        "goes on from step 2",
+        "no checkpoint: starts anew",
+        "exported, cannot go on",
+        "is running",
+        "goes on from step 2",
+    ]
+    assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
+    lines = table(found).splitlines()
+    assert lines[0].split() == ["run", "step", "loss", "validation"]
+    assert lines[2].split()[1:] == ["3/9", "2.5000", "-", "goes", "on", "from", "step", "2"]
+    assert "3/?" in lines[6]
+    assert runs_in(done) == found[:1]
+    with pytest.raises(UserError, match="holds no run"):
+        runs_in(tmp_path / "nothing")

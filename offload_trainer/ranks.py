@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from offload_trainer.errors import Elsewhere, TrainerError, UserError
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 LOST = 69  # exit code of a rank whose only trouble is that another has gone
 STALLED = 300  # seconds that ranks wait for each other within a step
 _SETTING_UP = timedelta(days=1)  # while rank 0 draws a model or writes a checkpoint; who dies is noticed at once
+_JOINING, _AGAIN = 600.0, 0.1  # seconds until all have imported what they need and come; between two looks
 _LATER = 30  # seconds: rank 0 can name who is missing, and is the first to give up
 
 
@@ -33,8 +35,34 @@ def join() -> None:
     SIGTERM ends the process until all have come: Python would not get to run, and there is nothing to save.
     """
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    dist.init_process_group("gloo", timeout=_SETTING_UP)
+    store, rank, world = _when_all_have_come()
+    store.set_timeout(_SETTING_UP)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_SETTING_UP)
     signal.signal(signal.SIGTERM, handler)
+
+
+def _when_all_have_come() -> tuple[dist.Store, int, int]:
+    """What ranks find each other through, the rank and their number. TrainerError where not all have come in time.
+
+    A rank that ends before it has come, for a mistake in its command, closes no connection of anybody's; its launcher
+    ends those of its own node only.
+    """
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    why = (
+        f"after {_JOINING:g} s not all ranks of the run have come to {place}: a node has not been started, has ended "
+        "with a message of its own, or does not reach that address (GLOO_SOCKET_IFNAME names the network)"
+    )
+    until = time.monotonic() + _JOINING
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+    except RuntimeError as error:
+        raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
+    store.add("come", 1)
+    while store.add("come", 0) < world:
+        if time.monotonic() > until:
+            raise TrainerError(f"{why}: {store.add('come', 0)} of {world} are here")
+        time.sleep(_AGAIN)
+    return store, rank, world
 
 
 def place_here() -> tuple[int, int]:

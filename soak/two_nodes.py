@@ -1,0 +1,193 @@
+"""Two nodes on one machine, network namespaces with a link between them, against one rank: the same bits.
+
+    python soak/two_nodes.py FOLDER [--each 1|2] [--steps 20] [--mbit N] [--params gpu|cpu|nvme]
+
+torchrun is started in each of two namespaces, which see each other through a pair of veth alone, each with a drive
+directory of its own. GPT-2, tied, with dropout, in bf16, half the state on the drive: it trains, one node's ranks are
+killed after a checkpoint, the same command goes on, and losses, norms and the last checkpoint must be one rank's. Then
+a checkpoint of the nodes is gone on from by one rank, and one of that rank by the nodes. The bytes that leave a node in
+a step are read from the link's counters and held against what gradients and new weights take. Needs root and `ip`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+SPACES, LINKS = ("offload-0", "offload-1"), ("otveth0", "otveth1")
+PORT = "29631"
+SHAPE = ["n_layer=3", "n_embd=96", "n_head=4", "vocab_size=2048", "resid_pdrop=0.1", "embd_pdrop=0.1", "attn_pdrop=0.1"]
+MICRO = 4  # micro-batches of a step, over all ranks
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def network(mbit: int | None) -> Iterator[None]:
+    """Two namespaces and a link, of so many Mbit/s."""
+    for name in SPACES:
+        ip("netns", "add", name)
+    try:
+        ip("link", "add", LINKS[0], "netns", SPACES[0], "type", "veth", "peer", "name", LINKS[1], "netns", SPACES[1])
+        for space, link, address in zip(SPACES, LINKS, ADDRESSES, strict=True):
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", space, "link", "set", link, "up")
+            ip("-n", space, "link", "set", "lo", "up")
+            if mbit:
+                rate = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
+                subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", link, "root", "tbf", *rate], check=True)
+        yield
+    finally:
+        for name in SPACES:
+            ip("netns", "del", name)
+
+
+def sent(node: int) -> int:
+    """Bytes that have left a node."""
+    words = ["ip", "-n", SPACES[node], "-s", "-j", "link", "show", LINKS[node]]
+    told = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+    return int(told[0]["stats64"]["tx"]["bytes"])
+
+
+def command(folder: Path, output: Path, *, node: int, steps: int, ranks: int, params: str) -> list[str]:
+    drive = folder / f"drive-{node}"
+    drive.mkdir(exist_ok=True)
+    shape = [f"model.overrides.{one}" for one in SHAPE]
+    return [
+        *("train", "--model", "gpt2", "--scratch", *shape, "--dtype", "bf16", "--seq-len", "64", "--micro-batch", "2"),
+        *("--accumulate", str(MICRO // ranks), "--steps", str(steps), "--save-every", "5", "save.keep=9"),
+        *("--engine", "tiered", "--params", params, "--optimizer", "nvme", "--ram-fraction", "0.5"),
+        *("--nvme", str(drive), "--output", str(output), "placement.threads=1", f"data.cache={folder}/cache"),
+    ]
+
+
+def start(folder: Path, output: Path, *, each: int, steps: int, params: str) -> list[subprocess.Popen[bytes]]:
+    """torchrun on both nodes."""
+    started = []
+    for node, (space, link) in enumerate(zip(SPACES, LINKS, strict=True)):
+        words = command(folder, output, node=node, steps=steps, ranks=2 * each, params=params)
+        torchrun = ["ip", "netns", "exec", space, sys.executable, "-m", "offload_trainer.run.torchrun"]
+        torchrun += ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(each)]
+        torchrun += ["--master-addr", ADDRESSES[0], "--master-port", PORT, "-m", "offload_trainer"]
+        with open(folder / f"told-{node}", "ab") as told:
+            started.append(
+                subprocess.Popen(
+                    [*torchrun, *words],
+                    env=os.environ | {"GLOO_SOCKET_IFNAME": link, "TORCH_CPP_LOG_LEVEL": "FATAL"},
+                    stdout=told,
+                    stderr=told,
+                    start_new_session=True,
+                )
+            )
+    return started
+
+
+def lines(output: Path) -> list[dict]:
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+def wait_for(output: Path, step: int, started: list[subprocess.Popen[bytes]]) -> None:
+    while len(lines(output)) < step:
+        assert all(one.poll() is None for one in started), "ended too early"
+        time.sleep(0.02)
+
+
+def kill(launcher: subprocess.Popen[bytes]) -> None:
+    """It and its ranks, as where a node loses power but for its connections, which the kernel closes."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    for pid in [launcher.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def finished(started: list[subprocess.Popen[bytes]]) -> list[int]:
+    return [one.wait(900) for one in started]
+
+
+def told(run: Path) -> list[tuple[float, ...]]:
+    return [tuple(line[key] for key in ("step", "loss", "grad_norm", "lr")) for line in lines(run)]
+
+
+def compare(name: str, run: Path, alone: Path, *, step: int) -> None:
+    """AssertionError where losses, norms, or the checkpoint's files differ."""
+    assert told(run) == told(alone), f"{name}: other losses"
+    for file in ("master", "exp_avg", "exp_avg_sq"):
+        path = Path(f"checkpoints/step-{step:08d}/{file}.safetensors")
+        assert (run / path).read_bytes() == (alone / path).read_bytes(), f"{name}: {path} differs"
+    print(f"{name}: {step} steps with the bits of one rank", flush=True)
+
+
+def one_rank(folder: Path, output: Path, *, steps: int, params: str) -> None:
+    words = command(folder, output, node=0, steps=steps, ranks=1, params=params)
+    with open(folder / "told-alone", "ab") as told:
+        subprocess.run([sys.executable, "-m", "offload_trainer", *words], check=True, stdout=told, stderr=told)
+
+
+def cut(source: Path, target: Path, *, step: int) -> Path:
+    """A run as it was after the checkpoint of `step`."""
+    shutil.copytree(source, target)
+    for path in (target / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--each", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--mbit", type=int)
+    parser.add_argument("--params", default="cpu")
+    wish = parser.parse_args()
+    folder, how = wish.folder.absolute(), {"steps": wish.steps, "params": wish.params}
+    folder.mkdir(parents=True)
+    alone, several = folder / "alone", folder / "several"
+    one_rank(folder, alone, **how)
+    with network(wish.mbit):
+        started = start(folder, several, each=wish.each, **how)
+        wait_for(several, 7, started)
+        began, first = sent(0), len(lines(several))
+        wait_for(several, 9, started)
+        moved, steps = sent(0) - began, len(lines(several)) - first
+        kill(started[1])
+        print(f"killed node 1 after step {len(lines(several))}: exit codes {finished(started)}", flush=True)
+        assert finished(start(folder, several, each=wish.each, **how)) == [0, 0]
+        compare(f"2 nodes x {wish.each}, killed and resumed", several, alone, step=wish.steps)
+        tell_bytes(several, moved / steps)
+        by_one = cut(several, folder / "by-one", step=5)
+        one_rank(folder, by_one, **how)
+        compare("a checkpoint of the nodes, by one rank", by_one, alone, step=wish.steps)
+        back = cut(alone, folder / "back", step=5)
+        assert finished(start(folder, back, each=wish.each, **how)) == [0, 0]
+        compare("a checkpoint of one rank, by the nodes", back, alone, step=wish.steps)
+    return 0
+
+
+def tell_bytes(run: Path, moved: float) -> None:
+    """Bytes of a step over the link, from node 0, beside those of docs/design.md: 2 nodes, 16 bits an element."""
+    shapes = json.loads((run / "checkpoints" / "step-00000005" / "MANIFEST.json").read_text())["layout"]
+    trained = sum(math.prod(weight["shape"]) for weight in shapes.values() if weight["trained"])
+    gradients, weights = MICRO // 2 * trained, trained
+    print(
+        f"over the link in a step: {moved / 1e6:.2f} MB; gradients {gradients / 1e6:.2f} + weights {weights / 1e6:.2f} "
+        f"MB: {moved / (gradients + weights):.3f} x",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

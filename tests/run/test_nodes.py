@@ -1,0 +1,120 @@
+"""Runs on several nodes, here processes that are numbered as torchrun does: one rank's bits, killed and resumed."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import COMMAND, KILL, TINY, Run, call, start
+
+from offload_trainer import ranks
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.run import nodes as module
+from offload_trainer.run.nodes import refuse_unseen
+
+NODES = 2
+DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
+HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
+
+
+class Nodes:
+    """Two of them, of `each` ranks, each with a drive of its own unless `drives` says 0."""
+
+    def __init__(self, *words: object, each: int, folder: Path, drives: Sequence[int] = (1, 1)) -> None:
+        folder.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.told, self.ranks = [], []
+        for rank in range(NODES * each):
+            drive = folder / f"drive-{rank // each}"
+            drive.mkdir(exist_ok=True)
+            place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
+            named = ["--nvme", drive] if drives[rank // each] else []
+            env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            self.told.append(folder / f"told-{rank}")
+            self.ranks.append(
+                start(COMMAND, *words, *named, stdout=self.told[-1], stderr=self.told[-1], MASTER_PORT=port, **env)
+            )
+
+    def wait(self) -> list[int]:
+        return [rank.wait(300) for rank in self.ranks]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-3000:] for path in self.told)
+
+
+def assert_same(one: Run, other: Run) -> None:
+    """Losses, norms and rates of each step, and the last checkpoint's tensors."""
+    keys = ("step", "loss", "grad_norm", "lr")
+    assert [[step[key] for key in keys] for step in one.steps] == [[step[key] for key in keys] for step in other.steps]
+    left, right = (run.output / "checkpoints/step-00000006" for run in (one, other))
+    for file in sorted(right.glob("*.safetensors")):
+        assert (left / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def by(ranks: int) -> list[str]:
+    return ["--accumulate", str(4 // ranks)]
+
+
+def goes_on(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
+    """By two nodes of one rank, to the end of the run that one rank has made."""
+    nodes = Nodes(*words, *by(2), "--output", output, each=1, folder=folder)
+    assert nodes.wait() == [0, 0], nodes.text
+    assert "resumed from" in nodes.text
+    assert_same(Run(0, nodes.text, output), alone)
+    assert not list(folder.glob("drive-*/offload-trainer/run-*"))
+
+
+def cut(run: Path, to: Path) -> Path:
+    """A run as it was after its first checkpoint."""
+    shutil.copytree(run, to)
+    for later in sorted((to / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(later)
+    return to
+
+
+def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Path) -> None:
+    """Two nodes of two ranks, one of them killed; then two of one, or one rank; and one rank's checkpoint by nodes."""
+    words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
+    alone = call(*words, *one, output=tmp_path / "alone")
+    output = tmp_path / "killed"
+    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes")
+    until = time.monotonic() + 300
+    while not (output / "checkpoints/step-00000002/MANIFEST.json").exists() and time.monotonic() < until:
+        assert all(rank.poll() is None for rank in nodes.ranks), nodes.text
+        time.sleep(0.01)
+    for rank in nodes.ranks[2:]:
+        rank.send_signal(KILL)
+    codes = nodes.wait()
+    assert codes == [ranks.LOST] * 2 + [-KILL] * 2, nodes.text
+    by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
+    assert_same(by_one, alone)
+    goes_on(words, output, folder=tmp_path / "again", alone=alone)
+    goes_on(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
+
+
+def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(ranks, "_JOINING", 0.5)
+    with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node"):
+        ranks._when_all_have_come()
+
+
+def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    refuse_unseen(tmp_path, first=0)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="must be on a filesystem that all nodes share"):
+        module._look(tmp_path / ".seen-0123")

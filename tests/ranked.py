@@ -130,6 +130,7 @@ def _count_what_is_moved() -> None:
 def _quiet(engine: Any) -> tuple[int, ...]:
     """What was moved once nothing is under way."""
     engine.settle()
+    engine.offloaded.node.align()
     if engine.offloaded.stream is not None:
         engine.offloaded.stream.forget()
     return tuple(_moved)

@@ -77,7 +77,6 @@ class OffloadedModel:
         with ExitStack() as stack:
             stores = homes_made(layout, device=device, drives=drives, order=self.trained)
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
-            stack.callback(self.node.close)
             stack.callback(self.weights.close)
             stack.callback(self.gradients.close)
             every = routes_of(layout.homes, is_gpu=device.is_cuda)
@@ -246,6 +245,8 @@ class OffloadedModel:
         keeping = self.activations.forward() if self.activations and then else nullcontext()
         with self._passing(backward=False, then=then), keeping:
             yield
+        if not then:
+            self.node.align()  # in a backward ranks meet anyway
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
@@ -395,4 +396,5 @@ class OffloadedModel:
         """Wait for what is under way; what was taken from the device and the drives stays theirs."""
         self.closed = True
         self.updater.close()  # it uses all that follows
+        self.weights.abandon()  # or the stream would wait for what other ranks need not come to
         self._open.close()

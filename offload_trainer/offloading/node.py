@@ -93,6 +93,11 @@ class Node:
             self._rounds = Rounds(exchange_of(board, rank=self.rank, here=self.here, stalled=self._stalled))
         return self._rounds
 
+    def align(self) -> None:
+        """What ranks told each other in rounds is done when this returns: before they wait for each other otherwise."""
+        if self._rounds is not None:
+            self._rounds.meet()
+
     def close(self) -> None:
         if self._rounds is not None:
             self._rounds.close()

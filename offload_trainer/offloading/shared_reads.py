@@ -29,6 +29,7 @@ class _Wanted:
     unit: int
     given: Future = field(default_factory=Future)  # the buffer that it goes to
     buffer: torch.Tensor | None = None
+    begun: bool = False  # whether the other ranks have told what they do next
     filled: Future = field(default_factory=Future)
 
     def into(self, buffer: torch.Tensor) -> Future:
@@ -50,7 +51,7 @@ class SharedReads:
         size = max(self._elements.values()) * store.dtype.itemsize
         self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
         self._turn, self._copied = 0, done()
-        self._wanted: list[_Wanted] = []  # that have no buffer yet, perhaps
+        self._wanted: list[_Wanted] = []  # that have no buffer yet or have not begun, perhaps
         self._error: BaseException | None = None
         self._reader, self._copies = Workers(1, "shared reads"), Workers(1, "shared copies")
 
@@ -60,11 +61,12 @@ class SharedReads:
         It may be called later, once the unit's new weights are home; then they are on every rank's way.
         """
         wanted = _Wanted(unit)
-        self._wanted = [one for one in self._wanted if not one.given.done] + [wanted]
+        self._wanted = [one for one in self._wanted if not (one.given.done and one.begun)] + [wanted]
         self._rounds.ask(unit, lambda together, error: self._begin(wanted, together, error))
         return wanted.into
 
     def _begin(self, wanted: _Wanted, together: bool, error: BaseException | None) -> None:
+        wanted.begun = True
         if together:
             self._reader.put(lambda: self._read_together(wanted))
         else:
@@ -102,10 +104,16 @@ class SharedReads:
         self._copies.put(ending(self._copied, lambda: copy_alone(whole, buffer)))
         self._copied.then(wanted.filled.finish_part)
 
-    def close(self) -> None:
-        """Nobody waits for what is read."""
+    def abandon(self) -> None:
+        """Who waits for what has not begun, and perhaps never will, is told so. Nothing more is wanted."""
+        closed = RuntimeError("closed before it was read")
         for wanted in self._wanted:
             if not wanted.given.done:
-                wanted.given.finish_part(RuntimeError("closed before its unit was home"))
+                wanted.given.finish_part(closed)
+            if not wanted.begun:
+                wanted.filled.finish_part(closed)
+
+    def close(self) -> None:
+        """After `abandon`, and once nobody waits for what has begun."""
         self._reader.close(patience=1.0)
         self._copies.close()

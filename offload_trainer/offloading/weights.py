@@ -89,10 +89,16 @@ class Weights:
             return host
         return self._reads.want(unit) if self._reads else lambda buffer: self.store.read(unit, 0, buffer)
 
+    def abandon(self) -> None:
+        """Nobody waits any more for what other ranks need not come to."""
+        if self._reads is not None:
+            self._reads.abandon()
+
     def close(self) -> None:
-        """Nobody waits for what is being read."""
+        self.abandon()
         if self._reads is not None:
             self._reads.close()
+            self._node.close()  # its rounds are for these reads
 
     # -- with several ranks -------------------------------------------------------------------------------------------
 

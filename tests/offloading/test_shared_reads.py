@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from test_exchange import Place, ThreadOfNode
 from test_gradients import model
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.rounds import Rounds
 from offload_trainer.offloading.shared_reads import SharedReads
 from offload_trainer.offloading.store import UnitStore
@@ -84,6 +86,7 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
                 barrier.abort()  # as connections are closed
             return error
         finally:
+            reads.abandon()
             reads.close()
             rounds.close()
             transfers.close()
@@ -118,3 +121,31 @@ def test_a_read_that_fails_ends_every_rank(tmp_path: Path) -> None:
     found, _ = of_ranks(tmp_path / "weights", [[0, 1, MEET, 2]] * WORLD, fails=True)
     assert isinstance(found[1], TrainerError)
     assert all(isinstance(error, Exception) for error in found)
+
+
+def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -> None:
+    """What one rank alone has asked for ahead of need, when all are through."""
+    ends, closed = threading.Event(), Future()
+
+    def never(mine: int) -> list[int]:
+        ends.wait(100)
+        raise TrainerError("the others are gone")
+
+    units, node, transfers = model(tied=False), Node(), ThreadedTransfers(threads=1)
+    file = DriveFile(tmp_path / "weights", 2 * sum(unit.elements for unit in units))
+    words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
+    store, rounds = UnitStore([unit.elements for unit in units], [0] * len(units), node=node, **words), Rounds(never)
+    reads = SharedReads(units, store, node=node, rounds=rounds, meet=lambda: None)
+    filled = reads.want(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
+    reads.want(1)  # whose buffer never comes, as where an update went wrong
+    filled.then(closed.finish_part)
+    assert not closed.done
+    reads.abandon()
+    assert closed.done
+    with pytest.raises(RuntimeError, match="closed before"):
+        filled.wait()
+    ends.set()
+    reads.close()
+    rounds.close()
+    transfers.close()
+    file.close()

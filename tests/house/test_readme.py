@@ -14,7 +14,10 @@ from offload_trainer.run.draw import draw_of
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("choosing", "finetune", "nvme", "oom", "slow"))]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("choosing", "finetune", "index", "nvme", "oom", "packing", "slow")),
+]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train .*)$|`(offload-train [^`]+)`", re.MULTILINE)
 COMMANDS = {one or other for text in TEXTS.values() for one, other in COMMAND.findall(text)}

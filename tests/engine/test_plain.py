@@ -48,6 +48,7 @@ def test_a_gpu_takes_the_same_bits_where_that_is_asked_for(words: list[str], mon
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(train_module, "refuse_other_programs", lambda _: None)  # which asks the GPU for its name
     monkeypatch.setattr(train_module, "plan_run", plan)
     before, config = torch.get_num_threads(), load_config(words)
     torch.use_deterministic_algorithms(False)

@@ -1,6 +1,6 @@
 """Memory, drive bytes and update seconds of 1, 2 and 4 ranks on this machine, beside the plan's and beside one rank's.
 
-    python benchmarks/ranks_memory.py DIRECTORY [--ranks 1,2,4] [--pairs 3] [--box "box --read 400M --write 400M --"]
+    python benchmarks/ranks_memory.py [--ranks 1,2,4] [--pairs 3] [--box "box --read 400M --write 400M --"]
         [WORDS]
 
 Each run is the command as users give it (`--engine tiered --gpus N`), with the same rows a step: N ranks take 4 / N

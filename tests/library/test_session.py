@@ -30,7 +30,7 @@ from offload_trainer.offloading.store import UnitStore
 from offload_trainer.offloading.update import Updater
 from offload_trainer.session import saving
 from offload_trainer.storage import removal
-from offload_trainer.storage.tensorfile import TensorFileWriter
+from offload_trainer.storage.tensorfile import PlacedWriter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
 STEPS, ACCUMULATE = 20, 3
@@ -337,7 +337,7 @@ def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Pat
 
 
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # what kills itself in a call, in which, and the save that is left
-    "between two files' tensors": (TensorFileWriter, "append", 7, 2),
+    "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),
     "before the new name": (saving, "put_in_place", 1, 2),
     "with the new name": (removal, "_empty", 1, 4),

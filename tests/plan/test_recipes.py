@@ -36,6 +36,16 @@ LLAMA = LlamaConfig(
 NAMED: dict[str, PretrainedConfig] = {
     "meta-llama/Llama-3.1-8B": LLAMA,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA,
+    "meta-llama/Llama-3.1-70B": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
     "Qwen/Qwen3-4B-Base": Qwen3Config(
         vocab_size=151936,
         hidden_size=2560,
@@ -111,6 +121,7 @@ def test_each_trains_scaled_down(recipe: Path, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
     words: list[object] = [recipe, "--nvme", drive, "--ram-fraction", "0.5", "--steps", "2", "--seq-len", "32"]
+    words += ["--gpus", "1"]
     words += [
         "--micro-batch",
         "1",

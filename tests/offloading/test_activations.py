@@ -264,7 +264,7 @@ def test_what_cannot_be_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("offload_trainer.storage.transfer.os.posix_fallocate", full)
     words = [*ON, "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
     with (
-        pytest.raises(TrainerError, match=r"activations: 73.7 kB cannot be set aside there: No space left on device"),
+        pytest.raises(TrainerError, match=r"activations-0: 73.7 kB cannot be set aside there: No space left on device"),
         engine(model_of(folder, tied=True), *words, drives=drives(folder, 1)),
     ):
         pass

@@ -43,6 +43,7 @@ SINGLE_FILES = {
     ("offload_trainer/hf.py", "replace"): "weights of a save that the Trainer asked for take their names",
     ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
+    ("offload_trainer/run/nodes.py", "unlink"): "the token by which nodes see that they share the run directory",
     ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",
     ("offload_trainer/run/directory.py", "ftruncate"): "the lock file that this run holds",
     ("offload_trainer/storage/host_memory.py", "ftruncate"): "memory without a name gets its size",

@@ -84,6 +84,7 @@ class SharedGradients:
         self._turn = self._round = 0
         self._under_way: _UnderWay | None = None
         self._last = False  # whether these are the step's last gradients
+        self._taken: set[int] = set()  # units whose norms are those of their sums
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -170,8 +171,11 @@ class SharedGradients:
             [rank for rank, its in enumerate(told) if its[number]] for number in range(len(self._names[unit.index]))
         ]
         self._add_up(unit, box, dict(zip(self._names[unit.index], givers, strict=True)))
-        if self._last and self.store.host(unit.index) is None and not self._arrived.isdisjoint(self._names[unit.index]):
-            self._norms.take(unit.index, self._sums.collecting(unit.index), self._arrived, leaves=True)
+        self._taken.discard(unit.index)
+        if self._last and not self._arrived.isdisjoint(self._names[unit.index]):
+            leaves = self.store.host(unit.index) is None
+            self._norms.take(unit.index, self._sums.collecting(unit.index), self._arrived, leaves=leaves)
+            self._taken.add(unit.index)
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
         """Add a unit's gradients to this rank's stretch of the sums: of each weight its givers', in their order."""
@@ -210,7 +214,7 @@ class SharedGradients:
         """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`."""
         for unit in self._turns:
             sums = self.store.host(unit.index)
-            if sums is not None:  # those of others were taken before they left
+            if sums is not None and unit.index not in self._taken:  # no micro-batch was the last
                 self._norms.take(unit.index, sums, self._arrived, leaves=False)
         return self._norms.of(self._arrived)
 
@@ -234,6 +238,7 @@ class SharedGradients:
     def clear(self) -> None:
         """Begin the next step; what is in the sums is overwritten. All ranks have read them: they have met."""
         self._arrived.clear()
+        self._taken.clear()
         self._sums.clear()
         self._norms.clear()
 

@@ -90,6 +90,8 @@ class _Watch:
         """SIGTERM to this process, and SIGKILL where that does not end it."""
         if int(os.environ["LOCAL_RANK"]) == 0:
             self._say(f"the launcher of the ranks (process {self._launcher}) has ended, and the run ends. {_ON_AGAIN}")
+        else:
+            time.sleep(_EVERY)  # the first has looked by then, and told why before this one's end stops it
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE * _EVERY)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
 from offload_trainer.offloading.exchange import SharedGradients
 from offload_trainer.offloading.node import Node
+from offload_trainer.offloading.rounds import Exchange
 
 counts: Counter[str] = Counter()
 
@@ -37,7 +38,7 @@ class Adding(TorchDispatchMode):
 def count() -> None:
     """From now on."""
     lay_out, add_up, send = SharedGradients._lay_out, SharedGradients._add_up, SharedGradients._sent_and_received
-    meet, trade, across = Node.meet, Node.trade, Node.across
+    meet, trade, across, exchange = Node.meet, Node.trade, Node.across, Node.exchange
     sending: list[bool] = []  # whether what is traded are gradients; parts of norms are not counted
 
     def laying_out(self: Any, name: str, flat: torch.Tensor) -> None:
@@ -51,6 +52,15 @@ def count() -> None:
     def meeting(self: Node) -> None:
         counts["meets"] += 1
         meet(self)
+
+    def exchanging(self: Node) -> Exchange:
+        told = exchange(self)
+
+        def telling(number: int) -> list[int]:
+            counts["agreements"] += 1
+            return told(number)
+
+        return telling
 
     def sent_and_received(self: Any, *args: Any) -> Any:
         sending.append(True)
@@ -77,6 +87,7 @@ def count() -> None:
         (SharedGradients, "_add_up", adding),
         (SharedGradients, "_sent_and_received", sent_and_received),
         (Node, "meet", meeting),
+        (Node, "exchange", exchanging),
         (Node, "trade", trading),
         (Node, "across", crossing),
     ):

@@ -13,18 +13,22 @@ from offload_trainer.plan.layout import Page
 
 
 def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: Weights, device: Device) -> Renewal:
-    """Of the `pages` that this rank updates. Ranks agree on each unit where the update goes on behind the forward."""
-    if not layout.behind or layout.node.world == 1:
+    """Of the `pages` that this rank updates. Ranks agree on each unit while the others are still under way.
+
+    Who waits for an update so waits for all ranks', TrainerError where one does not come: see `Node.exchange`.
+    """
+    node = layout.node
+    if node.world == 1:
         return Renewal(pages)
-    beside = Beside(across=layout.node.all_alike)
+    beside, meet = Beside(across=node.all_alike), node.exchange()
 
     def agree(unit: int) -> None:
-        beside.meet()
+        meet(unit)
         with device.beside(after=device.mark()):
             weights.spread_unit(layout.units[unit], beside=beside)
             there = device.reached()
         there.wait()
-        if len(layout.node.nodes) > 1:
-            beside.meet()  # what other nodes have sent is there for all ranks of this one
+        if len(node.nodes) > 1:
+            meet(unit)  # what other nodes have sent is there for all ranks of this one
 
     return Renewal(pages, units=list(dict.fromkeys(page.unit for page in layout.homes.pages)), agree=agree)

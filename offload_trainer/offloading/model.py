@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,6 @@ class OffloadedModel:
         self.taken = 0  # gradients, ever
         self.adds_up = True  # whether several micro-batches may be added up
         self.closed = False
-        self._behind = layout.behind
         self._reads_ahead = False  # when the backward begins
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
@@ -317,16 +317,9 @@ class OffloadedModel:
         changed = {name: rules[name] for name in arrived}
         stretches = [stretches_of(unit, changed, self.steps) for unit in self.units]
         self.node.meet()  # rank 0 has noted it, and no rank computes with the weights of before
-        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=self._all_home)
+        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=partial(self._note, updating=False))
         if self.withheld is not None:
             self.withheld.begin()
-
-    def _all_home(self) -> None:
-        """An update is over on this rank; on all of them when this returns, as each unit was if it went on behind."""
-        if not self._behind:
-            self.node.meet()
-            self.weights.spread()
-        self._note(updating=False)
 
     def clear(self) -> None:
         """Let go of the sums: the next step begins."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from offload_trainer import ranks
-from offload_trainer.offloading.rounds import Beside, Rounds, exchange_of
+from offload_trainer.offloading.rounds import Beside, Exchange, Rounds, exchange_of
 from offload_trainer.storage.host_memory import host_buffer, mapped, memory_file
 
 T = TypeVar("T")
@@ -89,9 +89,13 @@ class Node:
     def rounds(self) -> Rounds:
         """From now on ranks `meet` in rounds, where they do something else together too. All ranks call it."""
         if self._rounds is None:
-            board = self.memory(8 * self.world).view(torch.int64)
-            self._rounds = Rounds(exchange_of(board, rank=self.rank, here=self.here, stalled=self._stalled))
+            self._rounds = Rounds(self.exchange())
         return self._rounds
+
+    def exchange(self) -> Exchange:
+        """What one thread of each rank can tell the others', who wait for it as they do where they `meet`. All call."""
+        board = self.memory(8 * self.world).view(torch.int64)
+        return exchange_of(board, rank=self.rank, here=self.here, stalled=self._stalled)
 
     def align(self) -> None:
         """What ranks told each other in rounds is done when this returns: before they wait for each other otherwise."""

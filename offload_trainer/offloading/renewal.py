@@ -29,8 +29,8 @@ class Renewal:
     ) -> None:
         """`pages`: all that an update changes here.
 
-        `agree(unit)`, with several ranks that update behind what follows: returns once every rank has called it, and
-        the new weights of all are here; `units`: that one of them changes, in the order of the forward.
+        `agree(unit)`, with several ranks: returns once every rank has called it, and the new weights of all are here;
+        `units`: that one of them changes, in the order of the forward.
         """
         self._pages = Counter(page.unit for page in pages)
         self._left: Counter[int] = Counter()  # pages of each unit that are not home

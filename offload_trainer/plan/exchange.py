@@ -9,9 +9,10 @@ weights of e bytes, sums of g. Of a unit T elements are trained, of which S are 
                 a n (N - n) w each way           whether each of w weights has got one, from each rank to each
                 e (T - S) in, e (K - 1) S out    new weights, which are whole on each node
     gpus        e (T - R) into each GPU          new weights where they live on the device
-    meets       a U + D + 6                      for each of U units, D of them with sums on drives, whose norms are
+    meets       a U + D + 5                      for each of U units, D of them with sums on drives, whose norms are
                                                  taken on the way; for targets and losses, at the sums, the norm, the
-                                                 step and its end
+                                                 step
+    agreements  U                                that a unit is home on all ranks, beside the update
 
 Norms, and what is told at the begin of a step, are little, and not counted. The order of additions is one rank's, so
 nothing is added up before it is sent: n times what a reduction would move.
@@ -33,17 +34,18 @@ from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-MEETS = 6  # of a step, beside those of units
+MEETS = 5  # of a step, beside those of units
 OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of a step, on one node: `links` by phase, `sums` bytes of memory traffic in the backward, and meets."""
+    """Of a step, on one node: `links` by phase, `sums` bytes of memory traffic in the backward, meets, agreements."""
 
     links: tuple[Traffic, ...]
     sums: int
     meets: int
+    agreements: int
 
     def bytes(self, place: str, phase: str) -> tuple[int, int]:
         """(read, written): of the network and the GPUs what comes in, and what goes out."""
@@ -54,7 +56,7 @@ class Exchange:
 def exchange_of(work: Workload, units: Sequence[Unit], homes: Homes, *, node: int = 0) -> Exchange:
     """What the ranks of a node move in a step, each weight having got its gradients; nothing where a rank is alone."""
     if work.world == 1:
-        return Exchange((), sums=0, meets=0)
+        return Exchange((), sums=0, meets=0, agreements=0)
     e, micro, here, away = work.item_bytes, work.accumulate, work.here, work.world - work.here
     every = own = whole = held = on_gpus = weights = 0
     for unit in units:
@@ -82,32 +84,39 @@ def exchange_of(work: Workload, units: Sequence[Unit], homes: Homes, *, node: in
     sums = work.gradient_bytes * own * (2 * work.added - 1)
     turns = [unit for unit in units if unit.trained]
     meets = micro * len(turns) + sum(homes.gradients[unit.index] >= 0 for unit in turns) + MEETS
-    return Exchange(tuple(one for one in links if one.read or one.written), sums=sums, meets=meets)
+    moving = tuple(one for one in links if one.read or one.written)
+    return Exchange(moving, sums=sums, meets=meets, agreements=len(turns))
 
 
 def waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Bound]:
     """What backward and update wait for on top of all else, one after the other.
 
-    autograd's thread waits for a unit's gradients, for the other ranks and for the additions before it goes on. Only
-    what the network brings of gradients has until the next unit's are there (`hidden_waits`).
+    autograd's thread waits for a unit's gradients, for the other ranks and for the additions before it goes on. What
+    the network brings of gradients has until the next unit's are there, and new weights until the last are computed
+    (`hidden_waits`).
     """
     if work.world == 1:
         return []
-    bounds = [_adding(moved, machine), *_over_network(moved.bytes(NETWORK, "update"), machine, phase="update")]
+    bounds, meets = [_adding(moved, machine)], {"backward": moved.meets - MEETS, "update": MEETS}
+    return bounds + [bound for phase, count in meets.items() for bound in _meetings(count, work, machine, phase=phase)]
+
+
+def hidden_waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Bound]:
+    """What goes on beside a phase's own work: gradients on the network; new weights, as each unit has its own."""
+    bounds = [*_over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")]
+    bounds += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
     to_gpus, _ = moved.bytes(GPUS, "update")
     if machine.gpu is not None and to_gpus:
         bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of new weights into each GPU"))
+    return bounds + _meetings(moved.agreements, work, machine, phase="update")
+
+
+def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str) -> list[Bound]:
+    """Nothing where nobody knows what a message takes."""
     message = machine.links.message
-    if message is not None:
-        each = 2 * (work.world - 1) * message.seconds
-        bounds.append(Bound("backward", (moved.meets - MEETS) * each, f"{moved.meets - MEETS} meetings", "meeting"))
-        bounds.append(Bound("update", MEETS * each, f"{MEETS} meetings", "meeting"))
-    return bounds
-
-
-def hidden_waits(moved: Exchange, machine: MachineProfile) -> list[Bound]:
-    """What hides behind the backward's products, as they behind it."""
-    return _over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")
+    if message is None or count == 0:
+        return []
+    return [Bound(phase, count * 2 * (work.world - 1) * message.seconds, f"{count} meetings", "meeting")]
 
 
 def _adding(moved: Exchange, machine: MachineProfile) -> Bound:

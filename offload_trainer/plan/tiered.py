@@ -248,7 +248,7 @@ class TieredCandidate:
         What ranks wait for comes on top of these, and stands here where it is not known.
         """
         memory, added = self.machine.rates.memory, bytes_of_additions(self.work, self.units, self._laid_out)
-        bounds = [*self._updates(), *hidden_waits(self._exchange, self.machine)]
+        bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
         bounds += [wait for wait in self._waits if wait.seconds is None]
         if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
             # Where the CPU computes it takes turns with that, as it was seen to.

@@ -70,6 +70,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)
     assert {counts.get("meets", 0) for counts in found} == {found[0].get("meets", 0)}
     assert found[0].get("meets", 0) / STEPS == pytest.approx(moved[0].meets, abs=3)  # of which some are no unit's
+    assert {counts.get("agreements", 0) for counts in found} == {STEPS * nodes * moved[0].agreements}  # twice of two
 
 
 def _not_added(work: Workload, units: Sequence[Unit]) -> int:

@@ -11,7 +11,7 @@ from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.cli import main
 from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.exchange import GPUS, NETWORK, OUTBOX, exchange_of
+from offload_trainer.plan.exchange import GPUS, MEETS, NETWORK, OUTBOX, exchange_of
 from offload_trainer.plan.layout import homes_of, pages_of, stretch_of, units_of
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.plan import Plan
@@ -83,20 +83,21 @@ def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> Non
 
 
 def test_seconds_of_the_links() -> None:
-    """The network hides behind the products; additions, meetings and new weights do not."""
+    """The network hides behind the products, new weights behind the update; additions and meetings do not."""
     plan = planned(cluster(network=rate(1e9)), "--params", "gpu", nodes=2)
     found = by_link(plan)
     seconds = plan.forecast.seconds
     assert seconds["backward"] == pytest.approx(max(found[NETWORK, "backward"]) / 1e9, rel=1e-3)
-    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + 0.005, rel=1e-3)
+    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9, rel=1e-3)
     slow = cluster(network=rate(1e9))
     slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
     computing = planned(slow, "--params", "gpu", nodes=2).forecast
     assert computing.kind("backward") == "compute"
     told = replace(slow, links=replace(slow.links, message=Latency(1e-3, "assumed", "for a test")))
     later = planned(told, "--params", "gpu", nodes=2).forecast
-    units = len(units_of(SHAPES["gpt2-medium"]))
-    assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * 2 * 3 * 1e-3)
+    units, each = len(units_of(SHAPES["gpt2-medium"])), 2 * 3 * 1e-3
+    assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)
+    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + MEETS * each)
     assert any("meetings" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
 
 

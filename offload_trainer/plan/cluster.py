@@ -115,8 +115,8 @@ def assumptions(plan: Plan, machine: MachineProfile) -> list[str]:
             "weights are whole on each machine, state and sums divided; gradients of each rank go to the owner as they "
             "are, since they are added in the order of ranks: a network carries (ranks of a machine) times what a "
             "reduction would",
-            "what ranks do for each other in RAM (additions, meetings) comes on top of what a phase waits for; gradients "
-            "and new weights on their way, and all else within a phase, hide behind the slowest",
+            "what ranks do for each other in RAM (additions, meetings) comes on top of what a phase waits for; "
+            "gradients and new weights on their way, and all else within a phase, hide behind the slowest",
         ]
         if links.message is None:
             found.append("meetings of all ranks take nothing: links.message is not in the machine's file")

@@ -268,6 +268,10 @@ class TieredSection(_Section):
     overlap: Literal["auto", "off", "forward"] = Field(
         "auto", description="forward: the update runs behind the next forward; auto: where that hides 5 % of a step"
     )
+    places: Literal[1, 2] = Field(
+        1,
+        description="of a page of state on a drive; 2: a step writes beside the state before it, on twice the disk",
+    )
     io: Literal["threads", "async_io"] = Field(
         "threads", description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, every byte checked"
     )

@@ -152,7 +152,7 @@ def _store(folder: Path) -> Kind:
     form = state_format("adamw", "fp32")
     size = sum(form.page_bytes(page.elements) for page in pages)
     (lease / "state").write_bytes(torch.full((size // 4,), 0.5).numpy().tobytes())
-    account = PageIndex([lease], units=units, pages=pages, format=form, model=model)
+    account = PageIndex([lease], units, pages, format=form, model=model)
     account.note(3, updating=False)
     account.close()
     files = ["run-0000dead/store.json", "run-0000dead/progress"]

@@ -78,6 +78,7 @@ def opened(
         format=sizes.format,
         page_buffers=sizes.page_buffers,
         unit_buffers=sizes.unit_buffers,
+        places=sizes.places,
         node=node,
         behind=sizes.overlap,
         ring_bytes=gradient_ring(

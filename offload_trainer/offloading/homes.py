@@ -32,6 +32,7 @@ class Layout:
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
     behind: bool  # whether the update runs behind what follows it
     ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
+    places: int  # of each page on a drive
     node: Node = field(default_factory=Node)  # the ranks that have all of it together
 
 
@@ -47,7 +48,7 @@ class Stores:
 def homes_made(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> Stores:
     """Homes in memory, and in files on the drives. `order`: of the trained weights, as the norm adds them up."""
     units, homes, transfers = layout.units, layout.homes, drives.transfers
-    pages = [layout.format.page_bytes(page.elements) for page in homes.pages]
+    pages = [layout.places * layout.format.page_bytes(page.elements) for page in homes.pages]
     state = PageStore(
         homes.pages,
         format=layout.format,
@@ -55,6 +56,7 @@ def homes_made(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
         transfers=transfers,
         device=device,
         node=layout.node,
+        places=layout.places,
     )
     sizes = [unit.elements * layout.dtype.itemsize for unit in units]
     weights = Weights(

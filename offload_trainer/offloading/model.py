@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,8 @@ class OffloadedModel:
         self.steps = dict.fromkeys(self.trained, 0)  # of each weight, that changed it
         self.last = True  # whether gradients that come now are of the step's last micro-batch
         self.taken = 0  # gradients, ever
-        self.adds_up = True  # whether several micro-batches may be added up
         self.closed = False
+        self.adds_up = True  # whether several micro-batches may be added up
         self._reads_ahead = False  # when the backward begins
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
@@ -181,8 +180,8 @@ class OffloadedModel:
 
     def keep_account(self, *, model: Path) -> None:
         """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
-        drives, pages, format = self._drives.directories, self.store.pages, self.store.format
-        self.account = PageIndex(drives, units=self.units, pages=pages, format=format, model=model)
+        paths, its = self._drives.directories, self.store
+        self.account = PageIndex(paths, self.units, its.pages, format=its.format, model=model, places=its.places)
         self._open.callback(self.account.close)
 
     @torch.no_grad()
@@ -317,9 +316,14 @@ class OffloadedModel:
         changed = {name: rules[name] for name in arrived}
         stretches = [stretches_of(unit, changed, self.steps) for unit in self.units]
         self.node.meet()  # rank 0 has noted it, and no rank computes with the weights of before
-        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=partial(self._note, updating=False))
+        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=self._all_home)
         if self.withheld is not None:
             self.withheld.begin()
+
+    def _all_home(self) -> None:
+        """An update is over: on this rank its pages hold, and of all ranks the new weights are here."""
+        self.store.flip()
+        self._note(updating=False)
 
     def clear(self) -> None:
         """Let go of the sums: the next step begins."""

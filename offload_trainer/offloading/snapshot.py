@@ -1,9 +1,10 @@
 """The optimizer state of one moment, read out page by page while training goes on.
 
     reader   page 0, 1, 2, ... in order; drives and the device are read one page ahead
-    update   waits at a page that has not been read yet (`wait_for`)
+    update   waits at a page that has not been read yet (`wait_for`), where it would write in the place that is read
 
-Only the update changes a page, so the forward, the backward and all updates of pages that have been read go on.
+Only the update changes a page, so the forward, the backward and all updates of pages that have been read go on; of
+pages with two places on their drive the next update too, which writes in the other.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ class PageSnapshot:
 
     def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
         self._store, self._numbers = store, numbers
+        self._places = {number: store.places.holding(number) for number in numbers}
         self._read = 0  # pages that may change again: those before this one
         self._closed = False
         self._changed = threading.Condition()
 
     def wait_for(self, number: int) -> None:
         """Return when page `number` may be changed."""
+        if self._store.places.free(number) != self._places[number]:
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._read > number)
 
@@ -42,7 +46,8 @@ class PageSnapshot:
         for number in self._numbers:
             while free and away:
                 following, buffer = away.popleft(), free.pop()
-                future = self._store.read(following, buffer[: self._store.bytes_of(following)])
+                data = buffer[: self._store.bytes_of(following)]
+                future = self._store.read(following, data, place=self._places[following])
                 arriving.append((buffer, future))
             if self._closed:
                 raise TrainerError("the state was let go of before it was written")

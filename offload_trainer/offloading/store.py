@@ -1,6 +1,7 @@
 """Homes of what a run keeps: optimizer state by page, 16-bit weights and gradients by unit, in memory or in files.
 
     PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
+                 on drives in one place or two (`page_places`): `read` gives what held at the last `flip`
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a stretch
 
 Training moves whole aligned stretches. Whoever builds, saves or loads reads and writes single weights at any place
@@ -16,6 +17,7 @@ import torch
 
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.node import Node
+from offload_trainer.offloading.page_places import PagePlaces
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.layout import ALIGN, DEVICE, ELSEWHERE, RAM, Page, aligned
 from offload_trainer.storage.dtypes import DTYPES
@@ -74,10 +76,12 @@ class PageStore:
         transfers: Transfers,
         device: Device,
         node: Node,
+        places: int = 1,
     ) -> None:
         """Pages in RAM and in `files` are there once a node; which rank changes which of them is the caller's.
 
-        Of those that another node has nothing is kept here.
+        Of those that another node has nothing is kept here. `places`: of each page on a drive, whose file is so many
+        times as large.
         """
         self.pages = tuple(pages)
         self.format = format
@@ -85,6 +89,8 @@ class PageStore:
         self._sizes = [format.page_bytes(page.elements) for page in pages]
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
+        self._apart = [size_of_home(self._sizes, homes, home) for home in range(len(files))]  # a page's two places
+        self.places = PagePlaces(pages, count=places, node=node)
         self._memory = node.memory(size_of_home(self._sizes, homes, RAM))
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
         if self._on_device.numel():
@@ -125,18 +131,37 @@ class PageStore:
             start += field.padded(elements)
         return found
 
-    def read(self, number: int, buffer: torch.Tensor) -> Future:
-        """Fill `buffer` (uint8, the page's bytes) from the page's drive, or from the device as it is by then."""
+    def read(self, number: int, buffer: torch.Tensor, *, place: int | None = None) -> Future:
+        """Fill `buffer` (uint8, the page's bytes) from the page's drive, or from the device as it is by then.
+
+        From a drive as it was at the last `flip`, or from the `place` that held at another moment.
+        """
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(resident, buffer)
-        return self._transfers.read(self._files[self.pages[number].home], self._offsets[number], buffer)
+        where = self._where(number, self.places.holding(number) if place is None else place)
+        return self._transfers.read(*where, buffer)
 
     def write(self, number: int, buffer: torch.Tensor) -> Future:
+        """The page's new bytes: on a drive with two places beside the old ones, until `flip`."""
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(buffer, resident)
-        return self._transfers.write(self._files[self.pages[number].home], self._offsets[number], buffer)
+        where = self._where(number, self.places.free(number))
+        self.places.written(number)
+        return self._transfers.write(*where, buffer)
+
+    def flip(self) -> None:
+        """What this rank has written since the last time, all of which has arrived, is what its pages hold."""
+        self.places.flip()
+
+    def forget_written(self) -> None:
+        """Pages with two places are as at the last `flip`; what was written since has arrived."""
+        self.places.forget()
+
+    def _where(self, number: int, place: int) -> tuple[DriveFile, int]:
+        home = self.pages[number].home
+        return self._files[home], self._offsets[number] + place * self._apart[home]
 
     def _copy(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         """To the device or from it, in order with the updates there."""
@@ -147,7 +172,7 @@ class PageStore:
     def replaced(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Of each of these pages the number and the fields, all zero, to be set before the next is asked for.
 
-        All are home at the end.
+        All are home at the end, and hold.
         """
         free = self.buffers(2)
         leaving: deque[tuple[torch.Tensor, Future]] = deque()
@@ -166,6 +191,7 @@ class PageStore:
             leaving.append((buffer, done() if self.pages[number].home == ELSEWHERE else self.write(number, data)))
         for _, future in leaving:
             future.wait()
+        self.flip()
 
     # -- single weights -----------------------------------------------------------------------------------------------
 
@@ -213,12 +239,12 @@ class PageStore:
             inside = self.on_device(number)
         if inside is not None:
             return self.fields(number, inside)[field]
-        page, offset = self.pages[number], self._offsets[number]
+        page, (file, offset) = self.pages[number], self._where(number, self.places.newest(number))
         for name, kind in self.format.fields.items():
             if name == field:
                 break
             offset += kind.padded(page.elements)
-        data = self._cache.open(self._files[page.home], offset, kind.padded(page.elements), modify=modify)
+        data = self._cache.open(file, offset, kind.padded(page.elements), modify=modify)
         return data[: kind.bytes(page.elements)].view(DTYPES[kind.dtype])
 
 

@@ -46,6 +46,7 @@ class TierSizes:
     checksums: bool  # whether what is read is compared with what was written
     io_threads: int  # that read, and as many that write
     io_block_bytes: int  # of one request
+    places: int = 1  # of each page of state on a drive
     ranks: int = 1  # that divide the update
     nodes: int = 1  # that have as many of them each
 
@@ -102,6 +103,7 @@ def tier_sizes(
         checksums=tiered.checksums or tiered.io == "async_io",
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
+        places=tiered.places,
         ranks=work.world,
         nodes=work.nodes,
     )

@@ -77,6 +77,8 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
             items.append(Item(tier, "state on the GPU", held, f"{why}, {sizes.gpu_fraction:.0%} of it"))
         else:
             items.append(Item(tier, "state", held, why))
+            if sizes.places > 1:
+                items.append(Item(tier, "state of the step before", held, "each page's second place (tiered.places)"))
     routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
     moved = [route for route in routes if route.through_host]
     if moved:

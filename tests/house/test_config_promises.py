@@ -96,6 +96,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "save.keep": (["--save-every", "1"], ["save.keep=3"], "saved"),
     "save.tensorboard": ([], ["save.tensorboard=true"], "run directory"),
     "tiered.page_size": (DRIVE, ["tiered.page_size=4096"], "pages"),
+    "tiered.places": (DRIVE, ["tiered.places=2"], "files"),
     "tiered.page_buffers": ([*DRIVE, "tiered.page_size=4096"], ["tiered.page_buffers=3"], "page buffers"),
     "tiered.unit_buffers": ([*AWAY, "model.overrides.n_layer=5"], ["tiered.unit_buffers=2"], "unit buffers"),
     "tiered.io_threads": (DRIVE, ["tiered.io_threads=2"], "readers"),

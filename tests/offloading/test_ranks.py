@@ -17,7 +17,15 @@ from offload_trainer.ranks import LOST
 COUNT = 3
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 INPUTS = ("model.checkpointing=on", "model.offload_activations=nvme")
-AWAY = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.checksums=true")
+AWAY = (
+    "--params",
+    "nvme",
+    "placement.gradients=nvme",
+    "--optimizer",
+    "nvme",
+    "tiered.checksums=true",
+    "tiered.places=2",
+)
 BEHIND = ("tiered.overlap=forward",)
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 

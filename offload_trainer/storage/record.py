@@ -1,0 +1,79 @@
+"""One small record that is replaced at once: whatever moment a kill or a power cut chooses, the old or the new is read.
+
+    slot 0   number, bytes, CRC-32, content ...      the record with the larger number that is whole is the one
+    slot 1   the same                                the other slot is written next
+
+Slots lie in a file of fixed size whose blocks are there from the start, so writing one and `fdatasync` need no other
+change on the disk: a name that is replaced would take two entries of the filesystem's journal each time. A slot that a
+kill or a power cut has torn fails its CRC-32, and the other one is of the record before.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+from offload_trainer.readback import file_bytes
+
+_HEAD = struct.Struct("<QQI")  # number, bytes of the content, CRC-32 of both and the content
+_BLOCK = 4096
+
+
+class Record:
+    """A file at `path` for records of at most `most` bytes."""
+
+    def __init__(self, path: Path, *, most: int) -> None:
+        """What was there stays the record until the next one. OSError; ValueError where it has another size."""
+        self._slot = _slot(most)
+        found = _newest(_read(path, self._slot), self._slot) if path.exists() else None
+        self._number = found[0] if found else 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        if found is None:
+            os.posix_fallocate(self._descriptor, 0, 2 * self._slot)
+
+    def write(self, content: bytes) -> None:
+        """Replace the record; after a kill it is this one, or the one before."""
+        number = self._number + 1
+        head = struct.pack("<QQ", number, len(content))
+        data = head + struct.pack("<I", zlib.crc32(head + content)) + content
+        assert len(data) <= self._slot, f"{len(content)} bytes in a slot of {self._slot}"
+        done, start = 0, number % 2 * self._slot
+        while done < len(data):
+            done += os.pwrite(self._descriptor, data[done:], start + done)
+        self._number = number
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_record(path: Path, *, most: int) -> bytes | None:
+    """The newest record that is whole; None where none was written. ValueError, FileNotFoundError."""
+    found = _newest(_read(path, _slot(most)), _slot(most))
+    return found[1] if found else None
+
+
+def _slot(most: int) -> int:
+    """Bytes of a slot, in whole blocks, so that writing one never touches a block of the other."""
+    return -(-(_HEAD.size + most) // _BLOCK) * _BLOCK
+
+
+def _read(path: Path, slot: int) -> bytes:
+    data = file_bytes(path, most=2 * slot)
+    if len(data) not in (0, 2 * slot):
+        raise ValueError(f"it has {len(data)} bytes, and two slots have {2 * slot}")
+    return data
+
+
+def _newest(data: bytes, slot: int) -> tuple[int, bytes] | None:
+    """Number and content."""
+    whole = []
+    for start in range(0, len(data), slot):
+        number, size, crc = _HEAD.unpack_from(data, start)
+        content = data[start + _HEAD.size :][:size]
+        if number and size <= slot - _HEAD.size and zlib.crc32(data[start:][:16] + content) == crc:
+            whole.append((number, content))
+    return max(whole, default=None)

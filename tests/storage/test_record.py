@@ -1,0 +1,68 @@
+"""A record that is replaced at once: torn anywhere, the one before it is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.storage.record import Record, read_record
+
+
+def written(path: Path, *contents: bytes) -> Record:
+    record = Record(path, most=5000)
+    for content in contents:
+        record.write(content)
+    return record
+
+
+def test_the_newest_is_read_and_the_next_goes_on_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    written(path).close()
+    assert read_record(path, most=5000) is None
+    for count in range(1, 6):
+        written(path, b"%d" % count * 700).close()
+        assert read_record(path, most=5000) == b"%d" % count * 700
+    assert path.stat().st_size == 2 * 8192
+    written(path, b"short", b"", b"5000 bytes".ljust(5000)).close()
+    assert read_record(path, most=5000) == b"5000 bytes".ljust(5000)
+
+
+def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
+    """At every byte at which a write may have ended, and with any byte changed."""
+    path, old, new = tmp_path / "record", b"the step before", b"the step now"
+    written(path, b"long ago", old).close()
+    before = path.read_bytes()
+    written(path, new).close()
+    after = path.read_bytes()
+    changed = [place for place in range(len(after)) if before[place] != after[place]]
+    assert read_record(path, most=5000) == new
+    for place in changed[1:]:  # as far as this the write has come
+        path.write_bytes(after[:place] + before[place:])
+        assert read_record(path, most=5000) == old, place
+    for place in range(8192, 8192 + 20 + len(new)):  # where the third lies
+        path.write_bytes(after[:place] + bytes([after[place] ^ 0x55]) + after[place + 1 :])
+        assert read_record(path, most=5000) == old, place
+    assert changed[0] >= 8192
+
+
+def test_a_slot_never_shares_a_block_with_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that loses its power may lose a block that it was writing, and no other."""
+    places: list[tuple[int, int]] = []
+    pwrite = os.pwrite
+
+    def seen(descriptor: int, data: bytes, at: int) -> int:
+        places.append((at // 4096, (at + len(data) - 1) // 4096))
+        return pwrite(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", seen)
+    written(tmp_path / "record", b"a" * 4999, b"b" * 4999, b"c" * 10).close()
+    assert places == [(2, 3), (0, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("size", [1, 4096, 3 * 8192])
+def test_a_file_of_another_size_is_refused(size: int, tmp_path: Path) -> None:
+    (tmp_path / "record").write_bytes(b"x" * size)
+    with pytest.raises(ValueError, match="bytes"):
+        read_record(tmp_path / "record", most=5000)

@@ -254,7 +254,19 @@ class SaveSection(_Section):
     resume: str = Field(
         "auto", description="auto: the run directory's newest checkpoint, if any; never; or a directory"
     )
-    tensorboard: bool = Field(False, description="also write TensorBoard files (extra: tensorboard)")
+    tensorboard: bool = Field(False, description="the same as tensorboard among the trackers")
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = Field(
+        (),
+        description="also send the numbers of each step there (extras of these names). TensorBoard, and mlflow without "
+        "MLFLOW_TRACKING_URI, write to the run directory, wandb too with WANDB_MODE=offline, trackio to TRACKIO_DIR; "
+        "none: nothing is sent anywhere",
+    )
+    project: str = Field("offload-trainer", description="the name under which trackers collect runs")
+
+    @property
+    def all_trackers(self) -> tuple[str, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys((*(["tensorboard"] if self.tensorboard else []), *self.trackers)))
 
 
 class TieredSection(_Section):

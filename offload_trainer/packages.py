@@ -29,8 +29,13 @@ OPTIONAL = {
     "peft": "0.19",
     "datasets": "4.7",
     "pyarrow": "21",
+    "wandb": "0.22",
+    "trackio": "0.41",
+    "mlflow-skinny": "3.5",
+    "sqlalchemy": "2.0.30",
+    "alembic": "1.13.1",
 }
-_MODULES = {"yaml": "PyYAML"}  # where a module is not called as its package
+_MODULES = {"yaml": "PyYAML", "mlflow": "mlflow-skinny"}  # where a module is not called as its package
 
 
 def is_installed(module: str) -> bool:

@@ -35,7 +35,9 @@ from offload_trainer.run.planning import Planned
 from offload_trainer.storage.durable import write_text
 from offload_trainer.storage.lease import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
+from offload_trainer.telemetry.screen import Screen
 from offload_trainer.telemetry.sinks import Telemetry
+from offload_trainer.telemetry.trackers import Tracked, Trackers
 from offload_trainer.trainer import Job
 from offload_trainer.units import format_bytes, format_seconds
 
@@ -152,6 +154,8 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
     train, every = config.train, config.save.every
     rows = partial(RowReader, seq_len=plan.seq_len, vocabulary=shape.vocabulary, apart=data.apart)
     peak = planned.machine.rates.matmul.get(config.model.dtype)
+    telemetry = _telemetry(setup, done=done)
+    say = telemetry.say if telemetry else log.say
     return Job(
         train=train,
         optim=config.optim,
@@ -162,10 +166,10 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         tokens_per_step=plan.tokens_per_step,
         text_bytes=TokenBytes(data.tokenizer).of,
         clock=PhaseClock(synchronize=_what_computes(plan) if torch.cuda.is_available() else None),
-        telemetry=_telemetry(setup, done=done),
+        telemetry=telemetry,
         sample=_sampled(setup) if train.sample_every else None,
-        say=log.say,
-        checkpoints=_checkpoints(setup),
+        say=say,
+        checkpoints=_checkpoints(setup, say=say),
         cannot_save=plan.cannot_save,
         save_every=max(1, train.steps // 10) if every == "auto" else every,
         save_wish=setup.output / "save",
@@ -182,14 +186,26 @@ def _what_computes(plan: Plan) -> Callable[[], None]:
     return torch.cuda.synchronize
 
 
+_WAITED_FOR = {"adamw": "Adam on the CPU", "adamw_gpu": "Adam on the GPU", "device": "copies"}  # kinds of bounds
+
+
 def _telemetry(setup: Setup, *, done: int) -> Telemetry | None:
     """On rank 0 only."""
     if not setup.log.loud:
         return None
-    config = setup.planned.config
-    return Telemetry(
-        setup.output, steps=config.train.steps, done=done, say=setup.log.say, tensorboard=config.save.tensorboard
-    )
+    config, plan = setup.planned.config, setup.planned.plan
+    kinds = {phase: plan.forecast.kind(phase) for phase, known in plan.forecast.seconds.items() if known}
+    bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
+    if plan.forecast.behind and "update" in bounds:
+        bounds["wait"] = bounds["update"]
+    screen = Screen(config.train.steps, initial=done, say=setup.log.say, bounds=bounds)
+    trackers = None
+    if names := config.save.all_trackers:
+        sections = config.model_dump(mode="json").items()
+        told = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+        tracked = Tracked(setup.output, config.save.project, config=told, done=done)
+        trackers = Trackers(names, tracked, say=screen.say)
+    return Telemetry(setup.output, done=done, screen=screen, trackers=trackers)
 
 
 def _sampled(setup: Setup) -> Callable[[Engine], str]:
@@ -208,14 +224,14 @@ def _sampled(setup: Setup) -> Callable[[Engine], str]:
     return sample
 
 
-def _checkpoints(setup: Setup) -> Checkpoints:
+def _checkpoints(setup: Setup, *, say: Callable[[str], None]) -> Checkpoints:
     output, config = setup.output, setup.planned.config
     return Checkpoints(
         output / "checkpoints",
         record=setup.record,
         keep=config.save.keep,
         need_bytes=checkpoint_bytes(workload(config, setup.planned.source.shape)),
-        say=setup.log.say,
+        say=say,
         beside=(output / "metrics.jsonl", output / "evaluations.jsonl"),
     )
 

@@ -36,6 +36,7 @@ from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
+from offload_trainer.telemetry.trackers import refuse_missing
 from offload_trainer.trainer import Job
 
 
@@ -68,8 +69,9 @@ def refuse(planned: Planned) -> None:
 
 
 def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
-    """UserError for what can be known to go wrong before text is tokenised: data that is not there, another's state."""
+    """UserError for what can be known to go wrong before text is tokenised: what is not there, another's state."""
     config = planned.config
+    refuse_missing(config.save.all_trackers)
     check_data(config.data, planned.source, say=say)
     resumes = find_resume(config.save.resume, output=planned.output)
     if resumes:

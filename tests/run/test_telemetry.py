@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.telemetry import meters, sinks
+from offload_trainer.errors import TrainerError
+from offload_trainer.telemetry import meters, screen, sinks
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
 from offload_trainer.telemetry.record import (
     EvalRecord,
@@ -30,7 +30,8 @@ from offload_trainer.telemetry.report import (
     ticks,
     write_report,
 )
-from offload_trainer.telemetry.sinks import JsonLines, ProgressBar, Telemetry, remaining_seconds
+from offload_trainer.telemetry.screen import Screen, drive_speed, is_live, longest_phase, remaining_seconds
+from offload_trainer.telemetry.sinks import JsonLines, Telemetry
 
 CONTRACT = [
     "step",
@@ -309,55 +310,16 @@ def test_a_kill_within_the_truncation_leaves_the_old_file(tmp_path, monkeypatch)
     lines.close()
 
 
-def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
-    said = []
-    now = iter([100.0, 102.0, 104.0, 105.0])
-    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(now))
-    bar = ProgressBar(45, initial=40, say=said.append, enabled=False)
-    for step in range(41, 46):  # a line each two steps
-        last = {"skipped": True, "loss": None, "grad_norm": None}
-        bar.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
-    bar.close()
-    assert said == [
-        "step 42/45  loss 1.0000  norm 1.5  rate 0.0003  1.02 k tokens/s  3 s left",
-        "step 44/45  loss 1.0000  norm 1.5  rate 0.0003  1.02 k tokens/s  1 s left",
-        "step 45/45  loss -  norm -  rate 0.0003  1.02 k tokens/s  skipped  0 s left",
-    ]
-
-
-def test_short_runs_say_every_step():
-    said = []
-    bar = ProgressBar(3, initial=0, say=said.append, enabled=False)
-    for step in (1, 2, 3):
-        bar.step(a_step(step))
-    assert len(said) == 3
-
-
-def test_the_bar_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
-    said = []
-    bar = ProgressBar(10, initial=5, say=said.append, enabled=True)
-    bar.step(a_step(6))
-    bar.step(a_step(7))
-    bar.say("between")
-    bar.close()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "5/10" in captured.err
-    assert "7/10" in captured.err
-    assert "1.02 k tokens/s" in captured.err
-    assert said == ["between"]
-
-
 def test_telemetry_writes_both_files_and_resumes(tmp_path):
     said = []
-    first = Telemetry(tmp_path, steps=4, done=0, say=said.append, progress=False)
+    first = Telemetry(tmp_path, done=0, screen=Screen(4, initial=0, say=said.append, live=False))
     for step in (1, 2, 3):
         first.step(a_step(step))
     first.evaluation(EvalRecord(step=3, validation_loss=2.0, perplexity=perplexity(2.0), bits_per_byte=None))
     first.close()
     assert said[-1] == "validation after step 3: loss 2.0000  perplexity 7.3891"
 
-    again = Telemetry(tmp_path, steps=4, done=2, say=said.append, progress=False)
+    again = Telemetry(tmp_path, done=2, screen=Screen(4, initial=2, say=said.append, live=False))
     for step in (3, 4):
         again.step(a_step(step, loss=1.0))
     again.evaluation(EvalRecord(step=4, validation_loss=1.0, perplexity=perplexity(1.0), bits_per_byte=0.5))
@@ -372,30 +334,81 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
     assert [e.step for e in read_evaluations(tmp_path / "evaluations.jsonl")] == [4]
 
 
-def test_tensorboard_has_the_numbers(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+# --- screen ---
 
-    telemetry = Telemetry(tmp_path, steps=2, done=0, say=print, tensorboard=True, progress=False)
-    telemetry.step(a_step(1))
-    telemetry.step(a_step(2, grad_norm=None))
-    telemetry.evaluation(EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None))
-    telemetry.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [
-        (1, pytest.approx(3.99)),
-        (2, pytest.approx(3.98)),
+
+def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
+    said = []
+    now = iter([100.0, 102.0, 104.0, 105.0])
+    monkeypatch.setattr(screen.time, "monotonic", lambda: next(now))
+    shown = Screen(45, initial=40, say=said.append, bounds={"backward": "compute"}, live=False)
+    for step in range(41, 46):  # a line each two steps
+        last = {"skipped": True, "loss": None, "grad_norm": None, "phases": {}}
+        shown.step(a_step(step, **(last if step == 45 else {"loss": 1.0})))
+    shown.close()
+    assert said == [
+        "step 42/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  3 s left  norm 1.5  rate 0.0003",
+        "step 44/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  1 s left  norm 1.5  rate 0.0003",
+        "step 45/45  loss -  1.02 k tokens/s  0 s left  norm -  rate 0.0003  skipped",
     ]
-    assert [e.step for e in found.Scalars("train/grad_norm")] == [1]
-    assert found.Scalars("phases/backward")[0].value == pytest.approx(0.2)
-    assert found.Scalars("validation/loss")[0].value == 2.5
 
 
-def test_tensorboard_that_is_missing_is_the_user_s_to_install_and_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install 'offload-trainer\[tensorboard\]'"):
-        Telemetry(tmp_path, steps=1, done=0, say=print, tensorboard=True)
-    assert os.listdir(tmp_path) == []
+def test_short_runs_say_every_step():
+    said = []
+    shown = Screen(3, initial=0, say=said.append, live=False)
+    for step in (1, 2, 3):
+        shown.step(a_step(step))
+    assert len(said) == 3
+
+
+def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
+    said = []
+    shown = Screen(10, initial=5, say=said.append, live=True)
+    shown.step(a_step(6))
+    shown.step(a_step(7))
+    shown.say("between")
+    shown.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "5/10" in captured.err
+    assert "7/10" in captured.err
+    assert "loss 3.9300  1.02 k tokens/s  backward 40%" in captured.err
+    assert said == ["between"]
+
+
+def test_what_a_step_waits_for_is_its_longest_phase():
+    slow = a_step(phases={"data": 0.05, "forward": 0.1, "update": 0.3, "wait": 0.05})
+    assert longest_phase(slow, {"update": "drive", "forward": "compute"}) == "update 60% (drive)"
+    assert longest_phase(slow, {}) == "update 60%"  # a machine that was not timed
+    assert longest_phase(a_step(phases={"data": 0.0}), {"data": "drive"}) == ""
+
+
+def test_a_drive_is_told_of_where_it_takes_more_than_logs():
+    shown = Screen(1, initial=0, say=(said := []).append, live=False)
+    shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
+    assert "  drive 3 GB/s  " in said[0]  # 1.5 GB in half a second
+    assert drive_speed(a_step(nvme_read_bytes=None, nvme_written_bytes=None)) == 0
+    Screen(1, initial=0, say=said.append, live=False).step(a_step())  # 8 kB a second
+    assert "drive" not in said[1]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "live"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+    ],
+)
+def test_where_there_is_a_live_line(monkeypatch, terminal, variables, live):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    assert is_live() == live
 
 
 # --- report ---

@@ -1,0 +1,106 @@
+"""What a person sees of a run that goes on: one live line on a terminal, plain lines elsewhere.
+
+12/300 |#         | loss 3.1416  1.02 k tokens/s  update 62% (drive)  drive 1.9 GB/s  3 min 20 s left  ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from tqdm import tqdm
+
+from offload_trainer.telemetry.record import StepRecord
+from offload_trainer.units import format_bytes, format_count, format_seconds
+
+_LEAST_MOVED = 1e6  # bytes a second; below it a drive takes only logs
+_LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
+
+
+class Screen:
+    """Loss, speed, what a step waits for and time left: a live line on stderr, or a plain one each twentieth of a run.
+
+    `total` and `initial` are steps of the whole run and steps already done. `bounds`: what each phase waits for, by
+    the plan. `live` None: as `is_live` says. `say` takes lines for people.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        initial: int,
+        say: Callable[[str], None],
+        bounds: Mapping[str, str] | None = None,
+        live: bool | None = None,
+    ) -> None:
+        self._total, self._initial, self._say, self._bounds = total, initial, say, bounds or {}
+        self._started = time.monotonic()
+        self._bar: tqdm | None = None
+        if is_live() if live is None else live:
+            self._bar = tqdm(total=total, initial=initial, file=sys.stderr, dynamic_ncols=True, bar_format=_LINE)
+
+    def step(self, record: StepRecord) -> None:
+        """Show a finished step."""
+        due = record.step % max(1, self._total // 20) == 0 or record.step == self._total
+        if self._bar is None and not due:
+            return
+        done, left = record.step - self._initial, self._total - record.step
+        seconds = remaining_seconds(time.monotonic() - self._started, done=done, left=left)
+        numbers = self._numbers(record, left=format_seconds(seconds))
+        if self._bar is None:
+            self._say(f"step {record.step}/{self._total}  {numbers}")
+            return
+        self._bar.set_description_str(numbers, refresh=False)
+        self._bar.update(record.step - self._bar.n)
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the live one where there is one."""
+        if self._bar is None:
+            self._say(line)
+        else:
+            with tqdm.external_write_mode(file=sys.stderr):
+                self._say(line)
+
+    def close(self) -> None:
+        """Leave the line as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _numbers(self, record: StepRecord, *, left: str) -> str:
+        """The most wanted first, since a narrow terminal cuts the end."""
+        norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3g}"
+        speed = f"{format_count(record.tokens_per_second)} tokens/s"
+        told = [f"loss {four_digits(record.loss)}", speed, longest_phase(record, self._bounds)]
+        told += [f"drive {format_bytes(moved)}/s" for moved in (drive_speed(record),) if moved >= _LEAST_MOVED]
+        told += [f"{left} left", f"norm {norm}", f"rate {record.lr:.3g}", "skipped" if record.skipped else ""]
+        return "  ".join(filter(None, told))
+
+
+def is_live() -> bool:
+    """Whether stderr is a terminal that shows a line which is written over."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def longest_phase(record: StepRecord, bounds: Mapping[str, str]) -> str:
+    """The phase that takes most of the step, its share, and what it waits for, where the plan knows."""
+    name = max(record.phases, key=record.phases.__getitem__, default="")
+    if not name or not record.phases[name]:
+        return ""
+    return f"{name} {record.phases[name] / record.seconds:.0%}" + (f" ({bounds[name]})" if name in bounds else "")
+
+
+def drive_speed(record: StepRecord) -> float:
+    """Bytes a second to and from drives over the whole step; 0 where nobody counts."""
+    return ((record.nvme_read_bytes or 0) + (record.nvme_written_bytes or 0)) / record.seconds
+
+
+def remaining_seconds(elapsed: float, *, done: int, left: int) -> float:
+    """`left` steps at the pace of the `done` that took `elapsed` seconds, validations and saves included."""
+    return elapsed / done * left
+
+
+def four_digits(value: float | None) -> str:
+    """Behind the point; a dash for None."""
+    return "-" if value is None else f"{value:.4f}"

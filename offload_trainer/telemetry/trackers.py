@@ -1,0 +1,296 @@
+"""A run's numbers where many runs are looked at together: TensorBoard, wandb, trackio, mlflow.
+
+    StepRecord, EvalRecord ── Trackers ── queue ── thread ──┬─ tensorboard: tensorboard/ in the run directory
+                                                            ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
+                                                            ├─ trackio: its directory on this machine (TRACKIO_DIR)
+                                                            └─ mlflow: MLFLOW_TRACKING_URI, else mlflow.db there
+
+Each is an extra, and nothing goes anywhere that `save.trackers` does not name. One that cannot begin refuses the run;
+one that fails later is left out from there on, which is said once, and never stops or slows the training. A resumed run
+goes on in the same run of the tracker: trackers.json in the run directory holds what each calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload_trainer.errors import UserError
+from offload_trainer.readback import read_back
+from offload_trainer.storage.durable import write_text
+from offload_trainer.telemetry.record import EvalRecord, StepRecord
+
+Numbers = dict[str, float]
+Say = Callable[[str], None]
+
+_WAITING = 10_000  # steps that a tracker may lag behind; later ones are left out until it has caught up
+_LAST = 60.0  # seconds that the end of a run waits for what is still on its way
+_MOST_PARAMETERS = 100  # of one request to mlflow
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A run as trackers see it."""
+
+    directory: Path  # the run directory
+    project: str  # under which they collect runs
+    config: Mapping[str, Any]  # section.key: value
+    done: int  # steps that a resumed run has behind it
+
+    @property
+    def name(self) -> str:
+        return self.directory.absolute().name
+
+
+@dataclass(frozen=True)
+class _Tracker:
+    """One that has begun. `identity`: what it calls the run, to go on with."""
+
+    identity: str
+    log: Callable[[Numbers, int], None]
+    close: Callable[[], object]
+
+
+class Trackers:
+    """Sends each record to all of `names`, from a thread of its own.
+
+    Raises UserError where one of them is not installed, or cannot begin.
+    """
+
+    def __init__(self, names: Sequence[str], run: Tracked, *, say: Say) -> None:
+        refuse_missing(names)
+        self._say, self._late = say, False
+        known = _known(run.directory) if run.done else {}
+        self._begun = {name: _begin(name, run, known.get(name)) for name in dict.fromkeys(names)}
+        identities = {name: one.identity for name, one in self._begun.items()}
+        write_text(run.directory / _FILE, json.dumps(known | identities, indent=1))
+        self._queue: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._send, name="trackers", daemon=True)
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """A finished step."""
+        self._put(numbers_of_step(record), record.step)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """A finished validation."""
+        self._put(numbers_of_evaluation(record), record.step)
+
+    def close(self) -> None:
+        """Wait, but not for ever, until all of them have everything."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=_LAST)
+        self._thread.join(_LAST)
+        if self._thread.is_alive():
+            self._say(f"note: {', '.join(self._begun)}: not all was taken within {_LAST:.0f} s; metrics.jsonl has it")
+
+    def _put(self, numbers: Numbers, step: int) -> None:
+        try:
+            self._queue.put_nowait((numbers, step))
+        except queue.Full:
+            if not self._late:
+                self._say(f"note: {', '.join(self._begun)}: {_WAITING} steps behind, so some are left out there")
+            self._late = True
+
+    def _send(self) -> None:
+        while (given := self._queue.get()) is not None:
+            numbers, step = given
+            self._each(lambda one, numbers=numbers, step=step: one.log(numbers, step))  # type: ignore[misc]
+        self._each(lambda one: one.close())
+
+    def _each(self, act: Callable[[_Tracker], object]) -> None:
+        """Done with every one that still takes something."""
+        for name, one in list(self._begun.items()):
+            try:
+                act(one)
+            except Exception as error:  # whatever it is, the run is more important
+                del self._begun[name]
+                self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {_line(error)}")
+
+
+def numbers_of_step(record: StepRecord) -> Numbers:
+    """Every number of the record that there is."""
+    numbers = {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/lr": record.lr,
+        "train/loss_scale": record.loss_scale,
+        "train/tokens": record.tokens,
+        "speed/seconds": record.seconds,
+        "speed/tokens_per_second": record.tokens_per_second,
+        "speed/mfu": record.mfu,
+        "nvme/read_bytes": record.nvme_read_bytes,
+        "nvme/written_bytes": record.nvme_written_bytes,
+        "memory/host_rss_bytes": record.host_rss_bytes,
+        "memory/device_peak_bytes": record.device_peak_bytes,
+    }
+    return _present(numbers | {f"phases/{name}": seconds for name, seconds in record.phases.items()})
+
+
+def numbers_of_evaluation(record: EvalRecord) -> Numbers:
+    """Loss, perplexity and bits a byte, where there are any."""
+    return _present(
+        {
+            "validation/loss": record.validation_loss,
+            "validation/perplexity": record.perplexity,
+            "validation/bits_per_byte": record.bits_per_byte,
+        }
+    )
+
+
+def _present(numbers: Mapping[str, float | None]) -> Numbers:
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def refuse_missing(names: Sequence[str]) -> None:
+    """UserError where one of these trackers cannot be imported. What is not asked for is not imported."""
+    for name in names:
+        try:
+            _KINDS[name].imported()
+        except ImportError as error:
+            raise UserError(
+                f"save.trackers={name}: {_line(error)}. Install it: pip install 'offload-trainer[{name}]'"
+            ) from error
+
+
+# -- what each calls the run -----------------------------------------------------------------------------------------
+
+_FILE = "trackers.json"
+
+
+def _known(directory: Path) -> dict[str, str]:
+    path = directory / _FILE
+    if not path.exists():
+        return {}
+    return read_back(path, dict[str, str], fix="Remove it: trackers then begin another run for the rest of this one")
+
+
+def _begin(name: str, run: Tracked, identity: str | None) -> _Tracker:
+    try:
+        return _KINDS[name].begin(run, identity)
+    except Exception as error:  # of a library, a network, an account
+        raise UserError(f"save.trackers={name} cannot begin: {_line(error)}. {_KINDS[name].fix}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+# -- the four --------------------------------------------------------------------------------------------------------
+
+
+def _import_tensorboard() -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter
+
+
+def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
+    """Events of steps that an earlier run has made and that come again are hidden."""
+    writer = _import_tensorboard()(str(run.directory / "tensorboard"), purge_step=run.done + 1)
+
+    def log(numbers: Numbers, step: int) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    return _Tracker("tensorboard", log, writer.close)
+
+
+def _import_wandb() -> Any:
+    import wandb
+    from wandb import Settings, init  # noqa: F401 - a directory wandb/ here can be imported too, and has neither
+
+    return wandb
+
+
+def _wandb(run: Tracked, identity: str | None) -> _Tracker:
+    """Without a key it would ask the terminal for one, and wait."""
+    wandb, offline = _import_wandb(), os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not offline and not wandb.api.api_key:
+        raise UserError("there is no API key for it here")
+    identity = identity or secrets.token_hex(4)
+    began = wandb.init(
+        project=run.project,
+        name=run.name,
+        id=identity,
+        resume="allow",
+        dir=str(run.directory),
+        config=dict(run.config),
+        settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True),
+    )
+    began.define_metric("step")
+    began.define_metric("*", step_metric="step")  # its own counter takes no step twice, and a resumed run has some
+    return _Tracker(identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish)
+
+
+def _import_trackio() -> Any:
+    import trackio
+    from trackio import init  # noqa: F401 - as above
+
+    return trackio
+
+
+def _trackio(run: Tracked, identity: str | None) -> _Tracker:
+    """A run of a name that it knows would be mixed with this one: a new one has a name of its own."""
+    identity = identity or f"{run.name}-{secrets.token_hex(2)}"
+    began = _import_trackio().init(project=run.project, name=identity, config=dict(run.config), resume="allow")
+    return _Tracker(identity, lambda numbers, step: began.log(numbers, step=step), began.finish)
+
+
+def _import_mlflow() -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient
+
+
+def _mlflow(run: Tracked, identity: str | None) -> _Tracker:
+    """By its client, since its `log_metrics` speaks of the thread's own run."""
+    from mlflow.entities import Metric, Param
+
+    here = f"sqlite:///{run.directory.absolute() / 'mlflow.db'}"
+    client = _import_mlflow()(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", here))
+    if identity is None:
+        experiment = client.get_experiment_by_name(run.project)
+        number = experiment.experiment_id if experiment else client.create_experiment(run.project)
+        identity = str(client.create_run(number, run_name=run.name).info.run_id)
+        told = [Param(key, str(value)[:500]) for key, value in run.config.items()]
+        for first in range(0, len(told), _MOST_PARAMETERS):
+            client.log_batch(identity, params=told[first : first + _MOST_PARAMETERS])
+    else:
+        client.update_run(identity, status="RUNNING")
+
+    def log(numbers: Numbers, step: int) -> None:
+        now = int(time.time() * 1000)
+        client.log_batch(identity, metrics=[Metric(name, value, now, step) for name, value in numbers.items()])
+
+    return _Tracker(identity, log, lambda: client.set_terminated(identity))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    imported: Callable[[], object]
+    begin: Callable[[Tracked, str | None], _Tracker]  # from what it called the run before, if it did
+    fix: str  # where it cannot
+
+
+_KINDS = {
+    "tensorboard": _Kind(_import_tensorboard, _tensorboard, "Look at the run directory, or leave it out"),
+    "wandb": _Kind(
+        _import_wandb,
+        _wandb,
+        "`wandb login`, or WANDB_MODE=offline, which writes to the run directory alone (`wandb sync` sends that)",
+    ),
+    "trackio": _Kind(_import_trackio, _trackio, "Name another TRACKIO_DIR, or leave it out"),
+    "mlflow": _Kind(
+        _import_mlflow, _mlflow, "Look at MLFLOW_TRACKING_URI: without it mlflow.db in the run directory is taken"
+    ),
+}

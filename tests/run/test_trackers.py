@@ -1,0 +1,254 @@
+"""Trackers: the numbers as each of them gives them back, runs that go on, and one that fails or lags behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY
+from test_telemetry import a_step
+
+from offload_trainer.errors import UserError
+from offload_trainer.run.launch import prepare_process
+from offload_trainer.run.train import train_run
+from offload_trainer.settings import load_config
+from offload_trainer.telemetry import trackers
+from offload_trainer.telemetry.record import EvalRecord
+from offload_trainer.telemetry.trackers import Tracked, Trackers, _Kind, _Tracker
+
+EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None)
+
+
+def tracked(directory: Path, *, done: int = 0) -> Tracked:
+    return Tracked(directory, "a project", {"train.steps": 4, "data.path": ["a", "b"]}, done)
+
+
+def run(directory: Path, *names: str, steps: tuple[int, ...] = (1, 2), done: int = 0) -> list[str]:
+    """Steps and an evaluation to these, to the end; what was said."""
+    said: list[str] = []
+    sink = Trackers(names, tracked(directory, done=done), say=said.append)
+    for step in steps:
+        sink.step(a_step(step, grad_norm=None if step == 2 else 1.5))
+    sink.evaluation(EVALUATION)
+    sink.close()
+    return said
+
+
+# -- each of the four ------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run(tmp_path, "tensorboard", steps=(1, 2, 3)) == []
+    assert run(tmp_path, "tensorboard", steps=(3, 4), done=2) == []
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [
+        (step, pytest.approx(4.0 - 0.01 * step)) for step in (1, 2, 3, 4)
+    ]
+    assert [e.step for e in found.Scalars("train/grad_norm")] == [1, 3, 4]
+    assert found.Scalars("phases/backward")[0].value == pytest.approx(0.2)
+    assert found.Scalars("validation/loss")[0].value == 2.5
+
+
+def test_mlflow_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert run(tmp_path, "mlflow", steps=(1, 2, 3)) == []
+    assert run(tmp_path, "mlflow", steps=(3, 4), done=2) == []
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("a project")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == (tmp_path.name, "FINISHED")
+    assert found.data.params == {"train.steps": "4", "data.path": "['a', 'b']"}
+    losses = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "train/loss")}
+    assert losses == {step: pytest.approx(4.0 - 0.01 * step) for step in (1, 2, 3, 4)}
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "train/grad_norm")] == [1, 3, 3, 4]
+    assert found.data.metrics["validation/loss"] == 2.5
+
+
+def records_of(log: bytes) -> Iterator[bytes]:
+    """Of a wandb file: 7 bytes, then LevelDB's log, in blocks of 32 KiB, each part after its CRC, length and kind."""
+    whole, at = b"", 7
+    while at + 7 <= len(log):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        whole += log[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # all of a record, or its last part
+            yield whole
+            whole = b""
+
+
+def test_wandb_offline_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert run(tmp_path, "wandb", steps=(1, 2, 3)) == []
+    time.sleep(1.1)  # wandb calls its files by the second
+    assert run(tmp_path, "wandb", steps=(3, 4), done=2) == []
+    losses, names = [], set()
+    for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        for data in records_of(path.read_bytes()):
+            record = Record.FromString(data)
+            if record.HasField("run"):
+                names.add((record.run.project, record.run.run_id, record.run.display_name))
+            items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            losses += [(items["step"], items["train/loss"])] if "train/loss" in items else []
+    assert losses == [(step, pytest.approx(4.0 - 0.01 * step)) for step in (1, 2, 3, 3, 4)]
+    identity = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    assert names == {("a project", identity, tmp_path.name)}
+
+
+def test_wandb_without_an_account_never_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"save.trackers=wandb cannot begin: there is no API key.*WANDB_MODE=offline"):
+        Trackers(["wandb"], tracked(tmp_path), say=print)
+    assert os.listdir(tmp_path) == []
+
+
+def test_trackio_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert run(tmp_path, "trackio", steps=(1, 2, 3)) == []
+    assert run(tmp_path, "trackio", steps=(3, 4), done=2) == []
+    name = json.loads((tmp_path / "trackers.json").read_text())["trackio"]
+    logs = SQLiteStorage.get_logs("a project", name)
+    losses = [(log["step"], log["train/loss"]) for log in logs if "train/loss" in log]
+    assert sorted(losses) == [(step, pytest.approx(4.0 - 0.01 * step)) for step in (1, 2, 3, 3, 4)]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
+def test_one_that_is_missing_is_the_users_to_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
+    with pytest.raises(UserError, match=rf"save.trackers={name}: .*pip install 'offload-trainer\[{name}\]'"):
+        Trackers([name], tracked(tmp_path), say=print)
+    assert os.listdir(tmp_path) == []
+
+
+# -- all of them, by one of this file's ------------------------------------------------------------------------------
+
+
+def put(monkeypatch: pytest.MonkeyPatch, name: str, log, *, begun: list | None = None) -> list:
+    """A tracker called `name` that hands all to `log`; the steps it has ended with."""
+    ended: list[str] = []
+
+    def begin(run: Tracked, identity: str | None) -> _Tracker:
+        (begun if begun is not None else []).append((run, identity))
+        return _Tracker(identity or "a new one", log, lambda: ended.append(name))
+
+    monkeypatch.setitem(trackers._KINDS, name, _Kind(lambda: None, begin, "Mend it"))
+    return ended
+
+
+def test_one_that_fails_is_left_out_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def failing(numbers: dict[str, float], step: int) -> None:
+        raise ConnectionError("the network\nis gone")
+
+    put(monkeypatch, "bad", failing)
+    ended = put(monkeypatch, "good", lambda numbers, step: taken.append(step))
+    said = run(tmp_path, "bad", "good", steps=(1, 2, 3))
+    assert said == ["note: bad gets nothing more of this run, metrics.jsonl has it all: the network is gone"]
+    assert taken == [1, 2, 3, 2]
+    assert ended == ["good"]
+
+
+def test_one_that_stands_still_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(trackers, "_WAITING", 2)
+    monkeypatch.setattr(trackers, "_LAST", 0.05)
+
+    def stuck(numbers: dict[str, float], step: int) -> None:
+        entered.set()
+        go.wait(60)
+
+    put(monkeypatch, "slow", stuck)
+    said: list[str] = []
+    sink = Trackers(["slow"], tracked(tmp_path), say=said.append)
+    sink.step(a_step(1))
+    assert entered.wait(60)
+    for step in (2, 3, 4, 5):  # two wait, two are left out
+        sink.step(a_step(step))
+    sink.close()
+    go.set()
+    assert said == [
+        "note: slow: 2 steps behind, so some are left out there",
+        "note: slow: not all was taken within 0 s; metrics.jsonl has it",
+    ]
+
+
+def test_a_resumed_run_goes_on_in_the_same_one_and_a_new_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list = []
+    put(monkeypatch, "one", lambda *_: None, begun=begun)
+    for done in (0, 2, 0):
+        run(tmp_path, "one", done=done)
+    assert [identity for _, identity in begun] == [None, "a new one", None]
+    (tmp_path / "trackers.json").write_text('{"one": 7}')
+    with pytest.raises(UserError, match=r"trackers.json cannot be read: .*Remove it"):
+        run(tmp_path, "one", done=2)
+
+
+def test_one_that_cannot_begin_refuses_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(run: Tracked, identity: str | None) -> _Tracker:
+        raise OSError("no route to host")
+
+    monkeypatch.setitem(trackers._KINDS, "far", _Kind(lambda: None, begin, "Go nearer"))
+    with pytest.raises(UserError, match=r"^save.trackers=far cannot begin: no route to host. Go nearer$"):
+        Trackers(["far"], tracked(tmp_path), say=print)
+
+
+def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole run: its project, its configuration, and the numbers of each of its steps."""
+    begun: list = []
+    losses: dict[int, float] = {}
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        if "train/loss" in numbers:
+            losses[step] = numbers["train/loss"]
+
+    put(monkeypatch, "trackio", log, begun=begun)
+    words = ["save.trackers=trackio", "save.project=of mine", "--steps", "3", "--output", str(tmp_path / "out")]
+    config = load_config([*TINY, *words])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+    try:
+        prepare_process(config.process)
+        train_run(config)
+    finally:
+        torch.set_num_threads(threads)
+    ((seen, _),) = begun
+    assert (seen.name, seen.project, seen.done) == ("out", "of mine", 0)
+    assert (seen.config["train.steps"], seen.config["save.trackers"]) == (3, ["trackio"])
+    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    assert losses == {step["step"]: step["loss"] for step in map(json.loads, lines)}
+    assert len(losses) == 3

@@ -69,6 +69,8 @@ class _Page(ctypes.Structure):
 
     _fields_ = (
         ("master", ctypes.c_void_p),
+        ("remainder", ctypes.c_void_p),
+        ("ties", ctypes.c_void_p),
         ("moments", _Moment * 2),
         ("grad", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -122,7 +124,7 @@ class CudaKernel:
             some = parts[start : start + _PARTS]
             _set_parts(page, some, scale=scale)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
-            self._gpu.launch(self._kernels[str(format)], page, blocks=blocks, threads=_WARPS * _LANES)
+            self._gpu.launch(self._kernels[str(format.whole)], page, blocks=blocks, threads=_WARPS * _LANES)
 
     def _check(
         self,
@@ -134,8 +136,9 @@ class CudaKernel:
         format: StateFormat,
     ) -> None:
         """What adam.cu relies on: a wrong address is met by nobody else."""
-        n = fields["master"].numel()
+        n = fields[next(iter(format.fields))].numel()
         assert n < 2**31
+        assert not format.remainders or (out is not None and out.dtype is torch.bfloat16)
         for name, field in format.fields.items():
             assert fields[name].numel() >= field.entries(n), name
             assert fields[name].dtype is DTYPES[field.dtype], name
@@ -160,7 +163,9 @@ class CudaKernel:
         format: StateFormat,
     ) -> _Page:
         """All but the parts."""
-        page = _Page(master=fields["master"].data_ptr(), grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
+        page = _Page(grad=grad.data_ptr(), grad_type=TYPES[grad.dtype])
+        for name in ("remainder", "ties") if format.remainders else ("master",):
+            setattr(page, name, fields[name].data_ptr())
         if out is not None:
             page.out, page.out_type = out.data_ptr(), TYPES[out.dtype]
         page.nearest, page.lower, page.cells = (table.data_ptr() for table in self._tables)

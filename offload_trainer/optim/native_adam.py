@@ -1,7 +1,7 @@
 """The update on host memory by a compiled library (native/): one call takes a page from gradient to 16-bit weights.
 
-Of AdamW 28 bytes of memory traffic an element with moments in fp32, 20 in bf16, 16 in 8 bits; of Lion 20 and 16. Bits
-as `TorchKernel`.
+Of AdamW 28 bytes of memory traffic an element with moments in fp32, 20 in bf16, 16 in 8 bits; of Lion 20 and 16; 2 less
+each with masters as remainders. Bits as `TorchKernel`.
 """
 
 from __future__ import annotations
@@ -158,6 +158,8 @@ class _Page(ctypes.Structure):
         ("grad_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
         ("rule", ctypes.c_int32),
+        ("remainder", ctypes.c_void_p),
+        ("ties", ctypes.c_void_p),
     )
 
 
@@ -170,7 +172,8 @@ def _page(
     format: StateFormat,
 ) -> _Page:
     """The page by its addresses; the tensors have to outlive it."""
-    n = fields["master"].numel()
+    n = grad.numel()
+    assert not format.remainders or (out is not None and out.dtype is torch.bfloat16)
     sizes = {name: field.entries(n) for name, field in format.fields.items()}
     for name, tensor in (*fields.items(), ("grad", grad), *([] if out is None else [("out", out)])):
         assert tensor.is_contiguous(), name

@@ -64,6 +64,8 @@ class Kernel(Protocol):
         (plan/formats.py): master fp32; exp_avg and exp_avg_sq fp32, bf16 or uint8, the last with exp_avg_scales
         and exp_avg_sq_scales, fp32[ceil(n / 256)]; of Lion no exp_avg_sq. Each part's rule is the format's. `grad`
         (bf16, fp16, fp32) is only read. `out` (bf16, fp16, fp32, or None) receives the masters rounded to nearest even.
+        Where the format has remainders there is no master but remainder int16[n] and ties int16[ceil(n / 256)]
+        (`remainders.py`), and `out`, in bf16, holds the weights of the masters as they are before.
 
         `parts` ascend, do not overlap and start at multiples of 256; each ends at one too, or at the page's end.
         Outside them not a bit changes, of codes, scales and `out` either. `step` of a part counts from 1. A page may

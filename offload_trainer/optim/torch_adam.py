@@ -1,6 +1,7 @@
 """The update on host memory by torch: AdamW by its fused kernel, Lion by its operations. The reference.
 
-Both know fp32 only. 16-bit and 8-bit moments are widened before and narrowed after, some at a time.
+Both know fp32 only. 16-bit and 8-bit moments, and masters in 16 bits, are widened before and narrowed after, some at a
+time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from offload_trainer.optim.protocol import PageNoise, Stretch, within
+from offload_trainer.optim.remainders import read_masters, write_masters
 from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.stored import stored_moment
 from offload_trainer.plan.formats import FP32, StateFormat
@@ -48,16 +50,19 @@ class TorchKernel:
         noise: PageNoise | None,
     ) -> None:
         """On each of the page's parts, its moments widened before and narrowed after."""
-        whole = format.moments is FP32
+        whole = format.moments is FP32 and not format.remainders
         for part in parts if whole else _pieces(parts, grad.numel()):
             here = slice(part.start, part.end)
             stored = [stored_moment(moment, fields, here) for moment in format.rule.moments]
             wide = [moment.read() for moment in stored]
-            master = fields["master"][here]
+            master = read_masters(fields, out, here)
             for piece, scaled in _scaled_chunks(grad[here], scale, self._scratch):
                 _update(master[piece], [values[piece] for values in wide], scaled, part)
-                if out is not None:
+                if out is not None and not format.remainders:
                     out[here][piece].copy_(master[piece])
+            if format.remainders:
+                assert out is not None
+                write_masters(fields, out, master, here)
             for moment, values in zip(stored, wide, strict=True):
                 moment.write(values, noise=noise.bits(moment.moment.name, here.start) if noise else None)
 

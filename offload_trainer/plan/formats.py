@@ -4,17 +4,20 @@
     Lion    master, exp_avg                                  bf16   2 bytes, rounded stochastically
                                                              8bit   1 byte, and a scale of fp32 for each 256
 
+    a master as   fp32         4 bytes
+                  remainder    2 bytes beside its bf16 weight, and a count for each 256 (`optim/remainders.py`)
+
 A page is its fields, one after the other, each padded to whole sectors; `optim/stored.py` reads and writes moments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from offload_trainer.plan.layout import BLOCK_8BIT, aligned
 
-_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
+_BYTES = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,22 @@ class StateFormat:
 
     rule: UpdateRule
     moments: MomentFormat
+    remainders: bool = False  # of masters that lies on a page what rounding to the bf16 weight took away
 
     def __str__(self) -> str:
-        return f"{self.rule.name}_{self.moments.name}"
+        return f"{self.rule.name}_{self.moments.name}{'_remainders' * self.remainders}"
+
+    @property
+    def whole(self) -> StateFormat:
+        """The same with masters in fp32, as checkpoints hold them."""
+        return replace(self, remainders=False)
 
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Of a page, in the order in which they lie."""
         fields = {"master": Field("fp32")}
+        if self.remainders:
+            fields = {"remainder": Field("int16"), "ties": Field("int16", per=BLOCK_8BIT)}
         for moment in self.rule.moments:
             fields[moment.name] = Field(self.moments.dtype)
             if self.moments.block:
@@ -127,14 +138,14 @@ def is_signed(field: str) -> bool:
 
 @cache
 def state_formats() -> tuple[StateFormat, ...]:
-    """All that there are."""
+    """All that there are, with masters in fp32."""
     return tuple(StateFormat(rule, moments) for rule in RULES.values() for moments in rule.formats)
 
 
 @cache
-def state_format(rule: str, moments: str) -> StateFormat:
+def state_format(rule: str, moments: str, *, remainders: bool = False) -> StateFormat:
     """That of optim.name and optim.states. ValueError where the rule's moments cannot be so."""
-    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments])
-    if found not in state_formats():
+    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments], remainders)
+    if found.whole not in state_formats():
         raise ValueError(f"{found.rule.title} has no moments in {moments}")
     return found

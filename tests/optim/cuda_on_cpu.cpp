@@ -1,6 +1,6 @@
 // The CUDA driver and NVRTC, as far as nvrtc.py calls them, over adam.cu compiled for the CPU.
 //
-// A thread block is as many fibers, which take turns at what waits for others (here only shuffles): upwards in one
+// A thread block is as many fibers, which take turns at what waits for others (shuffles, ballots, barriers of a warp): upwards in one
 // block, downwards in the next. Where a lane would wait for one that has left, or nobody made the context current, the
 // launch fails. The intrinsics are IEEE operations, one by one, with a GPU's NaN: built with -ffp-contract=off.
 
@@ -15,6 +15,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __shared__ static
 #define __launch_bounds__(threads)
 
 namespace {
@@ -47,6 +48,7 @@ float __fmaf_rn(float a, float b, float c) { return given(std::fma(a, b, c)); }
 float __uint2float_rn(unsigned a) { return float(a); }
 unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
+unsigned __popc(unsigned a) { return unsigned(__builtin_popcount(a)); }
 
 // -- fibers -----------------------------------------------------------------------------------------------------------
 
@@ -105,6 +107,22 @@ unsigned __shfl_xor_sync(unsigned mask, unsigned value, unsigned lanes) {
     pass();
     return result;
 }
+
+unsigned __ballot_sync(unsigned mask, bool value) {
+    const unsigned me = threadIdx.x, first = me / 32 * 32;
+    fibers[me].given = value, fibers[me].waits++;
+    pass();
+    unsigned result = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        const Fiber& other = fibers[first + lane];
+        broken |= mask != ~0u || other.done || other.waits != fibers[me].waits;
+        result |= other.given << lane;
+    }
+    pass();
+    return result;
+}
+
+void __syncwarp() { __ballot_sync(~0u, false); }
 
 }  // namespace
 

@@ -2,12 +2,15 @@
 //
 //     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 //
+// A master is in fp32, or a remainder of 16 bits beside its weight in `out`, which is read first.
+//
 // native_adam.py builds this with -O3 -march=native -ffp-contract=off. The loops are plain, for the compiler to
 // vectorise; a product is fused with a sum only where `fused` says so, since that decides the last bit. A block of
 // elements stays in the L1 cache from one loop to the next, so every byte crosses the memory bus once.
 
 #include "formats.h"
 #include "numbers.h"
+#include "remainders.h"
 #include "threads.h"
 
 #ifdef __SSE2__
@@ -141,6 +144,7 @@ struct Page {
     Bits exp_avg_noise, exp_avg_sq_noise;
     Type moments, grad_type, out_type;
     Rule rule;
+    uint16_t *remainder, *ties;  // in place of `master`: remainders.h
 };
 
 struct Part {
@@ -154,6 +158,19 @@ struct Part {
 }
 
 namespace {
+
+// A block's masters: where they lie, or in `joined`.
+inline float* read_masters(const Page& page, int64_t at, int64_t count, float* joined) {
+    if (page.master) return page.master + at;
+    join(static_cast<const uint16_t*>(page.out) + at, page.remainder + at, page.ties[at / BLOCK], joined, count);
+    return joined;
+}
+
+// What is new of them, and of the weights.
+inline void write_masters(const Page& page, const float* master, int64_t at, int64_t count) {
+    if (page.master) return write_rounded(master, page.out_type, at, count, page.out);
+    split(master, static_cast<uint16_t*>(page.out) + at, page.remainder + at, page.ties + at / BLOCK, count);
+}
 
 // A part by a rule: `update` takes `count` elements from `at` on, at most BLOCK.
 template <Type MOMENTS>
@@ -173,19 +190,20 @@ struct Lion {
 
 template <Type MOMENTS>
 void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
-    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK];
+    alignas(64) float grad[BLOCK], first[BLOCK], second[BLOCK], joined[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
     const int64_t block = at / BLOCK;
+    float* const master = read_masters(page, at, count, joined);
     read_gradient(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
         float *exp_avg = static_cast<float*>(page.exp_avg) + at, *exp_avg_sq = static_cast<float*>(page.exp_avg_sq) + at;
-        adam<false>(step, correction, {}, page.master + at, exp_avg, exp_avg_sq, grad, count);
+        adam<false>(step, correction, {}, master, exp_avg, exp_avg_sq, grad, count);
     } else if (MOMENTS == BF16) {
         uint16_t *exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
         uint16_t *exp_avg_sq = static_cast<uint16_t*>(page.exp_avg_sq) + at;
         decode_bf16(exp_avg, first, count);
         decode_bf16(exp_avg_sq, second, count);
-        adam<false>(step, correction, {}, page.master + at, first, second, grad, count);
+        adam<false>(step, correction, {}, master, first, second, grad, count);
         draw(page.exp_avg_noise, at, count, chance);
         encode_bf16(first, chance, exp_avg, count);
         draw(page.exp_avg_sq_noise, at, count, chance);
@@ -197,29 +215,30 @@ void Adam<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
         const Scales scales{page.exp_avg_scales[block], page.exp_avg_sq_scales[block]};
         decode_8bit(exp_avg, tables, 1, first, count);
         decode_8bit(exp_avg_sq, tables, 0, second, count);
-        adam<true>(step, correction, scales, page.master + at, first, second, grad, count);
+        adam<true>(step, correction, scales, master, first, second, grad, count);
         encode_8bit(first, tables.nearest, exp_avg, page.exp_avg_scales + block, count);
         draw(page.exp_avg_sq_noise, at, count, chance);
         encode_8bit_stochastically(second, tables, chance, exp_avg_sq, page.exp_avg_sq_scales + block, count);
     }
-    write_rounded(page.master + at, page.out_type, at, count, page.out);
+    write_masters(page, master, at, count);
 }
 
 template <Type MOMENTS>
 void Lion<MOMENTS>::update(const Page& page, int64_t at, int64_t count) const {
-    alignas(64) float grad[BLOCK], wide[BLOCK];
+    alignas(64) float grad[BLOCK], wide[BLOCK], joined[BLOCK];
     alignas(64) uint32_t chance[BLOCK];
+    float* const master = read_masters(page, at, count, joined);
     read_gradient(page.grad, page.grad_type, at, count, step.scale, grad);
     if (MOMENTS == F32) {
-        lion(step, page.master + at, static_cast<float*>(page.exp_avg) + at, grad, count);
+        lion(step, master, static_cast<float*>(page.exp_avg) + at, grad, count);
     } else {
         uint16_t* exp_avg = static_cast<uint16_t*>(page.exp_avg) + at;
         decode_bf16(exp_avg, wide, count);
-        lion(step, page.master + at, wide, grad, count);
+        lion(step, master, wide, grad, count);
         draw(page.exp_avg_noise, at, count, chance);
         encode_bf16(wide, chance, exp_avg, count);
     }
-    write_rounded(page.master + at, page.out_type, at, count, page.out);
+    write_masters(page, master, at, count);
 }
 
 // -- a page ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""Masters as the remainder of their rounding: every one comes back, and an update gives the bits of masters in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from emulated import EmulatedGpu
+from parts import ADAMW, FORMATS, by_rule, form, part
+
+from offload_trainer.optim.cuda_adam import CudaKernel
+from offload_trainer.optim.kernels import random_page
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
+from offload_trainer.optim.remainders import join, read_masters, split, with_remainders
+from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.torch_adam import TorchKernel
+
+# 0, the least and the greatest subnormal, even and odd, around a carry into the exponent, what rounds to infinity,
+# infinity and quiet NaN, of both signs
+UPPERS = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x42FF, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF]
+NATIVE_OR_TORCH = [TorchKernel, NativeKernel]
+
+
+def masters(words: torch.Tensor) -> torch.Tensor:
+    """fp32 of these bits (int64, each below 2^32)."""
+    return words.to(torch.int32).view(torch.float32)
+
+
+def of_uppers() -> torch.Tensor:
+    """Each lower half with each of `UPPERS`, by the lower half: a block is of one or two of them."""
+    uppers = torch.tensor([sign | upper for upper in UPPERS for sign in (0, 0x8000)])
+    return masters((torch.arange(2**16)[:, None] | uppers[None, :] << 16).reshape(-1))
+
+
+def split_up(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    n = master.numel()
+    weights, remainders = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
+    ties = torch.empty(-(-n // 256), dtype=torch.int16)
+    split(master, weights, remainders, ties)
+    return weights, remainders, ties
+
+
+def joined(master: torch.Tensor) -> torch.Tensor:
+    back = torch.full_like(master, 0.5)
+    join(*split_up(master), back)
+    return back
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
+
+
+def quiet(master: torch.Tensor) -> torch.Tensor:
+    """The bits of masters after any arithmetic: a NaN that signals does so no longer."""
+    return torch.where(master.isnan(), bits(master) | 0x400000, bits(master))
+
+
+def kept_by(kernel: Kernel, master: torch.Tensor) -> bool:
+    """Whether an update by a rate of 0 leaves these masters' halves as they are; NaN are quiet ones."""
+    format, n = replace(form("fp32"), remainders=True), master.numel()
+    fields, weights = with_remainders(
+        {"master": master, "exp_avg": torch.zeros(n), "exp_avg_sq": torch.zeros(n)}, format
+    )
+    before = [fields["remainder"].clone(), fields["ties"].clone(), weights.clone()]
+    still = AdamW(0.0, (0.9, 0.95), 1e-8, 0.0)
+    grad = torch.zeros(n, dtype=torch.bfloat16)
+    kernel.update_page(fields, grad, weights, [Stretch(0, n, still, 1)], format=format, scale=1.0, noise=None)
+    after = [fields["remainder"], fields["ties"], weights]
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, after, strict=True))
+
+
+def test_the_weight_is_the_master_to_nearest_even() -> None:
+    master = of_uppers()
+    master = master[~master.isnan()]
+    weights, _, _ = split_up(master)
+    assert torch.equal(weights.view(torch.int16), master.bfloat16().view(torch.int16))
+    assert masters(torch.tensor([0x7F7FFFFF])).bfloat16().isinf()
+    assert bits(joined(masters(torch.tensor([0x7F7FFFFF])))).item() == 0x7F7FFFFF
+
+
+def test_every_master_comes_back() -> None:
+    master = of_uppers()
+    assert torch.equal(bits(joined(master)), quiet(master))
+    shuffled = master[torch.randperm(master.numel(), generator=torch.Generator().manual_seed(0))]
+    assert torch.equal(bits(joined(shuffled)), quiet(shuffled))
+
+
+@pytest.mark.parametrize("share", [0.004, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("n", [1, 255, 256, 70_001])
+def test_ties_anywhere_in_a_block(n: int, share: float) -> None:
+    """Of all numbers in the middle half are rounded down: their places take the room of others' halves."""
+    random = torch.Generator().manual_seed(n)
+    words = torch.randint(0, 0x7F800000, (n,), generator=random) | torch.randint(0, 2, (n,), generator=random) << 31
+    tie = torch.rand(n, generator=random) < share
+    up = torch.rand(n, generator=random) < 0.2
+    words = torch.where(tie, words & ~0x1FFFF | 0x8000, torch.where(up, words | 0x18000, words))
+    master = masters(words)
+    _, _, ties = split_up(master)
+    down = (words & 0x1FFFF) == 0x8000
+    expected = torch.nn.functional.pad(down, (0, -n % 256)).view(-1, 256).sum(dim=1)
+    assert torch.equal(ties.long(), expected)
+    assert torch.equal(bits(joined(master)), bits(master))
+    for kernel in (TorchKernel(), NativeKernel(), CudaKernel(EmulatedGpu(), fuses=True)):
+        assert kept_by(kernel, master), kernel.name
+
+
+@pytest.mark.parametrize("kind", NATIVE_OR_TORCH)
+def test_kernels_keep_every_master(kind: type[Kernel]) -> None:
+    assert kept_by(kind(), masters(quiet(of_uppers()).long() & 0xFFFFFFFF))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 2**32, 2**28))
+def test_all_there_are(first: int) -> None:
+    """All 2^32 masters, 256 of one lower half in a block, by the functions and by the native kernel."""
+    kernel = NativeKernel()
+    for start in range(first, first + 2**28, 2**24):
+        words = (start + torch.arange(2**24)).view(256, 65536).T.reshape(-1)
+        master = masters(words)
+        assert torch.equal(bits(joined(master)), quiet(master))
+        weights, number = split_up(master)[0], ~master.isnan()
+        assert torch.equal(weights[number].view(torch.int16), master[number].bfloat16().view(torch.int16))
+        assert kept_by(kernel, quiet(master).view(torch.float32))
+
+
+@pytest.mark.parametrize("states", list(FORMATS))
+def test_updates_have_the_bits_of_masters_in_fp32(states: str) -> None:
+    """Over steps, by each kernel: weights, moments, and the masters that come back, with ties among them."""
+    n, format = 20_000, form(states)  # not a multiple of 256
+    halves = replace(format, remainders=True)
+    page, grad = random_page(n, format)
+    bits(page["master"])[::100] &= ~0xFFFF
+    bits(page["master"])[::100] |= 0x8000
+    still = part(9_984, n, 0.0, 7)
+    parts = by_rule(states, [part(256, 4096, 0.1, 7), part(4096, 9_728, 0.0, 7), still])
+    parts[-1] = replace(parts[-1], hyper=replace(parts[-1].hyper, lr=0.0))  # where ties come back
+    for kernel in (TorchKernel(), NativeKernel(), CudaKernel(EmulatedGpu(), fuses=True)):
+        whole = {name: tensor.clone() for name, tensor in page.items()}
+        out = whole["master"].bfloat16()
+        fields, weights = with_remainders({name: tensor.clone() for name, tensor in page.items()}, halves)
+        assert sum(fields["ties"].tolist()) > 50
+        for step in range(1, 4):
+            noise = PageNoise(Noise(1, step), 3, 4096)
+            given = grad.roll(step).clamp(-6e4, 6e4).bfloat16()
+            kernel.update_page(whole, given, out, parts, format=format, scale=0.37, noise=noise)
+            kernel.update_page(fields, given, weights, parts, format=halves, scale=0.37, noise=noise)
+        assert torch.equal(bits(read_masters(fields, weights)), bits(whole["master"]))
+        assert torch.equal(weights.view(torch.int16), out.view(torch.int16))
+        assert torch.equal(out, whole["master"].bfloat16())
+        for moment in set(page) - {"master"}:
+            assert torch.equal(fields[moment].view(torch.uint8), whole[moment].view(torch.uint8)), moment
+        assert not torch.equal(whole["master"], page["master"])
+
+
+def test_bytes_a_parameter() -> None:
+    assert replace(form("fp32"), remainders=True).bytes_each == pytest.approx(10.0, abs=0.01)
+    assert replace(form("8bit"), remainders=True).bytes_each == pytest.approx(4.04, abs=0.01)
+    assert replace(form("lion_bf16"), remainders=True).bytes_each == pytest.approx(4.0, abs=0.01)
+    assert replace(form("fp32"), remainders=True).whole == form("fp32")
+
+
+def test_what_a_drive_has_broken_stays_inside_its_block() -> None:
+    """Wrong numbers, and no access beyond the block."""
+    n = 1000
+    fields, weights = with_remainders(random_page(n, form("fp32"))[0], replace(form("fp32"), remainders=True))
+    expected = read_masters(fields, weights)
+    for count in (-1, 1, 200, 256, 257, 32767):
+        broken = {name: tensor.clone() for name, tensor in fields.items()}
+        broken["ties"][1] = count
+        for kernel in (TorchKernel(), NativeKernel(), CudaKernel(EmulatedGpu(), fuses=True)):
+            found = {name: tensor.clone() for name, tensor in broken.items()}
+            out = weights.clone()
+            parts = [part(0, n, 0.1, 1, hyper=replace(ADAMW, lr=0.0))]
+            grad, halves = torch.zeros(n), replace(form("fp32"), remainders=True)
+            kernel.update_page(found, grad, out, parts, format=halves, scale=1.0, noise=None)
+            for left in (slice(0, 256), slice(512, n)):
+                assert torch.equal(read_masters(found, out)[left], expected[left])

@@ -21,7 +21,7 @@ from offload_trainer.settings import dump_config, load_config, refuse_unwritable
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once
 from offload_trainer.streams import lasting_streams
 from offload_trainer.units import format_bytes, parse_bytes, shown
-from offload_trainer.usage import help_text, take_command
+from offload_trainer.usage import help_text, take_command, take_count, take_switches, take_value
 
 
 def main(words: list[str] | None = None) -> int:
@@ -56,16 +56,9 @@ def _carry_out(words: list[str]) -> None:
         _COMMANDS[name or "train"](words)
 
 
-def _take(words: list[str], *names: str) -> set[str]:
-    """Remove these switches from the words; returns those that were there."""
-    found = {name for name in names if name in words}
-    words[:] = [word for word in words if word not in found]
-    return found
-
-
 def _train(words: list[str]) -> None:
     given = list(words)
-    switches = _take(words, "--dry-run", "--print-config")
+    switches = take_switches(words, "--dry-run", "--print-config")
     config = load_config(words)
     if "--print-config" in switches:
         print(dump_config(config), end="")
@@ -86,8 +79,8 @@ def _train(words: list[str]) -> None:
 
 
 def _plan(words: list[str]) -> None:
-    as_json = bool(_take(words, "--json"))
-    name, nodes = _value(words, "--machine"), _value(words, "--nodes")
+    as_json = bool(take_switches(words, "--json"))
+    name, nodes = take_value(words, "--machine"), take_value(words, "--nodes")
     if name is None and nodes is not None:
         raise UserError(
             "--nodes belongs to --machine, whose links say what is between them: `plan --machine NAME|FILE`"
@@ -113,30 +106,8 @@ def _plan(words: list[str]) -> None:
     plan.refuse(force=config.placement.force)
 
 
-def _value(words: list[str], name: str) -> str | None:
-    """Remove a flag that only this command has, with its value; returns the value."""
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag != name:
-            continue
-        if not equals and place + 1 == len(words):
-            raise UserError(f"{name} needs a value")
-        found = value if equals else words[place + 1]
-        del words[place : place + (1 if equals else 2)]
-        return found
-    return None
-
-
-def _count(words: list[str], name: str, *, otherwise: int) -> int:
-    text = _value(words, name)
-    if text is None:
-        return otherwise
-    if not text.isdigit() or not int(text):
-        raise UserError(f"{name} {text}: it should be a whole number, at least 1")
-    return int(text)
-
-
-def _print_plan(words: list[str], *, as_json: bool) -> None:
+def _print_plan(words: list[str], *, as_json: bool) -> Plan:
+    """Of a run that could start here; UserError for one that could not."""
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
@@ -149,6 +120,7 @@ def _print_plan(words: list[str], *, as_json: bool) -> None:
     _show(planned.plan, as_json=as_json)
     refuse(planned)
     check_start(planned, say=_say)
+    return planned.plan
 
 
 def _show(plan: Plan, *, as_json: bool) -> None:
@@ -156,8 +128,8 @@ def _show(plan: Plan, *, as_json: bool) -> None:
 
 
 def _bench(words: list[str]) -> None:
-    as_json = bool(_take(words, "--json"))
-    gigabytes = _count(words, "--drive-gigabytes", otherwise=0)
+    as_json = bool(take_switches(words, "--json"))
+    gigabytes = take_count(words, "--drive-gigabytes", otherwise=0)
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
@@ -179,11 +151,11 @@ def _bench(words: list[str]) -> None:
 
 
 def _tune(words: list[str]) -> None:
-    as_json = bool(_take(words, "--json"))
-    path = Path(_value(words, "--write") or "tuned.yaml")
+    as_json = bool(take_switches(words, "--json"))
+    path = Path(take_value(words, "--write") or "tuned.yaml")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--write {path}: {path.absolute().parent} is not a directory")
-    steps = _count(words, "--trial-steps", otherwise=6)
+    steps = take_count(words, "--trial-steps", otherwise=6)
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
@@ -212,7 +184,7 @@ def _tune(words: list[str]) -> None:
 
 
 def _doctor(words: list[str]) -> None:
-    as_json = bool(_take(words, "--json"))
+    as_json = bool(take_switches(words, "--json"))
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
@@ -264,9 +236,9 @@ def _export(words: list[str]) -> None:
 def export_wish(words: list[str]) -> dict[str, Any]:
     """What the words after `export` ask for: the arguments of `export.weights.export`. UserError for mistakes."""
     refuse_unwritable(words)
-    switches = _take(words, "--check", "--mixed")
-    dtype = _value(words, "--dtype") or "fp16"
-    largest = _value(words, "--max-shard-size")
+    switches = take_switches(words, "--check", "--mixed")
+    dtype = take_value(words, "--dtype") or "fp16"
+    largest = take_value(words, "--max-shard-size")
     if unknown := [word for word in words if word.startswith("-")]:
         known = "--dtype, --max-shard-size, --check, --mixed"
         raise UserError(f"export: {unknown[0]}: there is no such flag; known: {known}")
@@ -296,8 +268,8 @@ def export_wish(words: list[str]) -> dict[str, Any]:
 def _sample(words: list[str]) -> None:
     from offload_trainer.run.draw import draw_of
 
-    prompt, given = _value(words, "--prompt") or "", {"tokens": _value(words, "--tokens")}
-    given |= {"temperature": _value(words, "--temperature"), "seed": _value(words, "--seed")}
+    prompt, given = take_value(words, "--prompt") or "", {"tokens": take_value(words, "--tokens")}
+    given |= {"temperature": take_value(words, "--temperature"), "seed": take_value(words, "--seed")}
     draw = draw_of(words, "sample", **given)
     _offline()
     from offload_trainer.run.generate import sample
@@ -308,8 +280,8 @@ def _sample(words: list[str]) -> None:
 def _chat(words: list[str]) -> None:
     from offload_trainer.run.draw import draw_of
 
-    given = {"tokens": _value(words, "--tokens")}
-    given |= {"temperature": _value(words, "--temperature"), "seed": _value(words, "--seed")}
+    given = {"tokens": take_value(words, "--tokens")}
+    given |= {"temperature": take_value(words, "--temperature"), "seed": take_value(words, "--seed")}
     draw = draw_of(words, "chat", **given)
     _offline()
     from offload_trainer.run.generate import chat
@@ -318,13 +290,49 @@ def _chat(words: list[str]) -> None:
 
 
 def _runs(words: list[str]) -> None:
-    as_json = bool(_take(words, "--json"))
+    as_json = bool(take_switches(words, "--json"))
     if len(words) > 1 or any(word.startswith("-") for word in words):
         raise UserError(f"runs needs at most one DIR; got {', '.join(map(shown, words))}")
     from offload_trainer.run.runs import runs_in, table
 
     found = runs_in(Path(words[0] if words else "runs"))
     print(json.dumps([run.to_json() for run in found], indent=1) if as_json else shown(table(found)))
+
+
+def _init(words: list[str]) -> None:
+    path = Path(take_value(words, "--write") or "train.yaml")
+    from offload_trainer.run.init import ask_for, configured
+    from offload_trainer.run.recipes import refuse_taken, write_new
+
+    refuse_taken(path)
+    words = ask_for(words, sys.stdin, say=_say)
+    plan = _print_plan(words, as_json=False)
+    write_new(path, configured(words, plan.describe(), path))
+    print(shown(f"{path}: written; `offload-train {path}` trains"))
+
+
+def _ls(words: list[str]) -> None:
+    as_json = bool(take_switches(words, "--json"))
+    if words:
+        raise UserError(f"ls needs no words; got {', '.join(map(shown, words))}")
+    from offload_trainer.run.recipes import listing, recipes
+
+    found = recipes()
+    print(json.dumps([recipe.to_json() for recipe in found], indent=1) if as_json else listing(found))
+
+
+def _cp(words: list[str]) -> None:
+    refuse_unwritable(words)
+    from offload_trainer.run.recipes import copy_recipe
+
+    path, command = copy_recipe(words)
+    print(shown(f"{path}: written; {command}"))
+
+
+def _completion(words: list[str]) -> None:
+    from offload_trainer.completion import script
+
+    print(script(words), end="")
 
 
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -338,6 +346,10 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "sample": _sample,
     "chat": _chat,
     "runs": _runs,
+    "init": _init,
+    "ls": _ls,
+    "cp": _cp,
+    "completion": _completion,
 }
 
 

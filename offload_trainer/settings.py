@@ -126,7 +126,7 @@ class _Draft:
         if key in _GONE_KEYS:
             self.mistakes.append(_gone(spelled, key))
             return
-        annotation = _annotation(section, name)
+        annotation = annotation_of(section, name)
         if annotation is None and not _overrides_key(section, name):
             self.mistakes.append(_unknown(spelled, key, known=all_keys()))
             return
@@ -183,7 +183,8 @@ def describe_key(key: str) -> str:
     return str(model.model_fields[name].description)
 
 
-def _annotation(section: str, name: str) -> Any:
+def annotation_of(section: str, name: str) -> Any:
+    """The type of a key; None where there is no such key."""
     info = TrainConfig.model_fields.get(section)
     if info is None or not isinstance(info.annotation, type):
         return None
@@ -326,9 +327,10 @@ def refuse_unwritable(words: list[str]) -> None:
         raise UserError(f"{shown(broken[0])}: not UTF-8, as the files that are written must be; use another name")
 
 
-def dump_config(config: TrainConfig) -> str:
-    """The complete configuration as YAML that `load_config` reads back to an equal one."""
-    values = config.model_dump(mode="json")
+def dump_config(config: TrainConfig, *, given_only: bool = False) -> str:
+    """The configuration as YAML that `load_config` reads back to an equal one: complete, or what was said of it."""
+    values = config.model_dump(mode="json", exclude_unset=given_only)
     if config.train.tokens_per_step != "auto":  # which chooses those two
-        del values["train"]["micro_batch"], values["train"]["accumulate"]
+        for name in ("micro_batch", "accumulate"):
+            values["train"].pop(name, None)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

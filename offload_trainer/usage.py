@@ -101,6 +101,30 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         (("--json", "print JSON"),),
         "DIR is looked through at any depth; runs otherwise.",
     ),
+    "init": (
+        "ask for a model, a text and a drive, and write a configuration with its plan",
+        _CONFIG,
+        (("--write FILE.yaml", "where it goes; train.yaml otherwise"),),
+        "What a flag or a key says is not asked for. 2: the plan does not fit, and nothing is written.",
+    ),
+    "ls": (
+        "list the recipes that come with the package: what each is for and needs",
+        "",
+        (("--json", "print JSON"),),
+        "",
+    ),
+    "cp": (
+        "copy a recipe, to change and to train with",
+        "NAME [DEST]",
+        (),
+        "DEST is a file or a directory; NAME.yaml here otherwise. Nothing is overwritten.",
+    ),
+    "completion": (
+        "print what makes a shell complete commands, flags, keys and their values",
+        "bash|zsh",
+        (),
+        "In ~/.bashrc or ~/.zshrc: source <(offload-train completion bash), or zsh.",
+    ),
 }
 
 _START = """\
@@ -113,14 +137,14 @@ def help_text(command: str | None = None) -> str:
     """Of one command, or of the program."""
     if command is None:
         lines = [f"offload-train {_CONFIG}", ""]
-        lines += [f"offload-train {name:<9}{told}" for name, (told, *_) in _COMMANDS.items()]
+        lines += [f"offload-train {name:<12}{told}" for name, (told, *_) in _COMMANDS.items()]
         lines += ["", _START, "`offload-train COMMAND --help` says more of one.", "", *_flags()]
         return "\n".join([*lines, "", _REST])
     told, words, switches, more = _COMMANDS[command]
-    lines = [f"offload-train {command} {words}", "", f"{told[0].upper()}{told[1:]}."]
+    lines = [f"offload-train {command} {words}".rstrip(), "", f"{told[0].upper()}{told[1:]}."]
     lines += ["", *(_entry(name, what) for name, what in switches)] if switches else []
     lines += ["", more] if more else []
-    return "\n".join([*lines, "", *_flags(), "", _REST] if words == _CONFIG else lines)
+    return "\n".join([*lines, "", *_flags(), "", _REST] if takes_keys(command) else lines)
 
 
 _REST = "Every other key is section.key=value; docs/config.md lists them all."
@@ -134,6 +158,21 @@ def _flags() -> list[str]:
 def _entry(name: str, what: str) -> str:
     """One line; the name never runs into what it means."""
     return f"  {name:<36}  {what}"
+
+
+def command_names() -> list[str]:
+    """In the order of `--help`."""
+    return list(_COMMANDS)
+
+
+def switches_of(command: str) -> dict[str, bool]:
+    """A command's own flags, and whether a value follows each."""
+    return {name: bool(value) for name, _, value in (told.partition(" ") for told, _ in _COMMANDS[command][2])}
+
+
+def takes_keys(command: str) -> bool:
+    """Whether its words are a configuration."""
+    return _COMMANDS[command][1] == _CONFIG
 
 
 def take_command(words: list[str]) -> str | None:
@@ -150,3 +189,33 @@ def take_command(words: list[str]) -> str | None:
     near = difflib.get_close_matches(words[0], _COMMANDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"{words[0]}: neither a command ({', '.join(_COMMANDS)}) nor a configuration file{hint}")
+
+
+def take_switches(words: list[str], *names: str) -> set[str]:
+    """Remove these switches from the words; returns those that were there."""
+    found = {name for name in names if name in words}
+    words[:] = [word for word in words if word not in found]
+    return found
+
+
+def take_value(words: list[str], name: str) -> str | None:
+    """Remove a flag that only this command has, with its value; returns the value."""
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag != name:
+            continue
+        if not equals and place + 1 == len(words):
+            raise UserError(f"{name} needs a value")
+        found = value if equals else words[place + 1]
+        del words[place : place + (1 if equals else 2)]
+        return found
+    return None
+
+
+def take_count(words: list[str], name: str, *, otherwise: int) -> int:
+    text = take_value(words, name)
+    if text is None:
+        return otherwise
+    if not text.isdigit() or not int(text):
+        raise UserError(f"{name} {text}: it should be a whole number, at least 1")
+    return int(text)

@@ -26,6 +26,7 @@ HOUSE = (
     ("session",),
     ("hf",),
     ("usage",),
+    ("completion",),
     ("cli",),
     ("__main__", ""),
 )

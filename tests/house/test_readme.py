@@ -11,6 +11,7 @@ import pytest
 from offload_trainer.cli import export_wish
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.draw import draw_of
+from offload_trainer.run.recipes import recipes
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,14 +40,17 @@ def test_commands(command: str) -> None:
         given = {flag: words.pop(words.index(f"--{flag}") + 1) for flag in ("prompt", "tokens") if f"--{flag}" in words}
         assert draw_of([word for word in words[1:] if not word.startswith("--")], words[0], **given).tokens
         return
-    if words[0] in ("plan", "bench", "tune", "doctor", "prepare"):
+    if words[0] in ("plan", "bench", "tune", "doctor", "prepare", "init"):
         words = [word for word in words[1:] if word != "--json"]
         for flag in ("--machine", "--nodes", "--write", "--drive-gigabytes"):
             if flag in words:
                 value = words.pop(words.index(flag) + 1)
                 words.remove(flag)
                 assert flag != "--machine" or read_machine(value)
-    if words in (["--help"], ["runs"]):
+    if words[0] == "cp":
+        assert words[1] in [recipe.name for recipe in recipes()]
+        return
+    if words in (["--help"], ["runs"], ["ls"]):
         return
     load_config(words)
 

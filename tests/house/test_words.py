@@ -20,7 +20,7 @@ from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
 from offload_trainer.usage import help_text
 
-WITHOUT_FLAGS = ("export", "sample", "chat", "runs")
+WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "ls", "cp", "completion")
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 
 
@@ -46,7 +46,7 @@ def test_help_knows_each_switch(command: str) -> None:
     taken = {
         word.value
         for call in calls
-        if isinstance(call.func, ast.Name) and call.func.id in ("_take", "_value", "_count")
+        if isinstance(call.func, ast.Name) and call.func.id in ("take_switches", "take_value", "take_count")
         for word in call.args
         if isinstance(word, ast.Constant) and str(word.value).startswith("--")
     }

@@ -1,0 +1,107 @@
+"""The recipes that come with the package: what they are, and a copy to change.
+
+# What it is, in a sentence or more.
+# run:    offload-train configs/NAME.yaml ...
+# plan:   offload-train plan configs/NAME.yaml --machine ...      where it needs a large machine
+# memory: gpu ..., ram ..., ...                                   what that plan says
+keys
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from offload_trainer.errors import UserError
+from offload_trainer.units import shown
+
+_HEAD = re.compile(r"^# (run|plan|memory): +(.*)$")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the first lines of one say."""
+
+    name: str
+    told: str
+    run: str  # the command, which names it as configs/NAME.yaml
+    memory: str | None  # of the machine in its `plan` line
+    text: str  # all of it
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def recipes() -> list[Recipe]:
+    """All of them, by name."""
+    folder = files("offload_trainer") / "recipes"
+    found = {item.name.removesuffix(".yaml"): item.read_text(encoding="utf-8") for item in folder.iterdir()}
+    return [_recipe(name, text) for name, text in sorted(found.items())]
+
+
+def _recipe(name: str, text: str) -> Recipe:
+    told, heads = [], {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if head := _HEAD.match(line):
+            heads[head[1]] = head[2]
+        else:
+            told.append(line.removeprefix("#").strip())
+    return Recipe(name, " ".join(told), heads["run"], heads.get("memory"), text)
+
+
+def listing(found: list[Recipe]) -> str:
+    """A line for each, and below it what it needs."""
+    width = max(len(recipe.name) for recipe in found)
+    lines = []
+    for recipe in found:
+        lines.append(f"{recipe.name:<{width}}  {recipe.told}")
+        if recipe.memory:
+            lines.append(f"{'':<{width}}  needs {recipe.memory}")
+    return "\n".join([*lines, "", "`offload-train cp NAME` writes NAME.yaml here, to change and to train with."])
+
+
+def copy_recipe(words: list[str]) -> tuple[Path, str]:
+    """Write the recipe NAME to DEST, a file or a directory, or else NAME.yaml; where it is, and its command.
+
+    The commands in it name the copy. UserError for other words, a name that there is not, and where something is there.
+    """
+    if not 1 <= len(words) <= 2 or any(word.startswith("-") for word in words):
+        given = ", ".join(map(shown, words)) or "nothing"
+        raise UserError(f"cp needs NAME, and DEST if it should not be NAME.yaml; got {given}")
+    known = {recipe.name: recipe for recipe in recipes()}
+    name = words[0].removesuffix(".yaml")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{shown(name)}: no such recipe ({', '.join(known)}){hint}")
+    path = Path(words[1] if len(words) > 1 else f"{name}.yaml")
+    if path.is_dir():
+        path = path / f"{name}.yaml"
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{shown(str(path))}: a configuration's name ends in .yaml, and there is no such directory")
+    ours = f"configs/{name}.yaml"
+    write_new(path, known[name].text.replace(ours, quote(str(path))))
+    return path, known[name].run.replace(ours, quote(str(path)))
+
+
+def refuse_taken(path: Path) -> None:
+    """UserError where something is there already."""
+    if path.is_symlink() or path.exists():
+        raise UserError(f"{shown(str(path))}: already there; name another file, or move it away")
+
+
+def write_new(path: Path, text: str) -> None:
+    """UserError where something is there already, or its directory is not there or not writable."""
+    refuse_taken(path)
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{shown(str(path))}: {error.strerror}; name another file") from error

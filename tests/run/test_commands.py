@@ -1,0 +1,203 @@
+"""Commands around a run: recipes listed and copied, a configuration asked for, and what a shell completes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import environment
+
+from offload_trainer import cli
+from offload_trainer.completion import SHELLS, script
+from offload_trainer.run.recipes import recipes
+from offload_trainer.settings import FLAGS, all_keys, load_config
+from offload_trainer.usage import command_names
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+SMALL = ["model.overrides.n_layer=1", "model.overrides.n_embd=16", "--seq-len", "32", "--micro-batch", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# -- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_listed_with_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line and line[0] not in " `"] == NAMES
+    told = " ".join(lines)
+    for path in (ROOT / "configs").glob("*.yaml"):
+        heads = [line for line in path.read_text().splitlines() if line.startswith("# memory: ")]
+        assert all(head.removeprefix("# memory: ") in told for head in heads)
+    assert cli.main(["ls", "--json"]) == 0
+    held = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
+    assert held["demo"]["run"] == "offload-train configs/demo.yaml --nvme /mnt/ssd"
+    assert held["demo"]["memory"] is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_is_the_recipe_under_its_own_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    for words, path in (
+        ([name], f"{name}.yaml"),
+        ([f"{name}.yaml", "a b.yaml"], "a b.yaml"),
+        ([name, "mine"], f"mine/{name}.yaml"),
+    ):
+        assert cli.main(["cp", *words]) == 0
+        told = capsys.readouterr().out
+        text = (tmp_path / path).read_text()
+        assert load_config([path]) == load_config([str(ROOT / f"configs/{name}.yaml")])
+        assert "configs/" not in text + told
+        shell = f"'{path}'" if " " in path else path
+        assert told.startswith(f"{path}: written; offload-train {shell} ")
+        assert f"# run:    offload-train {shell} " in text
+
+
+@pytest.mark.parametrize("there", ["a file", "a link to nothing"])
+def test_a_copy_overwrites_nothing(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "demo.yaml"
+    path.write_text("mine") if there == "a file" else path.symlink_to("nowhere")
+    assert cli.main(["cp", "demo"]) == 2
+    assert "demo.yaml: already there" in capsys.readouterr().err
+    assert (path.read_text() == "mine") if there == "a file" else not (tmp_path / "nowhere").exists()
+
+
+# -- three questions -------------------------------------------------------------------------------------------------
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def test_three_answers_make_a_configuration_with_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each question again until its answer can be; the file trains what was answered, and shows what plan says."""
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "books.txt").write_text("It was the best of times. " * 500)
+    answered(monkeypatch, "no-such-model", "gpt2-mini", "nowhere.txt", "books.txt", "nowhere", "ssd")
+    assert cli.main(["init", *SMALL, "--write", "mine.yaml"]) == 0
+    told = capsys.readouterr()
+    for refused in (
+        "no-such-model: neither a preset",
+        "no such file or directory: nowhere.txt",
+        "nowhere: no such",
+    ):
+        assert refused in told.err
+    assert "mine.yaml: written; `offload-train mine.yaml` trains" in told.out
+    words = [*SMALL, "--model", "gpt2-mini", "--data", "books.txt", "--nvme", "ssd"]
+    assert load_config(["mine.yaml"]) == load_config(words)
+    assert cli.main(["plan", "mine.yaml"]) == 0
+    plan = capsys.readouterr().out
+    text = (tmp_path / "mine.yaml").read_text()
+    homes = next(line for line in plan.splitlines() if line.startswith("plan: "))
+    assert f"# {homes}\n" in text
+    assert text.count("\n# ") >= len(plan.splitlines())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["books.txt", "mine.yaml", "ssd"]
+
+
+def test_what_is_said_is_not_asked_and_nothing_means_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.yaml").write_text("data:\n  path: [builtin]\n")
+    answered(monkeypatch, "", "")
+    assert cli.main(["init", "small.yaml", *SMALL]) == 0
+    asked = [line for line in capsys.readouterr().err.splitlines() if "?" in line]
+    assert [line.split("?")[0] for line in asked] == [
+        "Which model",
+        "A directory on an SSD, for what memory does not hold",
+    ]
+    assert load_config(["train.yaml"]) == load_config(["small.yaml", *SMALL, "--model", "gpt2-mini"])
+
+
+def test_what_does_not_fit_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered(monkeypatch, "gpt2-10b", "builtin", "")
+    assert cli.main(["init", "--micro-batch", "4000"]) == 2
+    assert "this does not fit" in capsys.readouterr().err
+    (tmp_path / "train.yaml").write_text("mine")
+    answered(monkeypatch)  # it is refused before the first question
+    assert cli.main(["init"]) == 2
+    assert "train.yaml: already there" in capsys.readouterr().err
+
+
+# -- completion ------------------------------------------------------------------------------------------------------
+
+
+def completed(shell: str, line: str, folder: Path) -> list[str]:
+    """What Tab offers after `line`, whose words bash takes apart at "=" and zsh does not."""
+    words = line.split(" ")
+    if shell == "bash":
+        words = [part for word in words for part in (word.partition("=") if "=" in word else [word])]
+    quoted = " ".join(f"'{word}'" for word in words)
+    made = script([shell]).replace("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n", "")
+    code = f"{made}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _offload_train"
+    code += "; printf '%s\\n' \"${COMPREPLY[@]}\""
+    done = subprocess.run(["bash", "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert not done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("offload-train pre", ["prepare"]),
+        ("offload-train --dt", ["--dtype"]),
+        ("offload-train --dtype b", ["bf16"]),
+        ("offload-train --dtype=b", ["bf16"]),
+        ("offload-train plan --no", ["--nodes"]),
+        ("offload-train train --no", []),
+        ("offload-train plan --machine h2", ["h200"]),
+        ("offload-train tune optim.stat", ["optim.states="]),
+        ("offload-train optim.states=8", ["8bit"]),
+        ("offload-train train.deterministic=t", ["true"]),
+        ("offload-train --scratch --mode", ["--model"]),
+        ("offload-train --model gpt2-x", ["gpt2-xl"]),
+        ("offload-train --nvme ss", ["ssd"]),
+        ("offload-train --data bo", ["books.txt"]),
+        ("offload-train data.path=bo", ["books.txt"]),
+        ("offload-train --steps b", []),
+        ("offload-train mi", ["mine.yaml"]),
+        ("offload-train cp dem", ["demo"]),
+        ("offload-train export --max", ["--max-shard-size"]),
+        ("offload-train export ss", ["ssd"]),
+        ("offload-train export --opt", []),
+    ],
+)
+def test_what_a_shell_offers(shell: str, line: str, offered: list[str], tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    for name in ("books.txt", "mine.yaml"):
+        (tmp_path / name).touch()
+    spelled = f"{line.rpartition(' ')[2].partition('=')[0]}=" if shell == "zsh" and "=" in line else ""
+    assert completed(shell, line, tmp_path) == [spelled + word for word in offered] or (not offered and [""])
+
+
+def test_all_commands_flags_and_keys_are_offered(tmp_path: Path) -> None:
+    assert set(command_names()) <= set(completed("bash", "offload-train ", tmp_path))
+    assert set(FLAGS) <= set(completed("bash", "offload-train plan --", tmp_path))
+    keys = {f"{key}=" for key in all_keys()} - {"model.overrides="}
+    assert keys <= set(completed("bash", "offload-train prepare ", tmp_path))
+    assert [recipe.name for recipe in recipes()] == NAMES
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["ls"], ["cp", "tiny"], ["completion", "bash"], ["init", "--write", "."]]
+)
+def test_quick_commands_load_nothing_large(words: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from offload_trainer.cli import main; main(sys.argv[1:])\n"
+        "assert not {'torch', 'numpy', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, env=environment())
+    assert done.returncode == 0, done.stderr.decode()

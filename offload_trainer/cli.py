@@ -229,6 +229,8 @@ def _export(words: list[str]) -> None:
 
     done = export(**wish)
     compared = f"; read back: every header, {done.compared} tensors equal" if wish["check"] else ""
+    for note in done.notes:
+        _say(f"note: {note}")
     told = f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}"
     print(shown(told))
 
@@ -250,8 +252,8 @@ def export_wish(words: list[str]) -> dict[str, Any]:
     if dtype not in dtypes:
         what = "a GGUF file" if gguf else "a Hugging Face directory"
         raise UserError(f"--dtype {dtype}: {what} can be had with --dtype {', '.join(dtypes)}")
-    if gguf and (largest or "--check" in switches):
-        raise UserError("--max-shard-size and --check are for directories of safetensors, and DEST is one GGUF file")
+    if gguf and largest:
+        raise UserError("--max-shard-size is for directories of safetensors, and DEST is one GGUF file")
     shard_bytes = parse_bytes(largest or "5GB")
     if not shard_bytes:
         raise UserError(f"--max-shard-size {largest}: a number with a unit, such as 500MB or 5GB")

@@ -73,7 +73,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         (
             ("--dtype NAME", "fp16, bf16 or fp32; for a .gguf file fp16, fp32 or q8_0; fp16 otherwise"),
             ("--max-shard-size SIZE", "largest file of a directory, such as 500MB; 5GB otherwise"),
-            ("--check", "read every header of a directory back, and compare a sample of the tensors"),
+            ("--check", "read every header back, and compare a sample of the tensors"),
             (
                 "--mixed",
                 "take a run's page files although it died within an update: some weights are a step further than "
@@ -81,7 +81,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
             ),
         ),
         "SOURCE is a run directory (its newest checkpoint), a checkpoint, or what a dead run left on a drive.\n"
-        "A DEST that ends in .gguf is one file for llama.cpp.",
+        "A DEST that ends in .gguf is one file for llama.cpp; its card is DEST.md.",
     ),
     "sample": (
         "go on with a text, by what a run has saved",

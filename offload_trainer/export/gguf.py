@@ -17,7 +17,7 @@ import contextlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ import torch
 
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import EXPORT, check_destination
+from offload_trainer.export.gguf_check import check_file
 from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config, add_tokenizer
 from offload_trainer.model.conversions import read_model_config
 from offload_trainer.storage.durable import put_in_place
@@ -37,6 +38,15 @@ if TYPE_CHECKING:  # an extra, so it is imported where it is used
     import numpy as np
 
 DTYPES = ("f32", "f16", "q8_0")
+_SAMPLE = 32  # weights that a check compares
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a check compared, and what llama.cpp will do otherwise with text."""
+
+    compared: int  # tensors
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -93,13 +103,15 @@ def write_gguf(
     shapes: Mapping[str, tuple[int, ...]],
     model: Path,
     dtype: str,
-) -> None:
+    read: Callable[[str], torch.Tensor] | None = None,
+) -> WrittenFile:
     """Write `weights` (whole fp32 tensors on the CPU, tied ones once, in the order of `shapes`) as `dtype`.
 
     `dtype` is one of DTYPES; vectors, norms, learned positions and routers stay f32, and a matrix whose rows are no
     multiple of 32 is f16 in a q8_0 file. `model` holds config.json and the tokenizer. One tensor is in memory at a
-    time. Raises UserError for a destination that exists, too little space, a model or a tokenizer that llama.cpp
-    would compute differently, or values too large for `dtype`; TrainerError where the disk refuses.
+    time. With `read`, which gives a weight once more, the file is read back before it has its name. Raises UserError
+    for a destination that exists, too little space, a model or a tokenizer that llama.cpp would compute differently, or
+    values too large for `dtype`; TrainerError where the disk refuses, or the file holds anything else.
     """
     assert destination.suffix == ".gguf", destination
     assert dtype in DTYPES, dtype
@@ -108,7 +120,7 @@ def write_gguf(
     config = _read_config(model)
     tensors = _layout(shapes, config=config, dtype=dtype)
     total = sum(tensor.bytes for tensor in tensors)
-    writer = _described(tensors, config=config, model=model, name=destination.stem, dtype=dtype)
+    writer, notes = _described(tensors, config=config, model=model, name=destination.stem, dtype=dtype)
     check_destination(destination, total)
     written = 0
     try:
@@ -117,12 +129,19 @@ def write_gguf(
                 _write(writer, weights, temporary, shapes=shapes, tensors=tensors, config=config)
             finally:
                 written = temporary.stat().st_size if temporary.exists() else 0
+            compared = 0
+            if read:
+                told = {key: held.value for key, held in writer.kv_data[0].items()}
+                places = {tensor.name: (tensor.shape, tensor.kind) for tensor in tensors}
+                sample = _sampled(shapes, read, tensors=tensors, config=config)
+                compared = check_file(temporary, metadata=told, tensors=places, sample=sample)
             put_in_place(temporary, destination)
     except OSError as error:
         raise TrainerError(
             f"{destination}: {reason(error, destination.parent)} after {format_bytes(written)} of "
             f"{format_bytes(total)}; free space on that disk and run again"
         ) from error
+    return WrittenFile(compared, tuple(notes))
 
 
 # What llama.cpp can compute
@@ -268,8 +287,10 @@ def _head_size(config: Config) -> int:
 # The file
 
 
-def _described(tensors: list[Tensor], *, config: Config, model: Path, name: str, dtype: str) -> gguf.GGUFWriter:
-    """A writer that knows all but the data."""
+def _described(
+    tensors: list[Tensor], *, config: Config, model: Path, name: str, dtype: str
+) -> tuple[gguf.GGUFWriter, list[str]]:
+    """A writer that knows all but the data, and what llama.cpp will do otherwise with text."""
     import gguf
     import numpy as np
 
@@ -284,10 +305,10 @@ def _described(tensors: list[Tensor], *, config: Config, model: Path, name: str,
     else:
         _add_llama_like(writer, config)
         _add_experts(writer, config)
-    add_tokenizer(writer, model, config=config)
+    notes = add_tokenizer(writer, model, config=config)
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=tensor.kind)
-    return writer
+    return writer, notes
 
 
 def _add_gpt2(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -379,6 +400,26 @@ def _write_next(
             overflowing.append(f"{name} (largest {largest:.4g})")
         writer.write_tensor_data(_encoded(piece, place.kind))
     return overflowing
+
+
+def _sampled(
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
+    *,
+    tensors: list[Tensor],
+    config: Config,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Of the first weight, the last and others evenly between: (a tensor's name, what it is to hold)."""
+    names, places = list(shapes), iter(tensors)
+    if len(_rotary_factors(config)):
+        next(places)
+    taken = {*names[:: max(1, len(names) // _SAMPLE)], names[-1]}
+    for name in names:
+        meant = _pieces(name, torch.empty(shapes[name], device="meta"), config=config)
+        here = [next(places) for _ in meant]
+        if name in taken:
+            for place, (_, piece) in zip(here, _pieces(name, read(name), config=config), strict=True):
+                yield place.name, _encoded(piece, place.kind)
 
 
 def _largest(tensor: torch.Tensor) -> float:

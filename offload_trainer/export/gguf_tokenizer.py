@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.export.gguf_pieces import is_pieces, kind_of, scores, space_before
 from offload_trainer.readback import read_back
 
 if TYPE_CHECKING:  # an extra, so it is imported where it is used
@@ -51,8 +52,8 @@ SPLITTINGS = {
 }
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> None:
-    """From the files, since they are what the model was trained with.
+def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> list[str]:
+    """From the files, since they are what the model was trained with. Returns what llama.cpp does otherwise.
 
     transformers' AutoTokenizer would replace parts of a tokenizer that is not the model family's own.
     """
@@ -64,15 +65,12 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> No
     fix = "Put the tokenizer's own file there"
     content = read_back(file, dict[str, Any], links=True, fix=fix)
     named = read_back(settings, dict[str, Any], links=True, fix=fix) if settings.exists() else {}
-    splitting = _splitting(content)
     tokens = _tokens(content, rows=config["vocab_size"])
+    notes = (_add_pieces if is_pieces(content) else _add_bytes)(writer, content, tokens)
     special = _special_tokens(named, tokens, config=config)
     starts, ends = _added_around(file, special)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitting)
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([gguf.TokenType[kind] for _, kind in tokens])
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
     special |= _other_ends(model, special["eos"], config=config)
     for role, number in special.items():
         getattr(writer, f"add_{role}_token_id")(number)
@@ -82,6 +80,29 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> No
     chat = template.read_text() if template.exists() else named.get("chat_template")
     if chat:
         writer.add_chat_template(chat)
+    return notes
+
+
+def _add_bytes(writer: gguf.GGUFWriter, content: dict[str, Any], tokens: list[tuple[str, str]]) -> list[str]:
+    """Byte-level BPE: how it cuts words, and its merges."""
+    splitting = _splitting(content)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splitting)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]])
+    return []
+
+
+def _add_pieces(writer: gguf.GGUFWriter, content: dict[str, Any], tokens: list[tuple[str, str]]) -> list[str]:
+    """SentencePiece's BPE: the space before a text, and scores; the tokens get its types."""
+    space, note = space_before(content)
+    held = scores(content, rows=len(tokens))
+    unknown = content["model"].get("unk_token")
+    tokens[:] = [(text, kind_of(text, kind, unknown=unknown)) for text, kind in tokens]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_add_space_prefix(space)
+    writer.add_token_scores(held)
+    return [note] if note else []
 
 
 def _other_ends(model: Path, end: int, *, config: Config) -> dict[str, int]:
@@ -131,7 +152,8 @@ def _splitting(content: dict[str, Any]) -> str:
     }
     raise UserError(
         "the tokenizer is none whose splitting of text llama.cpp is known to share "
-        f"(byte-level BPE as {', '.join(SPLITTINGS)}): {'; '.join(odd) or json.dumps(shown)}; {ELSEWHERE}"
+        f"(byte-level BPE as {', '.join(SPLITTINGS)}, or SentencePiece's): "
+        f"{'; '.join(odd) or json.dumps(shown)}; {ELSEWHERE}"
     )
 
 

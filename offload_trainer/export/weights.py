@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload_trainer.errors import UserError
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import finite_weights, opened
+from offload_trainer.storage.durable import write_text
 
 GGUF_DTYPES = {"fp16": "f16", "fp32": "f32", "q8_0": "q8_0"}
 
@@ -19,6 +21,7 @@ class Exported:
     source: str
     bytes: int
     compared: int  # tensors read back and found equal to the source
+    notes: tuple[str, ...] = ()
 
 
 def export(
@@ -32,13 +35,26 @@ def export(
     TrainerError where the disk refuses.
     """
     if destination.suffix == ".gguf":
-        return _export_gguf(source, destination, dtype=dtype, mixed=mixed)
+        return _export_gguf(source, destination, dtype=dtype, check=check, mixed=mixed)
     with opened(source, mixed=mixed) as found:
         written = write_model(found, destination, dtype=dtype, shard_bytes=shard_bytes, check=check)
         return Exported(found.told, written.bytes, written.compared)
 
 
-def _export_gguf(source: Path, destination: Path, *, dtype: str, mixed: bool) -> Exported:
+def _export_gguf(source: Path, destination: Path, *, dtype: str, check: bool, mixed: bool) -> Exported:
+    """The file, and its card beside it: DESTINATION.md."""
+    card = destination.with_name(f"{destination.name}.md")
+    if card.exists():
+        raise UserError(f"{card}: already holds something, and the card of {destination.name} goes there; name another")
     with opened(source, mixed=mixed) as found:
-        write_gguf(finite_weights(found), destination, shapes=found.shapes, model=found.model, dtype=GGUF_DTYPES[dtype])
-        return Exported(found.told, destination.stat().st_size, 0)
+        written = write_gguf(
+            finite_weights(found),
+            destination,
+            shapes=found.shapes,
+            model=found.model,
+            dtype=GGUF_DTYPES[dtype],
+            read=found.read if check else None,
+        )
+        notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in written.notes)
+        write_text(card, found.card(dtype).replace("library_name: transformers", "library_name: gguf") + notes)
+        return Exported(found.told, destination.stat().st_size, written.compared, written.notes)

@@ -39,6 +39,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.export import gguf as export_gguf
 from offload_trainer.export.gguf import write_gguf
 
 ROWS = 2051  # three more than the builtin tokenizer has tokens
@@ -381,7 +382,6 @@ ODD_TOKENIZERS = {
     "Llama's words by merges alone": (lambda: trained(LLAMA_3), "none whose splitting .*ignore_merges"),
     "lower case": (lowercased, "none whose splitting .*Lowercase"),
     "no BPE": (lambda: Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, "a")), "model.type is 'WordLevel'"),
-    "byte fallback": (lambda: Tokenizer(models.BPE(byte_fallback=True)), "model.byte_fallback is True"),
     "a beginning at the end": (suffixed, "adds a bos_token and an eos_token only"),
     "a token with its spaces": (lambda: trained(QWEN2, added=AddedToken("<x>", lstrip=True)), "'<x>' takes in"),
 }
@@ -523,3 +523,86 @@ def test_one_weight_is_held_at_a_time(dtype: str, tmp_path: Path) -> None:
 
     write(model, tmp_path / "out.gguf", dtype=dtype, given=stream())
     assert len(seen) == len(weights_of(model))
+
+
+# Read back
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("name", ["gpt2, tied", "llama, biases, wide heads", "qwen3 experts", "llama 3's rope"])
+def test_a_file_that_is_right_passes_its_check(name: str, dtype: str, tmp_path: Path) -> None:
+    config = LlamaConfig(**_COMMON, rope_parameters=LLAMA3) if name == "llama 3's rope" else MODELS[name]
+    held = weights_of(model := random_model(config))
+    shapes = {key: tuple(weight.shape) for key, weight in held.items()}
+    asked: list[str] = []
+
+    def read(key: str) -> torch.Tensor:
+        asked.append(key)
+        return held[key]
+
+    path, folder = tmp_path / "out.gguf", save(model, tmp_path / "model")
+    done = write_gguf(iter(held.items()), path, shapes=shapes, model=folder, dtype=dtype, read=read)
+    split = sum(key.endswith(".experts.gate_up_proj") for key in asked)  # into two tensors
+    assert done.compared == len(asked) + split
+    assert asked == list(held)  # all of a model with few
+    assert done.notes == ()
+
+
+def _value(data: bytearray, reader: gguf.GGUFReader) -> None:
+    """The lowest bit of a weight's last number."""
+    tensor = next(one for one in reader.tensors if one.name == "blk.1.ffn_up.weight")
+    data[tensor.data_offset + tensor.n_bytes - 1] ^= 1
+
+
+def _name(data: bytearray, reader: gguf.GGUFReader) -> None:
+    place = data.index(b"blk.1.ffn_up.weight")
+    data[place : place + 5] = b"blk.7"
+
+
+def _shape(data: bytearray, reader: gguf.GGUFReader) -> None:
+    """80 x 64 as 64 x 80."""
+    place = data.index(b"blk.1.ffn_up.weight") + len(b"blk.1.ffn_up.weight") + 4
+    data[place : place + 16] = data[place + 8 : place + 16] + data[place : place + 8]
+
+
+def _token(data: bytearray, reader: gguf.GGUFReader) -> None:
+    field = reader.fields["tokenizer.ggml.tokens"]
+    data[data.index(field.parts[field.data[1000]].tobytes(), field.offset)] ^= 1
+
+
+def _epsilon(data: bytearray, reader: gguf.GGUFReader) -> None:
+    data[reader.fields["llama.attention.layer_norm_rms_epsilon"].offset + 8 + 38 + 4] ^= 1
+
+
+def _cut(data: bytearray, reader: gguf.GGUFReader) -> None:
+    del data[-5000:]
+
+
+SPOILED = {
+    _value: "blk.1.ffn_up.weight holds other values",
+    _name: "blk.7.ffn_up.weight is .*, and should be None",
+    _shape: r"blk.1.ffn_up.weight is \(\(64, 80\)",
+    _token: "tokenizer.ggml.tokens is",
+    _epsilon: "layer_norm_rms_epsilon is",
+    _cut: "cannot be read back",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__.strip("_"))
+def test_what_came_out_otherwise_is_found_and_not_left(spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in which one thing changed between its writing and its check."""
+    held = weights_of(model := random_model(MODELS["llama, untied"]))
+    shapes = {key: tuple(weight.shape) for key, weight in held.items()}
+    true_check = export_gguf.check_file
+
+    def spoiled(path: Path, **words) -> int:
+        data = bytearray(path.read_bytes())
+        spoil(data, gguf.GGUFReader(path))
+        path.write_bytes(data)
+        return true_check(path, **words)
+
+    monkeypatch.setattr(export_gguf, "check_file", spoiled)
+    path, folder = tmp_path / "out.gguf", save(model, tmp_path / "model")
+    with pytest.raises(TrainerError, match=SPOILED[spoil]):
+        write_gguf(iter(held.items()), path, shapes=shapes, model=folder, dtype="f32", read=held.__getitem__)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -401,8 +401,8 @@ def test_export_loads_in_transformers(name: str, finished, tmp_path: Path) -> No
     assert all(torch.equal(parameter, masters[key]) for key, parameter in model.named_parameters())
 
 
-def export(source: Path, destination: Path, dtype: str) -> str:
-    done = ask("export", source, destination, "--dtype", dtype)
+def export(source: Path, destination: Path, dtype: str, *words: str) -> str:
+    done = ask("export", source, destination, "--dtype", dtype, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -420,8 +420,21 @@ def test_export_in_16_bit(dtype: str, expected: torch.dtype, finished, tmp_path:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "q8_0"])
 def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
     """The command; what is in such a file is tests/export/test_gguf.py's matter."""
-    told = export(finished("plain").output, tmp_path / "model.gguf", dtype)
+    run = finished("plain")
+    told = export(run.output, tmp_path / "model.gguf", dtype, "--check")
     assert f"in {dtype} to" in told
+    assert "read back: every header, 28 tensors equal" in told
+    card = (tmp_path / "model.gguf.md").read_text()
+    assert f"| Loss of the last step | {run.losses[-1]:.4f} |" in card
+    assert f"| Weights | {dtype}, from the fp32 masters of step-00000020 |" in card
+    assert "library_name: gguf" in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "model.gguf.md"]
+    (tmp_path / "model.gguf").unlink()
+    refused = ask("export", run.output, tmp_path / "model.gguf")
+    assert "model.gguf.md: already holds something" in refused.stderr
+    assert not (tmp_path / "model.gguf").exists()
+    (tmp_path / "model.gguf.md").unlink()
+    export(run.output, tmp_path / "model.gguf", dtype)
     reader = GGUFReader(tmp_path / "model.gguf")
     held = {tensor.name: tensor for tensor in reader.tensors}
     masters = load_file(finished("plain").output / "checkpoints/step-00000020/master.safetensors")
@@ -438,7 +451,7 @@ def test_export_to_gguf(dtype: str, finished, tmp_path: Path) -> None:
         (["only"], "export needs SOURCE and DEST"),
         (["a", "b", "--dtype", "int4"], "--dtype fp16, bf16, fp32"),
         (["a", "b.gguf", "--dtype", "bf16"], "--dtype fp16, fp32, q8_0"),
-        (["a", "b.gguf", "--check"], "DEST is one GGUF file"),
+        (["a", "b.gguf", "--max-shard-size", "1GB"], "DEST is one GGUF file"),
         (["a", "b", "--max-shard-size", "much"], "such as 500MB"),
         (["a", "b", "--fast"], "there is no such flag; known: --dtype"),
         (["/nowhere", "b"], "neither a checkpoint"),

@@ -284,6 +284,12 @@ class TieredSection(_Section):
         1,
         description="of a page of state on a drive; 2: a step writes beside the state before it, on twice the disk",
     )
+    masters: Literal["auto", "fp32", "remainder"] = Field(
+        "auto",
+        description="how masters are stored; remainder: the 16 bits that rounding to the bf16 weight takes away, from "
+        "which, with the weight, the same fp32 is made: 2 bytes a parameter less of state to keep and to move, while a "
+        "dead run's page files hold no masters; checkpoints hold fp32 always; auto: fp32",
+    )
     io: Literal["threads", "async_io"] = Field(
         "threads", description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, every byte checked"
     )

@@ -196,7 +196,7 @@ class OffloadedModel:
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, weight.reshape(-1))
                 if place.weight.trainable:
-                    self.store.put("master", unit.index, place.start, place.weight.numel, master.float().reshape(-1))
+                    self.state.put_master(name, master.float().reshape(-1))
             self.state.put_away()
 
         self.node.once(put)

@@ -144,10 +144,13 @@ class MovingPages:
         self._complete(page)
 
     def _complete(self, page: Arrived) -> None:
-        """Read the gradient as well, and report the page when all of it is there."""
+        """Read the gradient as well, and where masters need it the old weight; report the page when all is there."""
         if "gradient" in page.route.through_host:
             where = page.route.page
             page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=self._after))
+        if "weights" in page.route.through_host and self._store.format.remainders:
+            where = page.route.page
+            page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=self._after))
         together(page.loaded).then(lambda error: self._ready.put(error or page))
 
     def _leave(self, page: Arrived, sent: Future, error: BaseException | None) -> None:

@@ -17,6 +17,8 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.store import PageStore
+from offload_trainer.offloading.weights import Weights
+from offload_trainer.optim.remainders import read_masters
 from offload_trainer.plan.sizes import SAVE_BUFFERS
 from offload_trainer.storage.transfer import Future
 
@@ -24,7 +26,9 @@ from offload_trainer.storage.transfer import Future
 class PageSnapshot:
     """The pages `numbers` of `store`, in order, as they are now: all that this process changes."""
 
-    def __init__(self, store: PageStore, numbers: Sequence[int]) -> None:
+    def __init__(self, store: PageStore, numbers: Sequence[int], *, weights: Weights | None = None) -> None:
+        """`weights`: those of the pages, where masters are remainders beside them."""
+        self._weights = weights
         self._store, self._numbers = store, numbers
         self._places = {number: store.places.holding(number) for number in numbers}
         self._read = 0  # pages that may change again: those before this one
@@ -39,7 +43,10 @@ class PageSnapshot:
             self._changed.wait_for(lambda: self._closed or self._read > number)
 
     def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Each page's number and fields (views, until the next page is asked for). TrainerError once it is closed."""
+        """Each page's number and fields, with masters in fp32 (views, until the next page is asked for).
+
+        TrainerError once it is closed.
+        """
         away = deque(number for number in self._numbers if self._store.in_memory(number) is None)
         free = self._store.buffers(SAVE_BUFFERS)
         arriving: deque[tuple[torch.Tensor, Future]] = deque()
@@ -53,14 +60,24 @@ class PageSnapshot:
                 raise TrainerError("the state was let go of before it was written")
             inside = self._store.in_memory(number)
             if inside is not None:
-                yield number, self._store.fields(number, inside)
+                yield number, self._whole(number, inside)
                 self._may_change(number)
             else:
                 buffer, future = arriving.popleft()
                 future.wait()
+                fields = self._whole(number, buffer)
                 self._may_change(number)  # what follows reads the copy
-                yield number, self._store.fields(number, buffer)
+                yield number, fields
                 free.append(buffer)
+
+    def _whole(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A page's fields, its masters put together with weights that change only after the page may."""
+        fields, page = self._store.fields(number, data), self._store.pages[number]
+        if not self._store.format.remainders:
+            return fields
+        assert self._weights is not None
+        master = read_masters(fields, self._weights.get(page.unit, page.start, page.elements))
+        return {"master": master, **fields}
 
     def _may_change(self, number: int) -> None:
         with self._changed:

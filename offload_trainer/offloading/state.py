@@ -23,6 +23,7 @@ from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.snapshot import PageSnapshot
 from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.weights import Weights
+from offload_trainer.optim.remainders import read_masters, with_remainders, write_masters
 from offload_trainer.optim.state_files import (
     EngineState,
     StateFile,
@@ -61,16 +62,29 @@ class TieredState:
     def entry(self, field: str, name: str) -> TensorEntry:
         """How one field of a weight is stored."""
         weight = self.places[name][1].weight
-        kind = self.store.format.fields[field]
+        kind = self.store.format.whole.fields[field]
         shape = weight.shape if kind.per == 1 else (kind.entries(weight.numel),)
         return TensorEntry(name, DTYPES[kind.dtype], shape)
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one master: fp32, whole. With several nodes all ranks ask."""
         unit, place = self.places[name]
-        values = self.store.get("master", unit.index, place.start, place.weight.numel)
+        here = unit.index, place.start, place.weight.numel
+        masters = [field for field in ("master", "remainder", "ties") if field in self.store.format.fields]
+        weights = self.weights.get(*here) if self.store.format.remainders else None
+        values = read_masters({field: self.store.get(field, *here) for field in masters}, weights)
         self.weights.complete(values, unit, place)
         return values.view(place.weight.shape)
+
+    def put_master(self, name: str, master: torch.Tensor) -> None:
+        """Set one master (fp32, 1-D). Beside remainders its weight, too, is what is rounded of it. Then `put_away`."""
+        unit, place = self.places[name]
+        fields = {"master": master}
+        if self.store.format.remainders:
+            fields, weights = with_remainders(fields, self.store.format)
+            self.weights.put(unit.index, place.start, weights)
+        for field, values in fields.items():
+            self.store.put(field, unit.index, place.start, place.weight.numel, values)
 
     def weight(self, name: str) -> torch.Tensor:
         """A copy of one weight, in the run's dtype."""
@@ -105,7 +119,7 @@ class TieredState:
 
     def _load_pages(self, directory: Path) -> EngineState:
         """This rank's pages, and the weights made from them."""
-        ours = self.store.format
+        ours = self.store.format.whole
         state = read_engine_state(directory, rule=ours.rule)
         shapes, theirs = self.shapes(trainable=True), state.format
         with ExitStack() as stack:
@@ -134,11 +148,12 @@ class TieredState:
         moments = self.store.format.rule.moments
         for moment in moments:  # what pads a weight shares its last scale
             stored_moment(moment, fields).start_at_zero()
-        page = self.store.pages[number]
+        page, halves = self.store.pages[number], self.store.format.remainders
+        master = torch.zeros(page.elements) if halves else fields["master"]
         for name, stretch in self.pieces(number):
             start = page.start + stretch.start
             within, count = start - self.places[name][1].start, stretch.stop - stretch.start
-            fields["master"][stretch].copy_(stored["master"].in_fp32(name, within, count))
+            master[stretch].copy_(stored["master"].in_fp32(name, within, count))
             for moment in moments:
                 here, source = stored_moment(moment, fields, stretch), stored[moment.name]
                 if converted:
@@ -148,7 +163,9 @@ class TieredState:
                 here.values.copy_(values)
                 if here.scales is not None and scales is not None:
                     here.scales.copy_(scales)
-        self.weights.put_page(page.unit, page.start, fields["master"])
+        if halves:
+            write_masters(fields, torch.empty(page.elements, dtype=self.weights.dtype), master)
+        self.weights.put_page(page.unit, page.start, master)
 
     def put_away(self) -> None:
         """What was put has reached its home, and no memory is held for it."""
@@ -168,7 +185,7 @@ class TieredSnapshot:
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
         """One file a field, by all ranks of `group` at once. TrainerError where the disk or a drive refuses."""
         names = self.held.names(trainable=True)
-        fields = self.held.store.format.fields
+        fields = self.held.store.format.whole.fields
         entries = {field: [self.held.entry(field, name) for name in names] for field in fields}
         written: dict[str, Any] = {}
         headers: dict[str, Piece] = {}
@@ -200,7 +217,7 @@ class TieredSnapshot:
         return {field: writer.close() for field, writer in writers.items()}
 
     def _put(self, writer: PlacedWriter, field: str, number: int, values: torch.Tensor) -> None:
-        kind, page = self.held.store.format.fields[field], self.held.store.pages[number]
+        kind, page = self.held.store.format.whole.fields[field], self.held.store.pages[number]
         for name, stretch in self.held.pieces(number):
             stored = values[stretch.start // kind.per : kind.entries(stretch.stop)]
             refuse_to_save(name, stored, field=field)

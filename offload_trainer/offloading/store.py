@@ -65,7 +65,7 @@ _PAGES_OPEN = 6
 
 
 class PageStore:
-    """The optimizer state. A page is its fields, one after the other: fp32 master, moments, scales of 8-bit moments."""
+    """The optimizer state. A page is its fields, one after the other: masters, moments, scales of 8-bit moments."""
 
     def __init__(
         self,

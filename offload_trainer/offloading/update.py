@@ -108,7 +108,7 @@ class Updater:
 
     def snapshot(self) -> PageSnapshot:
         """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
-        self._snapshot = PageSnapshot(self._store, self.numbers)
+        self._snapshot = PageSnapshot(self._store, self.numbers, weights=self._weights)
         return self._snapshot
 
     def start(
@@ -190,6 +190,8 @@ class Updater:
             gradient = self._device_gradient[:count].copy_(gradient, non_blocking=True)
         leaves = "weights" in route.through_device
         out = self._device_out[:count] if leaves else home
+        if leaves and self._store.format.remainders:
+            out.copy_(home, non_blocking=True)
         self._update(self._device_kernel, route, data, gradient, out, step, rest=leaves)
         if leaves:
             home.copy_(out, non_blocking=True)
@@ -211,7 +213,7 @@ class Updater:
         page = route.page
         fields = self._store.fields(route.number, data)
         parts = within(step.stretches[page.unit], page.start, page.start + page.elements)
-        if rest:
+        if rest and not self._store.format.remainders:  # beside those are all weights as they are
             _copy_rest(fields["master"], out, parts)
         kernel.update_page(
             fields,

@@ -79,6 +79,16 @@ class Weights:
             return self._device.upload(values, resident[start : start + values.numel()], after=after)
         return self.store.write(unit, start, values)
 
+    def read(self, unit: int, start: int, buffer: torch.Tensor, *, after: Any) -> Future:
+        """Fill `buffer` (host memory) with the weights from element `start` on, as they are.
+
+        `after`: the device's mark at which they are there, if that is their home.
+        """
+        resident = self.resident(unit)
+        if resident is not None:
+            return self._device.download(resident[start : start + buffer.numel()], buffer, after=after)
+        return self.store.read(unit, start, buffer)
+
     def source(self, unit: int) -> torch.Tensor | Read:
         """Where the weights of a unit that is away come from: host memory, or what reads them, for which this asks now.
 

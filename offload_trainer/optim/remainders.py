@@ -120,4 +120,4 @@ def with_remainders(
     halves = {name: torch.empty(format.fields[name].entries(n), dtype=torch.int16) for name in ("remainder", "ties")}
     weights = torch.empty(n, dtype=torch.bfloat16)
     split(master, weights, halves["remainder"], halves["ties"])
-    return {**halves, **{name: fields[name] for name in format.fields if name not in halves}}, weights
+    return {**halves, **{name: field for name, field in fields.items() if name != "master"}}, weights

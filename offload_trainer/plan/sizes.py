@@ -47,6 +47,7 @@ class TierSizes:
     io_threads: int  # that read, and as many that write
     io_block_bytes: int  # of one request
     places: int = 1  # of each page of state on a drive
+    remainders: bool = False  # of masters, instead of masters in fp32
     ranks: int = 1  # that divide the update
     nodes: int = 1  # that have as many of them each
 
@@ -61,7 +62,7 @@ class TierSizes:
 
     @property
     def format(self) -> StateFormat:
-        return state_format(self.rule, self.states)
+        return state_format(self.rule, self.states, remainders=self.remainders)
 
 
 def tier_sizes(
@@ -104,6 +105,7 @@ def tier_sizes(
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
         places=tiered.places,
+        remainders=tiered.masters == "remainder",
         ranks=work.world,
         nodes=work.nodes,
     )

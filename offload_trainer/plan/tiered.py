@@ -84,9 +84,21 @@ class Tiered:
         """UserError for what only the machine, or the launcher's number of ranks, makes impossible."""
         if mistakes := self._not_with_ranks(work.world):
             raise UserError("; ".join(mistakes))
+        if self.section.masters == "remainder":
+            self._refuse_remainders(work)
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
         if on_gpu and machine.no_state_on_gpu:
             raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
+
+    def _refuse_remainders(self, work: Workload) -> None:
+        """UserError where a master's weight is not bf16, or not at hand as it was when its page is read."""
+        reasons = {
+            f"--dtype {work.dtype}: a remainder is what rounding to bf16 takes away": work.dtype != "bf16",
+            f"{work.world} ranks: each has masters in fp32": work.world > 1,
+            "tiered.places=2: weights have one place": self.section.places == 2,
+        }
+        if wrong := [reason for reason, here in reasons.items() if here]:
+            raise UserError(f"tiered.masters=remainder with {'; with '.join(wrong)}; leave it out")
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
         if work.world > 1 and self.place.gpu_fraction == "auto":

@@ -54,6 +54,11 @@ def tiered_items(
     if stored and work.checkpoints != 0:
         why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
         items += _of_each_rank([Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why)], work.here)
+    if sizes.remainders and work.checkpoints != 0:
+        joined = (4 + e) * max((page.elements for page in homes.pages), default=0)
+        items += _of_each_rank(
+            [Item("ram", "masters joined", joined, "a page's, from weights and remainders")], work.here
+        )
     kept = _of_each_rank(input_items(work, device=device, drives=drives), work.here)
     if sizes.checksums:
         on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
@@ -67,7 +72,8 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
         return sizes.format.page_bytes(page.elements)
 
     moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
-    why = f"fp32 master, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
+    master = "remainder of the master" if sizes.remainders else "fp32 master"
+    why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
     items = []
     for home, tier in tiers.items():
         held = sum(state(page) for page in homes.pages if page.home == home)

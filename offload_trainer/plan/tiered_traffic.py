@@ -43,8 +43,9 @@ def tiered_traffic(
 
 
 def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateFormat) -> None:
-    """State, gradients and new weights in the update."""
+    """State, gradients and new weights in the update; beside remainders of masters the old weights too."""
     e, g = work.item_bytes, work.gradient_bytes
+    old = e if format.remainders else 0
     for page in homes.pages:
         weights, gradients, inside = homes.weights[page.unit], homes.gradients[page.unit], page.home == DEVICE
         if page.home == ELSEWHERE:
@@ -55,13 +56,14 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
             state = format.page_bytes(page.elements)
             move(page.home, "update", read=state, written=state)
         if weights != DEVICE:
-            move(weights, "update", written=e * page.elements)
+            move(weights, "update", read=old * page.elements, written=e * page.elements)
         if gradients != DEVICE:
             move(gradients, "update", read=g * page.elements)
         if inside != (gradients == DEVICE):  # up to the page, or down to it
             move(DEVICE, "update", **{"read" if inside else "written": g * page.elements})
         if inside != (weights == DEVICE):
-            move(DEVICE, "update", **{"written" if inside else "read": e * page.elements})
+            new, before = ("written", "read") if inside else ("read", "written")
+            move(DEVICE, "update", **{new: e * page.elements, before: old * page.elements})
 
 
 def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> None:

@@ -114,7 +114,7 @@ def _tiered_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> En
         load_weights=load_weights,
         say=setup.log.say,
     )
-    if engine.offloaded.node.is_first:
+    if engine.offloaded.node.is_first and not planned.plan.sizes.remainders:  # whose weights go with the run
         engine.offloaded.keep_account(model=setup.output / "model")
     return engine
 

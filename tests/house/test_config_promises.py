@@ -121,6 +121,7 @@ ELSEWHERE = {
     "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
     "save.project": "run/test_trackers.py::test_a_run_as_trackers_see_it",
     "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
+    "tiered.masters": "offloading/test_tiered_remainders.py::test_bytes_are_the_planned_ones",
     "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
     "tiered.checksums": "offloading/test_tiered.py::test_a_changed_block_is_found_with_checksums",
     "model.trust_remote_code": "house/test_config_promises.py::test_a_models_own_code_runs_where_it_is_allowed",

@@ -52,6 +52,8 @@ def test_commands(command: str) -> None:
         return
     if words in (["--help"], ["runs"], ["ls"]):
         return
+    if words[:1] == ["tiny.yaml"]:  # which `cp tiny` has written
+        words[0] = str(ROOT / "configs/tiny.yaml")
     load_config(words)
 
 

@@ -1,0 +1,112 @@
+"""A newcomer's path: the commands of README's quickstart as they stand there, in a fresh environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from chats import CHATS
+from conftest import environment
+from gguf import GGUFReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+assert SECTION
+COMMANDS = [line for line in re.findall(r"^ {4}(.+)$", SECTION[1], re.MULTILINE) if line != "make demo"]
+TWICE = next(line for line in COMMANDS if COMMANDS.count(line) == 2)
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a new environment, with nothing of this repository in it; libraries are those of this one."""
+    place = tmp_path_factory.mktemp("fresh")
+    subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
+    # Python's own setuptools is older than what the project is built with.
+    drop = [str(place / "venv/bin/python"), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
+    subprocess.run(drop, check=True)
+    (site,) = (place / "venv/lib").glob("python3*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    path = f"{place / 'venv/bin'}:/usr/local/bin:/usr/bin:/bin"
+    given = environment(PATH=path, HOME=str(place), OFFLOAD_TRAINER_CACHE=str(place / "cache"))
+    # What builds a wheel is here: nothing is fetched.
+    given |= {"PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+    return {name: value for name, value in given.items() if name != "PYTHONPATH"}
+
+
+def run(command: str, folder: Path, there: dict[str, str]) -> str:
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=there, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
+    return done.stdout + done.stderr
+
+
+def killed(command: str, folder: Path, there: dict[str, str]) -> None:
+    """The command, ended by SIGKILL after its first checkpoint; tried again where it was done before that."""
+    output = folder / command.partition("--output ")[2].split()[0]
+    for _ in range(5):
+        with open(folder / "killed.log", "wb") as log:
+            process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=there, stdout=log, stderr=log)
+        while process.poll() is None and not list(output.glob("checkpoints/step-*/MANIFEST.json")):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        if process.wait(60) == -signal.SIGKILL:
+            return
+        assert process.returncode == 0, (folder / "killed.log").read_text()[-2000:]
+        shutil.rmtree(output)
+    pytest.fail("it was always done before it could be killed")
+
+
+def steps(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_each_command_does_what_it_says(fresh: dict[str, str], tmp_path: Path) -> None:
+    """Installed from the sources, then in an empty directory: recipe, text, conversations, kill and resume, exports."""
+    source, folder = tmp_path / "source", tmp_path / "work"
+    folder.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "offload_trainer", source / "offload_trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)
+    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    install, *commands = COMMANDS
+    run(install, source, fresh)
+    where = run("python -P -c 'import offload_trainer; print(offload_trainer.__file__)'", folder, fresh)
+    assert where.startswith(os.fspath(Path(fresh["PATH"].partition(":")[0]).parent))
+
+    told: dict[str, str] = {}
+    for command in commands:
+        if command == TWICE and command not in told:
+            killed(command, folder, fresh)
+            told[command] = ""
+        else:
+            told[command] = run(command, folder, fresh)
+    assert "resumed from" in told[TWICE]
+    run(TWICE.replace("runs/mine", "runs/whole"), folder, fresh)
+    for key in ("step", "loss", "grad_norm"):
+        assert [one[key] for one in steps(folder / "runs/mine")] == [one[key] for one in steps(folder / "runs/whole")]
+    last = "checkpoints/step-00000020/master.safetensors"
+    assert (folder / "runs/mine" / last).read_bytes() == (folder / "runs/whole" / last).read_bytes()
+
+    for name in ("tiny", "mine", "chat"):
+        assert "</html>" in (folder / "runs" / name / "report.html").read_text()
+        assert re.search(rf"^runs/{name} +20/20 .*done$", told["offload-train runs"], re.MULTILINE)
+    assert f"{len(talks)} conversations" in told[next(command for command in commands if "prepare" in command)]
+    assert all("read back: every header" in text for command, text in told.items() if " export " in command)
+    model = AutoModelForCausalLM.from_pretrained(folder / "mine-bf16", dtype=torch.bfloat16)
+    assert model.num_parameters() > 4_000_000
+    assert AutoTokenizer.from_pretrained(folder / "mine-bf16")("It was").input_ids
+    assert len(GGUFReader(folder / "mine.gguf").tensors) == 76

@@ -36,6 +36,7 @@ from offload_trainer.offloading.page_index import DESCRIPTION, read_store
 from offload_trainer.readback import LENIENT, Count, Steps, is_there, read_back, shown
 from offload_trainer.storage.finite import unusable
 from offload_trainer.storage.lease import is_alive, kept
+from offload_trainer.storage.removal import MARK
 from offload_trainer.storage.tensorfile import TensorFileReader
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -124,6 +125,11 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
         with kept(path):
             yield _page_files(path, mixed=mixed).with_buffers()
         return
+    if is_there(path / MARK) and is_there(path / "state"):
+        raise UserError(
+            f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
+            "it started, or has tiered.masters=remainder, whose weights went with it; export its newest checkpoint"
+        )
     left = final_export(path)
     if left is not None and left.step > _newest_step(path):
         yield _left_by(path, left).with_buffers()

@@ -92,10 +92,12 @@ class Tiered:
 
     def _refuse_remainders(self, work: Workload) -> None:
         """UserError where a master's weight is not bf16, or not at hand as it was when its page is read."""
+        overlap = self.section.overlap
         reasons = {
             f"--dtype {work.dtype}: a remainder is what rounding to bf16 takes away": work.dtype != "bf16",
             f"{work.world} ranks: each has masters in fp32": work.world > 1,
             "tiered.places=2: weights have one place": self.section.places == 2,
+            f"tiered.overlap={overlap}: weights have one place": overlap not in ("auto", "off", "forward"),
         }
         if wrong := [reason for reason, here in reasons.items() if here]:
             raise UserError(f"tiered.masters=remainder with {'; with '.join(wrong)}; leave it out")
@@ -329,9 +331,18 @@ class TieredCandidate:
             groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *self._backends()))
             groups.append(("tiered.page_size=2097152", "tiered.page_size=8388608"))
             groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
+            if self._fewer_bytes:
+                groups.append(("tiered.masters=remainder",))
         if self.placement.params != "gpu":
             groups.append(("tiered.unit_buffers=2", "tiered.unit_buffers=4"))
         return groups
+
+    @property
+    def _fewer_bytes(self) -> bool:
+        """Whether drives would move less with masters as remainders; with weights on drives these are read as well."""
+        sizes, work = self.sizes, self.work
+        can = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
+        return can and sizes.gpu_fraction + sizes.ram_fraction < 1 and self.placement.params != "nvme"
 
     def _backends(self) -> list[str]:
         """DeepSpeed's kernel, where `bench` found it faster on a drive than threads."""

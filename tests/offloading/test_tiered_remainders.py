@@ -19,8 +19,10 @@ from test_tiered import skip_last_block
 import offload_trainer.plan.layout as layout
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import UserError
+from offload_trainer.export.sources import opened
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.plan import Plan
+from offload_trainer.storage.lease import DriveLease
 from offload_trainer.telemetry.meters import read_io
 
 REMAINDERS = "tiered.masters=remainder"
@@ -186,6 +188,13 @@ def test_bytes_are_the_planned_ones(
     (update,) = (one for one in traffic if one.phase == "update")
     assert update.read / trained == pytest.approx(read, abs=0.05)
     assert update.written / trained == pytest.approx(written, abs=0.05)
+
+
+def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
+    with DriveLease(drive) as lease:
+        (lease.path / "state").write_bytes(bytes(8192))
+        with pytest.raises(UserError, match=r"no masters can be read .* has tiered.masters=remainder"):
+            opened(lease.path, mixed=True).__enter__()
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

@@ -60,6 +60,10 @@ def test_the_first_steps_do_not_count() -> None:
     [
         (
             ["--ram-fraction", "0", "tiered.overlap=off"],
+            {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers", "tiered.masters"},
+        ),
+        (
+            ["--ram-fraction", "0", "tiered.overlap=off", "tiered.masters=remainder"],
             {"tiered.io_threads", "tiered.page_size", "tiered.page_buffers"},
         ),
         (["--ram-fraction", "1"], set()),

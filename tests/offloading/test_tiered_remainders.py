@@ -169,7 +169,7 @@ def test_streams_that_run_late_change_nothing(
 def test_bytes_are_the_planned_ones(
     words: list[str], read: float, written: float, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's counters are the plan's to the byte, and of the update so many for each parameter."""
+    """The kernel's counters are the plan's, but for weights fetched ahead, and of the update so many a parameter."""
     plans: list[Plan] = []
     monkeypatch.setattr(bench_of_engines, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[0])
     model = model_directory(folder / "large", "gpt2", n_embd=256, n_layer=2)  # fields are padded to whole sectors
@@ -183,7 +183,8 @@ def test_bytes_are_the_planned_ones(
         ours.settle()
         moved = read_io() - before
     traffic = [one for one in plans[0].traffic if one.place == str(drive)]
-    assert moved.read_bytes == 2 * sum(one.read for one in traffic)
+    ahead = 0 if "--params" not in words else 2 * trained  # weights of the next step that were fetched by either end
+    assert abs(moved.read_bytes - 2 * sum(one.read for one in traffic)) <= ahead
     assert moved.written_bytes == 2 * sum(one.written for one in traffic)
     (update,) = (one for one in traffic if one.phase == "update")
     assert update.read / trained == pytest.approx(read, abs=0.05)

@@ -37,6 +37,10 @@ def main(words: list[str] | None = None) -> int:
                 raise
             if not isinstance(error, Elsewhere) and not _launcher_says(error):
                 _say(f"offload-train: {told}")
+            if os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, Stopped):
+                from offload_trainer.ranks import tell_not_coming
+
+                tell_not_coming(told)
             return exit_code(error)
     return 0
 

@@ -218,8 +218,7 @@ class PlacementSection(_Section):
 
     engine: Literal["auto", "tiered", "deepspeed", "plain"] = Field(
         "auto",
-        description="tiered: ours; deepspeed: stock ZeRO; plain: torch alone, everything on one device; "
-        "auto: tiered, but deepspeed for several GPUs",
+        description="tiered: ours; deepspeed: stock ZeRO; plain: torch alone, everything on one device; auto: tiered",
     )
     params: Home = Field("auto", description="home of the 16-bit weights")
     optimizer: Home = Field("auto", description="home of master weights and moments")

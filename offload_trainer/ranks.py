@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ LOST = 69  # exit code of a rank whose only trouble is that another has gone
 STALLED = 300  # seconds that ranks wait for each other within a step
 _SETTING_UP = timedelta(days=1)  # while rank 0 draws a model or writes a checkpoint; who dies is noticed at once
 _JOINING, _AGAIN = 600.0, 0.1  # seconds until all have imported what they need and come; between two looks
+_TELLING, _NOT_COMING = 5.0, "not coming"  # seconds to reach the launcher's store; a key there
 _LATER = 30  # seconds: rank 0 can name who is missing, and is the first to give up
 
 
@@ -57,12 +58,29 @@ def _when_all_have_come() -> tuple[dist.Store, int, int]:
         store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
     except RuntimeError as error:
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
-    store.add("come", 1)
-    while store.add("come", 0) < world:
-        if time.monotonic() > until:
-            raise TrainerError(f"{why}: {store.add('come', 0)} of {world} are here")
-        time.sleep(_AGAIN)
+    try:
+        store.add("come", 1)
+        while (come := store.add("come", 0)) < world:
+            if store.check([_NOT_COMING]):
+                node, told = store.get(_NOT_COMING).decode().split(" ", 1)
+                known = node == os.environ.get("GROUP_RANK")  # said on this node, by the rank itself
+                raise Elsewhere(told, code=LOST) if known else TrainerError(f"node {node} does not come: {told}")
+            if time.monotonic() > until:
+                raise TrainerError(f"{why}: {come} of {world} are here")
+            time.sleep(_AGAIN)
+    except RuntimeError as error:
+        ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
+        raise TrainerError(ended) from error
     return store, rank, world
+
+
+def tell_not_coming(why: str) -> None:
+    """To ranks of other nodes, which wait for this one to `join`; where there is a launcher's store to tell it by."""
+    if _several() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    with suppress(RuntimeError):  # their node has ended
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_TELLING)))
+        store.set(_NOT_COMING, f"{os.environ.get('GROUP_RANK')} {why}")
 
 
 def place_here() -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """Two nodes on one machine, network namespaces with a link between them, against one rank: the same bits.
 
-    python soak/two_nodes.py FOLDER [--each 1|2] [--steps 20] [--mbit N] [--params gpu|cpu|nvme]
+    python soak/two_nodes.py FOLDER [--each 1|2] [--steps 20] [--mbit N] [--params gpu|cpu|nvme] [--lose]
 
 torchrun is started in each of two namespaces, which see each other through a pair of veth alone, each with a drive
 directory of its own. GPT-2, tied, with dropout, in bf16, half the state on the drive: it trains, one node's ranks are
 killed after a checkpoint, the same command goes on, and losses, norms and the last checkpoint must be one rank's. Then
 a checkpoint of the nodes is gone on from by one rank, and one of that rank by the nodes. The bytes that leave a node in
-a step are read from the link's counters and held against what gradients and new weights take. Needs root and `ip`.
+a step are read from the link's counters and held against what gradients and new weights take. With `--lose` instead the
+link is cut, and in another run all of node 1 is stopped (SIGSTOP): who goes on ends, and says why. Needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -106,11 +107,34 @@ def wait_for(output: Path, step: int, started: list[subprocess.Popen[bytes]]) ->
         time.sleep(0.02)
 
 
-def kill(launcher: subprocess.Popen[bytes]) -> None:
-    """It and its ranks, as where a node loses power but for its connections, which the kernel closes."""
+def signal_all(launcher: subprocess.Popen[bytes], number: int) -> None:
+    """To it and its ranks."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     for pid in [launcher.pid, *map(int, children)]:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+
+
+def lose(folder: Path, alone: Path, *, each: int, steps: int, params: str) -> None:
+    """The link is cut in mid-run, then, in another run, all of node 1 is stopped; each goes on with one rank's bits."""
+    for name in ("cut", "stopped"):
+        run, how = folder / name, {"each": each, "steps": steps, "params": params}
+        started = start(folder, run, **how)
+        wait_for(run, 7, started)
+        began = time.monotonic()
+        if name == "cut":
+            ip("-n", SPACES[1], "link", "set", LINKS[1], "down")
+            codes = finished(started)
+            ip("-n", SPACES[1], "link", "set", LINKS[1], "up")
+        else:
+            signal_all(started[1], signal.SIGSTOP)
+            codes = [started[0].wait(900)]
+            signal_all(started[1], signal.SIGKILL)
+            finished(started)
+        words = [line for line in (folder / "told-0").read_text().splitlines() if "not been heard" in line]
+        took = time.monotonic() - began
+        print(f"{name}: all that go on have ended after {took:.1f} s, exit codes {codes}: {words[-1:]}", flush=True)
+        assert finished(start(folder, run, **how)) == [0, 0]
+        compare(f"{name} and resumed", run, alone, step=steps)
 
 
 def finished(started: list[subprocess.Popen[bytes]]) -> list[int]:
@@ -149,18 +173,22 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--mbit", type=int)
     parser.add_argument("--params", default="cpu")
+    parser.add_argument("--lose", action="store_true")
     wish = parser.parse_args()
     folder, how = wish.folder.absolute(), {"steps": wish.steps, "params": wish.params}
     folder.mkdir(parents=True)
     alone, several = folder / "alone", folder / "several"
     one_rank(folder, alone, **how)
     with network(wish.mbit):
+        if wish.lose:
+            lose(folder, alone, each=wish.each, **how)
+            return 0
         started = start(folder, several, each=wish.each, **how)
         wait_for(several, 7, started)
         began, first = sent(0), len(lines(several))
         wait_for(several, 9, started)
         moved, steps = sent(0) - began, len(lines(several)) - first
-        kill(started[1])
+        signal_all(started[1], signal.SIGKILL)  # as where it loses power but for connections, which the kernel closes
         print(f"killed node 1 after step {len(lines(several))}: exit codes {finished(started)}", flush=True)
         assert finished(start(folder, several, each=wish.each, **how)) == [0, 0]
         compare(f"2 nodes x {wish.each}, killed and resumed", several, alone, step=wish.steps)

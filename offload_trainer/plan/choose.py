@@ -35,12 +35,10 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 _ALIKE = 1.05  # times as long
 
 
-def engine_of(config: TrainConfig, *, world: int = 1) -> Tiered | DeepSpeed | Plain:
-    """The engine that is meant. Several ranks are DeepSpeed's."""
+def engine_of(config: TrainConfig) -> Tiered | DeepSpeed | Plain:
+    """The engine that is meant."""
     place, name = config.placement, config.placement.engine
-    if name == "auto":
-        name = "deepspeed" if max(place.gpus, world) > 1 else "tiered"
-    if name == "tiered":
+    if name in ("auto", "tiered"):
         return Tiered(place, config.tiered, config.model.offload_activations)
     if name == "deepspeed":
         return DeepSpeed(place, config.deepspeed, config.optim.states)
@@ -161,10 +159,10 @@ def make_plan(
     several `nodes` the machine is one of them, with as many of the `world` ranks as the others. Raises
     UserError for wishes that cannot be combined on this machine.
     """
-    engine = engine_of(config, world=world)
+    engine = engine_of(config)
     work = workload(config, shape, world=world, nodes=nodes, saves=saves)
     refuse_card(machine, dtype=work.dtype)
-    for wish, package in engine.packages(world=world):
+    for wish, package in engine.packages():
         if machine.lacks(package):
             raise UserError(lacks(wish, package))
     if ignored := _not_of(engine, config):
@@ -180,7 +178,26 @@ def make_plan(
             rejected.append((plan.homes, "; ".join(plan.shortfalls())))
         elif plan.forecast.step is not None and chosen.forecast.step is not None:
             rejected.append((plan.homes, _slower(plan.forecast.step, chosen.forecast.step)))
-    return replace(chosen, rejected=tuple(rejected), notes=(*chosen.notes, *_notes_of_rule(config.optim)))
+    notes = [*_notes_of_rule(config.optim), *_note_of_stock(config, chosen, work, machine)]
+    return replace(chosen, rejected=tuple(rejected), notes=(*chosen.notes, *notes))
+
+
+def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: MachineProfile) -> list[str]:
+    """Where `auto` trains several ranks with the slower engine: stock ZeRO keeps state on GPUs, and ours none there."""
+    stock = DeepSpeed(config.placement, config.deepspeed, config.optim.states)
+    ours = plan.forecast.step
+    if config.placement.engine != "auto" or work.world == 1 or machine.gpu is None or ours is None:
+        return []
+    if len(config.placement.nvme) > 1 or config.tiered != TieredSection() or machine.lacks("deepspeed"):
+        return []
+    others = [_planned(one, work, machine, engine=stock.name) for one in stock.candidates(work, machine)]
+    best = _choose(others) if others else None
+    if best is None or not best.fits or best.forecast.step is None or best.forecast.step * _ALIKE > ours:
+        return []
+    seconds = format_seconds(best.forecast.step)
+    return [
+        f"{best.title}, {best.homes}, is forecast at {seconds} a step for {format_seconds(ours)}: --engine deepspeed"
+    ]
 
 
 def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: MachineProfile) -> Plan:

@@ -77,11 +77,10 @@ class DeepSpeed:
             )
         return mistakes
 
-    def packages(self, *, world: int) -> list[tuple[str, str]]:
+    def packages(self) -> list[tuple[str, str]]:
         """(wish, package) of what is not part of every installation."""
-        wish = f"--gpus {world}" if self.place.engine == "auto" else "--engine deepspeed"
         eight = [("optim.states=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
-        return [(wish, "deepspeed"), *eight]
+        return [("--engine deepspeed", "deepspeed"), *eight]
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """UserError for what only the machine makes impossible."""

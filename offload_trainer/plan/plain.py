@@ -36,7 +36,7 @@ class Plain:
             mistakes.append(f"--gpus {self.place.gpus} with --engine plain: plain torch trains on one device")
         return mistakes
 
-    def packages(self, *, world: int) -> list[tuple[str, str]]:
+    def packages(self) -> list[tuple[str, str]]:
         """(wish, package) of what is not part of every installation."""
         return []
 

@@ -76,7 +76,7 @@ class Tiered:
             if wanted
         ]
 
-    def packages(self, *, world: int) -> list[tuple[str, str]]:
+    def packages(self) -> list[tuple[str, str]]:
         """(wish, package) of what is not part of every installation."""
         return [("tiered.io=async_io", "deepspeed")] if self.section.io == "async_io" else []
 

@@ -50,7 +50,7 @@ def examine(
     threads_given: str | None = None,
 ) -> list[Check]:
     """All checks for such a run. `threads_given`: OMP_NUM_THREADS as this process was started."""
-    needed = [package for _, package in engine.packages(world=place.gpus)]
+    needed = [package for _, package in engine.packages()]
     stock = isinstance(engine, DeepSpeed)
     checks = [_threads(place, threads_given), _torch(), *_packages(), _native_kernel()]
     checks += _stock_tools(needed=stock, drive=bool(place.nvme))
@@ -201,7 +201,7 @@ def _memory(machine: MachineProfile) -> Check:
 
 def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed | Plain, machine: MachineProfile) -> Iterator[Check]:
     """DeepSpeed's async_io locks its buffers, which the limit holds for; what CUDA pins the driver holds by itself."""
-    limit, asked = machine.memlock_bytes, "deepspeed" in (package for _, package in engine.packages(world=place.gpus))
+    limit, asked = machine.memlock_bytes, "deepspeed" in (package for _, package in engine.packages())
     if limit is None or not asked or (isinstance(engine, DeepSpeed) and not place.nvme):
         return
     fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"

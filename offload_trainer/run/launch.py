@@ -66,7 +66,7 @@ def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
     if count == 1 or "RANK" in os.environ:
         return
     if engine == "deepspeed" and not is_installed("deepspeed"):
-        raise UserError(lacks(f"--gpus {count}", "deepspeed"))
+        raise UserError(lacks("--engine deepspeed", "deepspeed"))
     command = [
         sys.executable,
         *("-m", "offload_trainer.run.torchrun", "--standalone", "--nproc-per-node", str(count)),

@@ -27,6 +27,7 @@ from offload_trainer.ranks import join, on_rank_zero, on_some, place_here, share
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.alike import refuse_other_data, refuse_other_programs
+from offload_trainer.run.beats import beating
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
 from offload_trainer.run.data import check_data, first_row, prepare_data, unknown_identity
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
@@ -36,6 +37,7 @@ from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
+from offload_trainer.streams import write_now
 from offload_trainer.telemetry.trackers import refuse_missing
 from offload_trainer.trainer import Job
 
@@ -94,6 +96,19 @@ def train_run(
         if config.train.deterministic:
             use_deterministic_algorithms()
     nodes = _join(config, world=world)
+    with beating(nodes, rank=rank, say=lambda line: write_now(f"offload-train: {line}")):
+        _train_as_rank(config, nodes=nodes, log=log, instead=instead, build=build)
+
+
+def _train_as_rank(
+    config: TrainConfig,
+    *,
+    nodes: Sequence[range],
+    log: Log,
+    instead: Callable[[Job], None] | None,
+    build: Build,
+) -> None:
+    """One rank's part of the run, together with the others."""
     refuse_other_programs(config.model_dump(mode="json", exclude={"placement": {"nvme"}}))  # a node names its own
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
@@ -127,7 +142,7 @@ def _with_drives_of(here: TrainConfig, theirs: TrainConfig) -> TrainConfig:
 
 def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
     """Be one of several ranks; the ranks of each node. UserError where they are not as many as `config` says."""
-    tiered, wished = engine_of(config, world=world).name == "tiered", config.placement.gpus
+    tiered, wished = engine_of(config).name == "tiered", config.placement.gpus
     if tiered and wished not in (1, world):
         raise UserError(f"--gpus {wished}, and the launcher has started {world}: leave one of the two numbers out")
     if world > 1 and tiered:

@@ -345,7 +345,7 @@ def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launch.os, "execv", lambda _, words: started.append(" ".join(words)))
-    for words in ([], ["--gpus", "3", "--engine", "deepspeed"], ["--gpus", "2", "--engine", "tiered"]):
+    for words in ([], ["--gpus", "3", "--engine", "deepspeed"], ["--gpus", "2"]):
         place = load_config(words).placement
         launch.start_ranks(words, count=place.gpus, engine=place.engine)
     assert len(started) == 2

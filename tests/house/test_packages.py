@@ -94,7 +94,7 @@ def test_a_whole_run_without_the_optional_ones(drive: Path, tmp_path: Path) -> N
     ("words", "package"),
     [
         (["--engine", "deepspeed"], "deepspeed"),
-        (["--gpus", "2"], "deepspeed"),
+        (["--engine", "deepspeed", "--gpus", "2"], "deepspeed"),
         (["tiered.io=async_io"], "deepspeed"),
     ],
 )
@@ -133,7 +133,7 @@ def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launch, "is_installed", lambda name: False)
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match="--gpus 2 needs deepspeed"):
+    with pytest.raises(UserError, match="--engine deepspeed needs deepspeed"):
         launch.start_ranks([], count=2, engine="deepspeed")
 
 

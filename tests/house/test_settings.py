@@ -105,10 +105,10 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["--ram-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
         (["placement.gradients=nvme"], "add --nvme DIR"),
         (["placement.gradients=nvme", "--engine", "plain"], "belongs to --engine tiered"),
-        (["optim.states=bf16", "--gpus", "2"], "belongs to --engine tiered"),
-        (["--engine", "tiered", "--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state is in RAM and on dr"),
-        (["--engine", "tiered", "--gpus", "2", "--optimizer", "gpu"], "--optimizer gpu with 2 ranks"),
-        (["--engine", "tiered", "--gpus", "2", "placement.gradients=gpu"], "placement.gradients=gpu with 2 ranks"),
+        (["optim.states=bf16", "--gpus", "2", "--engine", "deepspeed"], "belongs to --engine tiered"),
+        (["--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state is in RAM and on dr"),
+        (["--gpus", "2", "--optimizer", "gpu"], "--optimizer gpu with 2 ranks"),
+        (["--gpus", "2", "placement.gradients=gpu"], "placement.gradients=gpu with 2 ranks"),
         (["--gpu-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
         (
             ["--gpu-fraction", "0.7", "--ram-fraction", "0.4", "--nvme", "/a"],
@@ -120,7 +120,7 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["--gpu-fraction", "0.7", "--optimizer", "cpu"], "leave one out"),
         (["tiered.drive_speeds=[1, 2]", "--nvme", "/a"], "2 numbers for 1"),
         (["deepspeed.sub_group_size=5000"], "add --engine deepspeed"),
-        (["tiered.io=async_io", "--gpus", "2"], "add --engine tiered"),
+        (["tiered.io=async_io", "--engine", "deepspeed"], "add --engine tiered"),
         (["--engine", "deepspeed", "--nvme", "/a", "--nvme", "/b"], "keep one"),
         (
             ["--engine", "deepspeed", "--params", "nvme", "--nvme", "/a", "deepspeed.prefetch_bucket_size=5"],

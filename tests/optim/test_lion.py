@@ -232,7 +232,7 @@ def test_the_plan_names_rule_and_betas() -> None:
     ("words", "told"),
     [
         (["--engine", "plain"], "optim.name=lion belongs to --engine tiered, not to plain"),
-        (["--gpus", "2"], "optim.name=lion belongs to --engine tiered, not to deepspeed"),
+        (["--engine", "deepspeed"], "optim.name=lion belongs to --engine tiered, not to deepspeed"),
         (["optim.states=8bit"], "it would stand still; use bf16"),
         (["optim.eps=1e-6"], "divides by nothing"),
     ],

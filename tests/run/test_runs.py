@@ -297,13 +297,13 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
     both = ["--nvme", drive, *TINY, "--steps", 10, "train.eval_every=5", "--save-every", 5, *PLACEMENTS[name]]
     both += [f"model.overrides.{key}_pdrop=0.5" for key in ("attn", "embd", "resid")]
     one = call(*both, "--accumulate", 2, output=tmp_path / "one")
-    two = call(*both, "--gpus", 2, output=tmp_path / "two")
+    two = call(*both, "--gpus", 2, "--engine", "deepspeed", output=tmp_path / "two")
     assert len(one.losses) == len(two.losses) == 10
     for single, double in zip(one.steps, two.steps, strict=True):
         assert single["tokens"] == double["tokens"]
         assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
         assert single["grad_norm"] == pytest.approx(double["grad_norm"], rel=3e-2)
-    ours = call(*both, "--gpus", 2, "--engine", "tiered", output=tmp_path / "ours")
+    ours = call(*both, "--gpus", 2, output=tmp_path / "ours")
     assert ours.losses == pytest.approx(two.losses, abs=2e-2)
     start = tmp_path / "two/checkpoints/step-00000005"
     resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")
@@ -320,7 +320,7 @@ def test_two_ranks_of_the_tiered_engine_have_the_bits_of_one(drive: Path, tmp_pa
     both = ["--nvme", drive, *TINY, "--ram-fraction", "0.5", "model.overrides.resid_pdrop=0.5", "--steps", 4]
     both += ["--save-every", 2, "save.keep=5", "tiered.page_size=65536"]
     one = call(*both, "--accumulate", 2, output=tmp_path / "one")
-    two = call(*both, "--gpus", 2, "--engine", "tiered", *away, output=tmp_path / "two")
+    two = call(*both, "--gpus", 2, *away, output=tmp_path / "two")
     shutil.copytree(tmp_path / "two", tmp_path / "three")
     shutil.rmtree(tmp_path / "three/checkpoints/step-00000004")
     three = call(*both, "--accumulate", 2, output=tmp_path / "three")

@@ -1,0 +1,90 @@
+"""Nodes that hear of each other through a store, which here is torch's own in this process."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from offload_trainer import ranks
+from offload_trainer.errors import Elsewhere, TrainerError
+from offload_trainer.run import beats as module
+from offload_trainer.run.beats import _Beats, _go_on
+
+NODES = [range(2), range(2, 4), range(4, 6)]
+
+
+class Lost(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    def leave(code: int) -> None:
+        raise Lost(code)
+
+    monkeypatch.setattr(module.os, "_exit", leave)
+    monkeypatch.setattr(module, "_EVERY", 0.01)
+    monkeypatch.setattr(module, "_LOST", 0.3)
+    return []
+
+
+def test_a_node_that_is_not_heard_of_ends_the_others(store: dist.TCPStore, said: list[str]) -> None:
+    """The second tells now and then, the third no more."""
+    first, second, third = (_Beats(store, NODES, number=number) for number in range(3))
+    for one in (first, second, third):
+        one.tell()
+    until = time.monotonic() + 60
+    while (lost := first.listen()) is None and time.monotonic() < until:
+        second.tell()
+    assert lost == "node 2 (ranks 4 to 5) has not been heard of for 0.3 s"
+    second.tell()
+    third.tell_the_end()
+    assert first.listen() is None  # one that has come to its end is not looked for
+    time.sleep(0.4)
+    with pytest.raises(Lost):
+        _go_on(first, said.append)
+    (line,) = said
+    assert line.startswith("node 1 (ranks 2 to 3) has not been heard of for 0.3 s, and the run ends. The same command")
+
+
+def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str]) -> None:
+    beats = _Beats(store, NODES, number=0)  # nobody has told anything: a store that does not answer raises the same
+    with pytest.raises(Lost):
+        _go_on(beats, said.append)
+    assert said[0].startswith("the launcher of the first node is not to be reached (")
+
+
+def test_a_store_that_does_not_answer_ends_them(store: dist.TCPStore, said: list[str]) -> None:
+    with pytest.raises(Lost):
+        module._guard(_Beats(store, NODES, number=0), said.append)
+    assert said[0].startswith("the launcher of the first node has not answered for 0.6 s, and the run ends.")
+
+
+def test_a_node_that_has_ended_says_so(store: dist.TCPStore, said: list[str]) -> None:
+    beats = _Beats(store, NODES, number=0)
+    beats.over.set()
+    _go_on(beats, said.append)
+    assert (said, store.get("beat/0")) == ([], b"ended")
+
+
+def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the launcher's store; on its own node it has said so itself."""
+    _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "WORLD_SIZE": "4"}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    ranks.tell_not_coming("--lrr: there is no such flag")
+    with pytest.raises(Elsewhere):
+        ranks._when_all_have_come()
+    monkeypatch.setenv("GROUP_RANK", "0")
+    with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: there is no such flag$"):
+        ranks._when_all_have_come()

@@ -368,9 +368,13 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     refuse_other_run(checkpoint, manifest.identity, record.identity)
     refuse_other_run(checkpoint, manifest.layout, record.layout)
     before = read_back(checkpoint / "run.json", _RunConfiguration, fix=_fix(checkpoint)).config
-    now = record.run["config"]
+    return changed_settings(checkpoint.name, before, record.run["config"])
+
+
+def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Which settings that steer a run differ from those that what is called `name` was saved with, one line each."""
     return [
-        f"{section}.{key} is {now[section].get(key)}; {checkpoint.name} was saved with {shown(then.get(key))}"
+        f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then.get(key))}"
         for section, keys in _STEERING.items()
         for then in [before.get(section, {})]
         for key in keys

@@ -65,21 +65,24 @@ class Job:
     flops_per_step: float  # of all ranks, forward and backward
     peak_flops: float | None  # a second's, that products reach on this machine, all ranks; None: not timed
     swaps: list[Path]  # the run's private directories on drives
+    commit: Callable[[TrainState], None] | None = None  # page files are of this state, after all else of its step
     counted: IoCount | None = None  # where the last step's update went on: what drives had moved when it returned
 
 
-def train(job: Job, asked: Asked, *, resume: tuple[Path, TrainState] | None = None) -> TrainState:
+def train(job: Job, asked: Asked, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
     """Train to the last step, or to that in which a signal asks to stop; returns the state there, saved if it can be.
 
-    `resume`: a checkpoint that was checked, and the state in it. Raises TrainerError where `optim.nonfinite` is `stop`
-    and a gradient was not finite: the weights are those of the step before.
+    `resume`: a checkpoint that was checked, or None where the engine stands there already, and the state. Raises
+    TrainerError where `optim.nonfinite` is `stop` and a gradient was not finite: the weights are those of the step
+    before.
     """
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
         checkpoint, state = resume
-        job.engine.load(checkpoint)
-        job.checkpoints.saved = state.step
-        job.say(f"resumed from {checkpoint}, step {state.step}")
+        if checkpoint is not None:
+            job.engine.load(checkpoint)
+            job.checkpoints.saved = state.step
+            job.say(f"resumed from {checkpoint}, step {state.step}")
     batches = job.train_rows.train_batches(
         DataState(state.data_position),
         micro_batch=job.train.micro_batch,
@@ -87,6 +90,8 @@ def train(job: Job, asked: Asked, *, resume: tuple[Path, TrainState] | None = No
         world=job.engine.world,
     )
     with job.checkpoints:
+        if resume is not None and resume[0] is None and state.step >= job.train.steps:
+            _save_if_due(job, state, stopping=True, wished=False, ended=False)  # nothing else has what was gone on from
         while state.step < job.train.steps:
             state = _step(job, state, batches)
             last = state.step == job.train.steps
@@ -99,6 +104,8 @@ def train(job: Job, asked: Asked, *, resume: tuple[Path, TrainState] | None = No
             if stop:
                 asked.stop = stop  # another rank's, perhaps; one that came since they agreed is for the next step
                 break
+            if job.commit and state.step < job.train.steps:  # from the last one a next start would have nothing to do
+                job.commit(state)
     return state
 
 

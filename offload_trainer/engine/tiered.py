@@ -5,8 +5,9 @@ What it is made of is in `offloading/`; what is put where, and how large buffers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.norms import clip_factor
 from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.optim.rules import hyper_of
+from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.workload import Workload
@@ -175,6 +177,18 @@ class TieredEngine:
 
     def load(self, directory: Path) -> None:
         state = self.offloaded.load(directory)
+        self._scale.load_state(state.loss_scale, state.good_steps)
+
+    def commit(self, train: Mapping[str, int]) -> None:
+        """After each step: the page files are of this state of the loop once the update under way is home."""
+        ours, scale = self.offloaded, self._scale
+        assert ours.account is not None
+        state = ours.state.beside(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
+        ours.account.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
+
+    def go_on(self, state: EngineState, newest: Sequence[int]) -> None:
+        """Continue from the page files that another process has left, each page in its newest place."""
+        self.offloaded.go_on(state, newest)
         self._scale.load_state(state.loss_scale, state.good_steps)
 
     def close(self) -> None:

@@ -181,7 +181,8 @@ class OffloadedModel:
     def keep_account(self, *, model: Path) -> None:
         """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
         paths, its = self._drives.directories, self.store
-        self.account = PageIndex(paths, self.units, its.pages, format=its.format, model=model, places=its.places)
+        more: dict[str, Any] = {"places": its.places, "sync": its.sync}
+        self.account = PageIndex(paths, self.units, its.pages, format=its.format, model=model, **more)
         self._open.callback(self.account.close)
 
     @torch.no_grad()
@@ -366,16 +367,15 @@ class OffloadedModel:
     def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
         """The state of now, to be written once; the update waits for pages that are not written yet."""
         self.settle()
-        most = self.steps_done
-        state = EngineState(
-            optimizer_steps=most,
-            loss_scale=loss_scale,
-            good_steps=good_steps,
-            states=self.store.format.moments.name,
-            rule=self.store.format.rule.name,
-            weight_steps={name: count for name, count in self.steps.items() if count != most},
-        )
+        state = self.state.beside(self.steps, loss_scale=loss_scale, good_steps=good_steps)
         return TieredSnapshot(self.state, state, self.updater.snapshot())
+
+    @torch.no_grad()
+    def go_on(self, state: EngineState, newest: Sequence[int]) -> None:
+        """Go on from what lies in the files, all of the state: each page in the place that `newest` says."""
+        self.store.places.begin(newest)
+        self.state.make_weights()
+        self.steps = {name: state.steps_of(name) for name in self.trained}
 
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:

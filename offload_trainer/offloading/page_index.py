@@ -1,46 +1,54 @@
 """What lies in a run's files on drives, written beside them, so that masters can be read after the run has died.
 
-    <lease>/store.json   where each weight's master is, in which file; the model's directory
-    <lease>/progress     the update that the files are of, and whether one was under way
-    <lease>/record       instead of it where pages have two places: the update, and which place of each page is of it;
-                         in the first of the directories
-
 A killed process loses nothing that it has written there: the kernel has it. Pages in memory are gone with it. With two
 places the files always hold one whole step: its pages are written beside those of the step before, then the record.
+
+    pages home ── synced ──┐
+    `commit` of the rest ──┴── record ── synced ── the next update may write
+
+After a power cut too: pages last before the record that names them, and it lasts before they are overwritten.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
-from pydantic import Field, Strict, with_config
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.offloading.page_places import PagePlaces, places_of
+from offload_trainer.offloading.page_account import (
+    DESCRIPTION,
+    FIX,
+    OF_PROGRESS,
+    PROGRESS,
+    RECORD,
+    Told,
+    ToldPage,
+    boot,
+    description,
+    most_of_record,
+    nothing_yet,
+    read_description,
+    read_newest,
+    read_progress,
+    refuse_outside,
+)
+from offload_trainer.offloading.page_places import PagePlaces
 from offload_trainer.offloading.store import offsets, size_of_home
-from offload_trainer.optim.state_files import MomentsName, RuleName
 from offload_trainer.plan.formats import StateFormat, state_format
-from offload_trainer.plan.layout import ALIGN, ELSEWHERE, Page, Unit
-from offload_trainer.readback import EXACT, Count, Flag, Line, Steps, file_bytes, open_file, parsed, read_back, shown
-from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.record import Record, read_record
+from offload_trainer.plan.layout import Page, Unit
+from offload_trainer.readback import open_file, shown
+from offload_trainer.storage.durable import sync_directory, write_text
+from offload_trainer.storage.record import Record
 from offload_trainer.units import format_count
 
-DESCRIPTION = "store.json"
-_PROGRESS, _NOTE = "progress", 64  # name; bytes
-_RECORD = "record"
 _MASTER = 4  # bytes; masters are a page's first field
-_FIX = "Export the run's newest checkpoint"
-
-_PageElements = Annotated[Count, Field(gt=0, multiple_of=ALIGN)]
-_Home = Annotated[int, Strict(), Field(ge=ELSEWHERE, lt=1000)]
 
 
 class PageIndex:
@@ -55,45 +63,64 @@ class PageIndex:
         format: StateFormat,
         model: Path,
         places: PagePlaces | None = None,
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
-        """`places` of the pages on drives, where they have more than one."""
-        self._places = places if places is not None and places.count > 1 else None
-        description = {
-            "drives": [str(drive.resolve()) for drive in drives],
-            "rule": format.rule.name,
-            "states": format.moments.name,
-            "pages": [asdict(page) for page in pages],
-            "weights": [
-                {"name": place.weight.name, "shape": place.weight.shape, "unit": unit.index, "start": place.start}
-                for unit in units
-                for place in unit.places
-                if place.weight.trainable
-            ],
-            "fixed": [place.weight.name for unit in units for place in unit.places if not place.weight.trainable],
-            "model": str(model.absolute()),
-            "boot": _boot(),
-            "places": self._places.count if self._places else 1,
-        }
+        """`places` of the pages on drives, where they have more than one; `sync` makes what was written there last."""
+        self._places = places if places is not None and places.count > 1 and drives else None
+        self._sync, self._lasting = sync, all(page.home >= 0 for page in pages)
+        self.commits = False  # whether an update is recorded only together with what `commit` says of it
+        self._record: Record | None = None
+        self._descriptors: list[int] = []
+        told = description(drives, units, pages, format=format, model=model, places=2 if self._places else 1)
         for drive in drives:
-            write_text(drive / DESCRIPTION, json.dumps(description))
-        self._record = Record(drives[0] / _RECORD, most=_most(len(pages))) if self._places and drives else None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        beside = [] if self._places else drives
-        self._descriptors = [os.open(drive / _PROGRESS, flags, 0o666) for drive in beside]
+            write_text(drive / DESCRIPTION, json.dumps(told))
+        if self._places is not None:
+            for drive in drives:  # what was made for it lasts too
+                sync_directory(drive.parent)
+                sync_directory(drive.parent.parent)
+            names = [weight["name"] for weight in told["weights"]]
+            self._record = Record(drives[0] / RECORD, most=most_of_record(len(pages), names))
+        else:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            self._descriptors = [os.open(drive / PROGRESS, flags, 0o666) for drive in drives]
+        self._lock = threading.Lock()
+        self._step, self._under_way = 0, False
+        self._told: Mapping[str, Any] | None = None  # by `commit`, while the update is under way
 
     def note(self, step: int, *, updating: bool) -> None:
         """The files hold the state after `step` updates; with `updating`, parts of them that after the next.
 
         Where pages have two places an update that is under way changes nothing that the record names.
         """
-        if self._record is not None:
-            assert self._places is not None
-            if not updating:
-                self._record.write(json.dumps({"step": step, "newest": self._places.bits().hex()}).encode())
+        if self._record is None:
+            note = json.dumps({"step": step, "updating": updating}).ljust(OF_PROGRESS).encode()
+            for descriptor in self._descriptors:
+                os.pwrite(descriptor, note, 0)
             return
-        note = json.dumps({"step": step, "updating": updating}).ljust(_NOTE).encode()
-        for descriptor in self._descriptors:
-            os.pwrite(descriptor, note, 0)
+        if not updating and self._lasting:
+            self._sync()
+        with self._lock:
+            self._step, self._under_way = step, updating
+            if not updating and (self._told is not None or not self.commits):
+                self._write()
+
+    def commit(self, step: int, told: Mapping[str, Any]) -> None:
+        """What else belongs to the state after `step` updates: recorded now, or once the one under way is home.
+
+        The next update begins only after this.
+        """
+        with self._lock:
+            self._told = told
+            if not self._under_way:
+                self._step = step
+                self._write()
+
+    def _write(self) -> None:
+        assert self._record is not None
+        assert self._places is not None
+        told, self._told = self._told or {}, None
+        content = {"step": self._step, "newest": self._places.bits().hex()} | dict(told)
+        self._record.write(json.dumps(content).encode(), lasting=self._lasting)
 
     def close(self) -> None:
         if self._record is not None:
@@ -145,69 +172,10 @@ class StoredMasters:
             yield name, self.read(name)
 
 
-@with_config(EXACT)
-@dataclass(frozen=True)
-class _ToldWeight:
-    name: Line
-    shape: tuple[Count, ...]
-    unit: Count
-    start: Count
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@with_config(EXACT)
-@dataclass(frozen=True)
-class _ToldPage:
-    unit: Count
-    start: Count
-    elements: _PageElements
-    home: _Home
-
-
-@with_config(EXACT)
-@dataclass(frozen=True)
-class _Told:
-    """What a store.json says."""
-
-    drives: list[str]
-    states: MomentsName
-    pages: list[_ToldPage]
-    weights: list[_ToldWeight]
-    fixed: list[Line]
-    model: str
-    boot: str
-    rule: RuleName = "adamw"  # earlier versions had no other
-    places: Annotated[int, Strict(), Field(ge=1, le=2)] = 1  # of each page on a drive
-
-
-@with_config(EXACT)
-@dataclass(frozen=True)
-class _Progress:
-    step: Steps
-    updating: Flag
-
-
-@with_config(EXACT)
-@dataclass(frozen=True)
-class _Newest:
-    """What a record says."""
-
-    step: Steps
-    newest: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
-
-
-def _most(pages: int) -> int:
-    """Bytes of a record of so many pages."""
-    return 256 + 2 * -(-pages // 8)
-
-
 def read_store(directory: Path) -> StoredMasters:
     """The masters in a private directory that a dead run left. UserError where they are not all in files."""
-    told = read_back(directory / DESCRIPTION, _Told, fix=_FIX)
-    progress, newest = _read_progress(directory) if told.places == 1 else _read_newest(told)
+    told = read_description(directory)
+    step, updating, newest = _read_step(directory, told)
     lost = sum(page.elements for page in told.pages if page.home < 0)
     if lost or told.fixed:
         total = format_count(sum(page.elements for page in told.pages))
@@ -217,56 +185,27 @@ def read_store(directory: Path) -> StoredMasters:
             "checkpoint"
         )
     try:
-        _refuse_outside(directory, told)
+        refuse_outside(directory, told)
         places = _places(told, [Path(drive) / "state" for drive in told.drives], newest=newest)
     except (ValueError, OSError) as error:
-        raise UserError(f"{directory}: {error}. {_FIX}") from error
-    # After a power cut the record may be older than the pages, which pass the cache by.
-    updating = progress.updating or told.boot != _boot()
+        raise UserError(f"{directory}: {error}. {FIX}") from error
     shapes = {weight.name: weight.shape for weight in told.weights}
-    return StoredMasters(progress.step, updating, shapes, Path(told.model), places)
+    return StoredMasters(step, updating, shapes, Path(told.model), places)
 
 
-def _read_progress(directory: Path) -> tuple[_Progress, Sequence[int]]:
-    """Of pages with one place, and that place."""
-    try:
-        record = file_bytes(directory / _PROGRESS, most=_NOTE)
-        if record:
-            return parsed(record, _Progress), ()
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{directory / _PROGRESS} cannot be read: {error}. {_FIX}") from error
-    raise _nothing_yet(directory)
+def _read_step(directory: Path, told: Told) -> tuple[int, bool, list[int]]:
+    """The update that the files are of, whether one was under way, and the place of each page that has two."""
+    if told.places > 1:
+        newest = read_newest(told)
+        if newest is None:
+            raise nothing_yet(directory)
+        return newest.step, False, newest.places(len(told.pages))
+    progress = read_progress(directory)
+    # After a power cut the note may be older than the pages, which pass the cache by.
+    return progress.step, progress.updating or told.boot != boot(), []
 
 
-def _read_newest(told: _Told) -> tuple[_Progress, Sequence[int]]:
-    """Of pages with two places, and the place of each."""
-    directory = Path(told.drives[0]) if told.drives else Path()
-    try:
-        record = read_record(directory / _RECORD, most=_most(len(told.pages)))
-        if record is None:
-            raise _nothing_yet(directory)
-        found = parsed(record, _Newest)
-        return _Progress(found.step, updating=False), places_of(bytes.fromhex(found.newest), len(told.pages))
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{directory / _RECORD} cannot be read: {error}. {_FIX}") from error
-
-
-def _nothing_yet(directory: Path) -> UserError:
-    return UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
-
-
-def _refuse_outside(directory: Path, told: _Told) -> None:
-    """ValueError where files or the model would be taken from a directory that is not this run's."""
-    ours = file_bytes(directory / DESCRIPTION)
-    for drive in map(Path, told.drives):
-        account = drive / DESCRIPTION
-        if not account.is_file() or account.stat().st_size != len(ours) or file_bytes(account) != ours:
-            raise ValueError(f"{shown(str(drive))} is not one of its run's directories: it holds no such {DESCRIPTION}")
-    if directory.resolve() not in [Path(drive).resolve() for drive in told.drives]:
-        raise ValueError(f"{DESCRIPTION} is of the run in {shown(', '.join(told.drives))}")
-
-
-def _places(told: _Told, files: Sequence[Path], *, newest: Sequence[int]) -> dict[str, list[_Stretch]]:
+def _places(told: Told, files: Sequence[Path], *, newest: Sequence[int]) -> dict[str, list[_Stretch]]:
     """Where each weight's master lies. ValueError where pages do not hold all of it, or a file not all of a page.
 
     `newest`: the place of each page, where they have two.
@@ -280,7 +219,7 @@ def _places(told: _Told, files: Sequence[Path], *, newest: Sequence[int]) -> dic
     for need, file in zip((told.places * size for size in apart), files, strict=True):
         if need and (not file.is_file() or file.stat().st_size < need):
             raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
-    of_unit: dict[int, list[tuple[_ToldPage, int]]] = {}
+    of_unit: dict[int, list[tuple[ToldPage, int]]] = {}
     for number, (page, start) in enumerate(zip(told.pages, offsets(sizes, homes), strict=True)):
         second = apart[page.home] if newest and newest[number] else 0
         of_unit.setdefault(page.unit, []).append((page, start + second))
@@ -296,8 +235,3 @@ def _places(told: _Told, files: Sequence[Path], *, newest: Sequence[int]) -> dic
         if held != weight.numel:
             raise ValueError(f"{DESCRIPTION} has pages for {held} elements of {weight.name}, which has {weight.numel}")
     return places
-
-
-def _boot() -> str:
-    """What tells this start of the system from every other."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

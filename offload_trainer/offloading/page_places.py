@@ -57,6 +57,12 @@ class PagePlaces:
             self._newest[number] = self._holding[number]
         self._written.clear()
 
+    def begin(self, newest: Sequence[int]) -> None:
+        """As another process has left the files: where each page is."""
+        for number, place in enumerate(newest):
+            if self._two[number]:
+                self._holding[number] = self._newest[number] = place
+
     def bits(self) -> bytes:
         """The newest place of each page, eight to a byte, the first in the lowest bit."""
         bits = bytearray(-(-len(self._two) // 8))

@@ -59,6 +59,18 @@ class TieredState:
     def shapes(self, *, trainable: bool) -> dict[str, tuple[int, ...]]:
         return {name: self.places[name][1].weight.shape for name in self.names(trainable=trainable)}
 
+    def beside(self, steps: Mapping[str, int], *, loss_scale: float | None, good_steps: int) -> EngineState:
+        """What belongs to the state beside its tensors, once each weight has been changed in so many `steps`."""
+        most = max(steps.values(), default=0)
+        return EngineState(
+            optimizer_steps=most,
+            loss_scale=loss_scale,
+            good_steps=good_steps,
+            states=self.store.format.moments.name,
+            rule=self.store.format.rule.name,
+            weight_steps={name: count for name, count in steps.items() if count != most},
+        )
+
     def entry(self, field: str, name: str) -> TensorEntry:
         """How one field of a weight is stored."""
         weight = self.places[name][1].weight
@@ -166,6 +178,13 @@ class TieredState:
         if halves:
             write_masters(fields, torch.empty(page.elements, dtype=self.weights.dtype), master)
         self.weights.put_page(page.unit, page.start, master)
+
+    def make_weights(self) -> None:
+        """The 16-bit weights of all that this rank updates, rounded from the masters on its pages as they are."""
+        for number, fields in PageSnapshot(self.store, self._numbers).pages():
+            page = self.store.pages[number]
+            self.weights.put_page(page.unit, page.start, fields["master"])
+        self.put_away()
 
     def put_away(self) -> None:
         """What was put has reached its home, and no memory is held for it."""

@@ -159,6 +159,11 @@ class PageStore:
         """Pages with two places are as at the last `flip`; what was written since has arrived."""
         self.places.forget()
 
+    def sync(self) -> None:
+        """What has arrived in files lasts when this returns, also without power."""
+        for file in self._files:
+            file.sync()
+
     def _where(self, number: int, place: int) -> tuple[DriveFile, int]:
         home = self.pages[number].home
         return self._files[home], self._offsets[number] + place * self._apart[home]

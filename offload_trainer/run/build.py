@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,8 @@ from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.lease import DriveLease
+from offload_trainer.storage.lease import PAGES, DriveLease
+from offload_trainer.storage.removal import Workplace
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.screen import Screen
 from offload_trainer.telemetry.sinks import Telemetry
@@ -56,6 +57,11 @@ class Setup:
         """The run directory."""
         return self.planned.output
 
+    @property
+    def listed(self) -> Path:
+        """The list of page files that the same command goes on from."""
+        return self.output / PAGES
+
 
 Build = Callable[..., Engine]  # as `build_engine`
 
@@ -66,16 +72,20 @@ def build_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engi
     return builds[setup.planned.plan.engine](setup, swaps=swaps, load_weights=load_weights)
 
 
-def build_job(setup: Setup, stack: ExitStack, *, begins: TrainState | None, build: Build = build_engine) -> Job:
-    """Drives leased, the engine built by `build`; `stack` closes what was opened. `begins`: a checkpoint's state."""
-    log, plan = setup.log, setup.planned.plan
-    swaps: list[Path] = []
-    if plan.uses_drives:
-        drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
-        rank = place_here()[0]
-        first = next(its.start for its in nodes() if rank in its)  # who leases for its node
-        leases = [stack.enter_context(DriveLease(drive, say=log.say)) for drive in drives] if rank == first else []
-        swaps = gather([lease.path for lease in leases])[first]
+def build_job(
+    setup: Setup,
+    stack: ExitStack,
+    *,
+    begins: TrainState | None,
+    build: Build = build_engine,
+    instead: Sequence[Workplace] = (),
+) -> Job:
+    """Drives leased, the engine built by `build`; `stack` closes what was opened.
+
+    `begins`: the state that it will go on from. `instead`: in place of new directories on the drives.
+    """
+    log = setup.log
+    swaps = _leased(setup, stack, instead=instead) if setup.planned.plan.uses_drives else []
     start = time.perf_counter()
     dtype = setup.planned.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
@@ -89,6 +99,19 @@ def build_job(setup: Setup, stack: ExitStack, *, begins: TrainState | None, buil
     if job.telemetry:
         stack.callback(job.telemetry.close)
     return job
+
+
+def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[Workplace]) -> list[Path]:
+    """This node's private directories on the drives, which its first rank leases."""
+    drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
+    rank, leases = place_here()[0], list[DriveLease]()
+    first = next(its.start for its in nodes() if rank in its)
+    if rank == first:
+        for number, drive in enumerate(drives):
+            place = instead[number] if instead else None
+            lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
+            leases.append(stack.enter_context(lease))
+    return gather([lease.path for lease in leases])[first]
 
 
 def _plain_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:

@@ -66,11 +66,12 @@ def _with_what_goes(machine: MachineProfile) -> MachineProfile:
     """
     from offload_trainer.retention import bytes_that_go
     from offload_trainer.storage.durable import bytes_below
-    from offload_trainer.storage.lease import dead_runs
+    from offload_trainer.storage.lease import PAGES, dead_runs
 
     goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
+    listed = Path(machine.output.directory) / PAGES
     for drive in machine.drives:
-        dead = sum(map(bytes_below, dead_runs(Path(drive.directory))))
+        dead = sum(map(bytes_below, dead_runs(Path(drive.directory), listed=listed)))
         goes[drive.directory] = goes.get(drive.directory, 0) + dead
     devices = {drive.directory: drive.device for drive in (machine.output, *machine.drives)}
 

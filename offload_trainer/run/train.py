@@ -33,6 +33,7 @@ from offload_trainer.run.data import check_data, first_row, prepare_data, unknow
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.run.nodes import refuse_node, refuse_unseen
+from offload_trainer.run.page_files import drop, keep, take_over
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
@@ -180,14 +181,21 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
         begins = None if resume is None else read_state(resume)
         if instead is None and _done_before(setup, begins):
             return
+        files = take_over(setup, stack, begins=begins) if instead is None else None
+        if files is not None:
+            resume, begins = None, files.train
         if setup.log.loud:
             stack.enter_context(run_directory(setup.output, setup.log, lock=lock))
             _write_known(setup)
-        job = build_job(setup, stack, begins=begins, build=build)
+        job = build_job(setup, stack, begins=begins, build=build, instead=files.places if files else ())
         if instead is not None:
             instead(job)
             return
-        _train(setup, job, resume=(resume, begins) if resume and begins else None)
+        if files is not None:
+            files.go_on(job)
+        keep(setup, job)
+        _train(setup, job, resume=(resume, begins) if begins else None)
+        drop(setup)
 
 
 def _write_known(setup: Setup) -> None:
@@ -258,7 +266,7 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     return data.paths
 
 
-def _train(setup: Setup, job: Job, *, resume: tuple[Path, TrainState] | None) -> None:
+def _train(setup: Setup, job: Job, *, resume: tuple[Path | None, TrainState] | None) -> None:
     """The loop, and what follows it."""
     steps, output, log = job.train.steps, setup.output, setup.log
     with waiting(say=log.say_now) as asked:
@@ -272,6 +280,7 @@ def _train(setup: Setup, job: Job, *, resume: tuple[Path, TrainState] | None) ->
         if log.loud:
             report(setup, swaps=job.swaps)
         if asked.stop:
+            drop(setup)
             stopped = Interrupted(_farewell(state.step, steps, saved=saved, output=output), signal_number=asked.stop)
             raise stopped if log.loud else Elsewhere(str(stopped), code=stopped.exit_code)
         log.say(f"done: {steps} steps; {output}{_next_command(output)}")

@@ -2,7 +2,11 @@
 
 DIR/offload-trainer/              this user's; DIR/offload-trainer-NUMBER where another user has that name
     run-0123abcd/.lock            its mark, locked as long as its run lives; the kernel lets go of it even after kill -9
+    run-0123abcd/.for             of page files that a run goes on from once it was killed: where that run lists them
     run-0123abcd/...              the run's own
+
+A run's list names its directories, one a line. What it names stays until that run itself has begun again, whatever
+other runs start on the drive; a list that is gone, or names others, keeps nothing.
 
 Only what a lease has made is removed: by its name, its mark and its owner (`removal`). Everything else there, whatever
 it is called, is somebody's.
@@ -14,11 +18,14 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.readback import file_bytes
+from offload_trainer.storage.durable import write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.removal import (
     MARK,
@@ -34,17 +41,31 @@ from offload_trainer.storage.removal import (
 
 _NAME = re.compile(r"run-[0-9a-f]{8}")
 _WHAT = "page files of"
+PAGES = "pages"  # a list's name in the run directory
+_FOR, _LONGEST = ".for", 1 << 16  # name; bytes of it, and of a list
 
 
 class DriveLease:
     """Private directory for one run under `drive`. Two runs on one drive never touch each other."""
 
-    def __init__(self, drive: Path, *, say: Callable[[str], None] = lambda line: None) -> None:
-        """What dead runs of this user have left there is removed, and said. TrainerError where nothing can be made."""
+    def __init__(
+        self,
+        drive: Path,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        listed: Path | None = None,
+        instead: Workplace | None = None,
+    ) -> None:
+        """What dead runs of this user have left there is removed, and said. TrainerError where nothing can be made.
+
+        `listed`: this run's own list, whose directories go too. `instead`: one of them, taken over in place of a new
+        one.
+        """
         try:
             root = _make_root(drive)
-            self.removed = [folder for folder in dead_runs(drive) if _remove(folder, say)]
-            self._place = _private(root, say)
+            old = [folder for folder in dead_runs(drive, listed=listed) if instead is None or folder != instead.path]
+            self.removed = [folder for folder in old if _remove(folder, say)]
+            self._place = instead or _private(root, say)
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
         self.path = self._place.path
@@ -60,7 +81,12 @@ class DriveLease:
     def __enter__(self) -> DriveLease:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """After an error what its run would go on from stays."""
+        if error is not None and is_listed(self.path):
+            self._place.leave()
         self.close()
 
 
@@ -107,11 +133,51 @@ def _make_root(drive: Path) -> Path:
     return root_of(drive)
 
 
-def dead_runs(drive: Path) -> list[Path]:
-    """This user's private directories under `drive` whose run is gone: the next lease there removes them."""
+def take_over(folder: Path, *, say: Callable[[str], None]) -> Workplace:
+    """A dead run's private directory, with its files. As `Workplace.taken_over`."""
+    return Workplace.taken_over(folder, what=_WHAT, say=say)
+
+
+def keep_listed(listed: Path, folders: Sequence[Path]) -> None:
+    """From now on these of this process stay after a kill, or an error, for the run whose list this is. OSError."""
+    write_text(listed, "".join(f"{folder.resolve()}\n" for folder in folders))
+    for folder in folders:
+        write_text(folder / _FOR, str(listed.resolve()))
+
+
+def keep_none(listed: Path) -> None:
+    """Nothing stays any more for the run whose list this is. OSError."""
+    if listed.exists():
+        write_text(listed, "")
+
+
+def folders_in(listed: Path) -> list[Path]:
+    """What a run's list names, as far as it is there. ValueError where it cannot be read."""
+    try:
+        told = file_bytes(listed, most=_LONGEST).decode().splitlines()
+    except FileNotFoundError:
+        return []
+    return [Path(line) for line in told if os.path.isdir(line)]
+
+
+def is_listed(folder: Path, *, but: Path | None = None) -> bool:
+    """Whether a run's list, other than `but`, names this directory."""
+    try:
+        listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+        return (but is None or listed != but.resolve()) and folder.resolve() in folders_in(listed)
+    except (OSError, ValueError):
+        return False
+
+
+def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
+    """This user's private directories under `drive` whose run is gone: the next lease there removes them.
+
+    But for those that another run than that of `listed` goes on from.
+    """
     root = root_of(drive)
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    return [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
+    dead = [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
+    return [folder for folder in dead if not is_listed(folder, but=listed)]
 
 
 def _is_dead(folder: Path) -> bool:

@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 
 from offload_trainer.readback import file_bytes
+from offload_trainer.storage.durable import sync_directory
 
 _HEAD = struct.Struct("<QQI")  # number, bytes of the content, CRC-32 of both and the content
 _BLOCK = 4096
@@ -32,9 +33,11 @@ class Record:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         if found is None:
             os.posix_fallocate(self._descriptor, 0, 2 * self._slot)
+            os.fsync(self._descriptor)
+            sync_directory(path.parent)
 
-    def write(self, content: bytes) -> None:
-        """Replace the record; after a kill it is this one, or the one before."""
+    def write(self, content: bytes, *, lasting: bool) -> None:
+        """Replace the record; after a kill it is this or the one before; if `lasting`, after a power cut too."""
         number = self._number + 1
         head = struct.pack("<QQ", number, len(content))
         data = head + struct.pack("<I", zlib.crc32(head + content)) + content
@@ -42,6 +45,8 @@ class Record:
         done, start = 0, number % 2 * self._slot
         while done < len(data):
             done += os.pwrite(self._descriptor, data[done:], start + done)
+        if lasting:
+            os.fdatasync(self._descriptor)
         self._number = number
 
     def close(self) -> None:

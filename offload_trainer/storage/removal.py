@@ -72,6 +72,25 @@ class Workplace:
                 path.rmdir()
             raise
 
+    @classmethod
+    def taken_over(cls, path: Path, *, what: str, say: Callable[[str], None] = lambda line: None) -> Workplace:
+        """That of a process that has died, with everything in it: from now on it is this process's.
+
+        BlockingIOError where its process lives or somebody reads it, FileNotFoundError, NoLocks, NotOurs, OSError.
+        """
+        os.close(_opened(path, made_as(what, path.name)))
+        lock = open_lock(path / MARK)
+        try:
+            take(lock)
+            if os.fstat(lock).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path))
+        except BaseException:
+            os.close(lock)
+            raise
+        place = cls.__new__(cls)
+        place.path, place._what, place._say, place.locked, place._lock = path, what, say, True, lock
+        return place
+
     def _mark(self) -> None:
         try:  # before the mark: without it nobody takes the directory for a dead one
             take(self._lock)
@@ -82,6 +101,12 @@ class Workplace:
         os.write(self._lock, _content(self._what, self.path.name))
         os.fsync(self._lock)
         sync_directory(self.path)
+
+    def leave(self) -> None:
+        """Let go of it as a process does that dies: it stays."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def close(self) -> None:
         """Remove it. Calling it again does nothing."""

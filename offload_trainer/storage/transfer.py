@@ -81,6 +81,16 @@ class DriveFile:
         if not self.direct:
             os.posix_fadvise(self.descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
+    def sync(self) -> None:
+        """What was written lasts when this returns, also without power. TrainerError where the drive refuses."""
+        try:
+            os.fdatasync(self.descriptor)
+        except OSError as error:
+            raise TrainerError(
+                f"{self.path} could not be written to the end: {error.strerror}. dmesg says more of the drive; "
+                f"{_GO_ON}, there or with another --nvme"
+            ) from error
+
     def close(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)

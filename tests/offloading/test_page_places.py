@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+from collections.abc import Callable
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +197,39 @@ def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, 
         assert_same(dict(stored.weights()), before)
         told = json.loads((lease(drive) / "store.json").read_text())
         assert told["places"] == 2
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_the_order_that_a_power_cut_needs(
+    overlap: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages last before the record that names them, and that before the next update writes where the old lie."""
+    calls: list[str] = []
+
+    def seen(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
+
+        def calling(descriptor: int, *given: Any) -> Any:
+            file = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if file in ("state", "record") and name != "fdatasync":
+                calls.append(f"write {file}")
+            done = call(descriptor, *given)
+            if file in ("state", "record") and name == "fdatasync":
+                calls.append(f"sync {file}")
+            return done
+
+        return calling
+
+    with engine(model, *TWO, f"tiered.overlap={overlap}", drives=[drive]) as ours:
+        ours.offloaded.keep_account(model=tmp_path)
+        ours.offloaded.account.commits = True
+        for name in ("pwrite", "pwritev", "fdatasync"):
+            monkeypatch.setattr(os, name, seen(name))
+        for number, data in enumerate(batches(3), 1):
+            train(ours, [data])
+            ours.commit({"step": number})
+        ours.settle()
+    assert [call for call, _ in groupby(calls)] == 3 * ["write state", "sync state", "write record", "sync record"]
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),
+        commit=None,
         telemetry=None,
         sample=None,
     )

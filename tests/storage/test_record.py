@@ -13,7 +13,7 @@ from offload_trainer.storage.record import Record, read_record
 def written(path: Path, *contents: bytes) -> Record:
     record = Record(path, most=5000)
     for content in contents:
-        record.write(content)
+        record.write(content, lasting=True)
     return record
 
 

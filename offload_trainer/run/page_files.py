@@ -1,0 +1,208 @@
+"""Page files that the same command goes on from after a kill, without a checkpoint.
+
+    RUN/pages           the directories on drives whose page files are this run's, one a line (storage/lease)
+    <lease>/record      after each step which places hold it, and the rest of the state (offloading/page_index)
+    <lease>/run.json    what the run was made with, to be compared as a checkpoint's manifest is
+
+Where all state is on drives and pages have two places, the files always hold one whole step. They are gone on from
+where they lie, if they are newer than the newest checkpoint and hold the same pages; 16-bit weights are made from the
+masters. Otherwise what differs is said, and the run goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import with_config
+
+from offload_trainer.checkpoint import TrainState, changed_settings
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.errors import TrainerError, reason
+from offload_trainer.identity import differences
+from offload_trainer.offloading.page_account import (
+    DESCRIPTION,
+    Newest,
+    Told,
+    description,
+    read_description,
+    read_newest,
+    refuse_outside,
+)
+from offload_trainer.plan.layout import units_of
+from offload_trainer.plan.sizes import TierSizes, homes_in
+from offload_trainer.readback import LENIENT, as_kind, file_bytes, parsed, read_back, shown
+from offload_trainer.run.build import Setup
+from offload_trainer.storage.durable import write_text
+from offload_trainer.storage.lease import folders_in, keep_listed, keep_none, root_of
+from offload_trainer.storage.lease import take_over as taken_over
+from offload_trainer.storage.removal import Workplace
+from offload_trainer.trainer import Job
+
+_RUN = "run.json"
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Made:
+    """What a run was made with."""
+
+    identity: dict[str, Any]
+    layout: dict[str, Any]
+    config: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PageFiles:
+    """A dead run's page files, now this run's."""
+
+    places: Sequence[Workplace]
+    train: TrainState  # where its loop stood
+    newest: Newest
+    pages: int
+
+    def go_on(self, job: Job) -> None:
+        """Make the engine stand where they do."""
+        assert isinstance(job.engine, TieredEngine)
+        assert self.newest.engine is not None
+        job.engine.go_on(self.newest.engine, self.newest.places(self.pages))
+
+
+# -- while a run lives -------------------------------------------------------------------------------------------------
+
+
+def keep(setup: Setup, job: Job) -> None:
+    """From now on, where the plan allows it, page files are of one step, and a kill or an error leaves them."""
+    if _why_never(setup) or not job.swaps:
+        return
+    engine, record = job.engine, setup.record
+    assert isinstance(engine, TieredEngine)
+    assert engine.offloaded.account is not None
+    engine.offloaded.account.commits = True
+    made = {"identity": record.identity, "layout": record.layout, "config": record.run["config"]}
+    write_text(job.swaps[0] / _RUN, json.dumps(made))
+    keep_listed(setup.listed, job.swaps)
+    job.commit = lambda state: engine.commit(asdict(state))
+
+
+def drop(setup: Setup) -> None:
+    """The run has ended in order: nothing is gone on from."""
+    if setup.log.loud:
+        with suppress(OSError):  # then the next start looks, and finds nothing
+            keep_none(setup.listed)
+
+
+def _why_never(setup: Setup) -> str:
+    """Why page files of this plan are not gone on from; nothing where they are."""
+    plan = setup.planned.plan
+    sizes = plan.sizes
+    if not isinstance(sizes, TierSizes) or not plan.uses_drives:
+        return "this run keeps no state on drives"
+    if sizes.places < 2:
+        return "this run's pages have one place (tiered.places=1)"
+    if plan.world > 1:
+        return f"this run has {plan.world} ranks, and only one goes on from page files"
+    if any(page.home < 0 for page in _pages(setup)):
+        return "this run keeps some of its state in memory; --ram-fraction 0 keeps all of it on drives"
+    if sizes.checksums:
+        return "checksums (tiered.checksums) went with the memory of the run that wrote them"
+    if any(not weight.trainable for weight in setup.planned.source.shape.weights):
+        return "weights that are not trained (model.freeze) are not in them"
+    return ""
+
+
+def _pages(setup: Setup) -> Sequence[Any]:
+    plan = setup.planned.plan
+    assert isinstance(plan.sizes, TierSizes)
+    return homes_in(units_of(setup.planned.source.shape), plan.placement, plan.sizes).pages
+
+
+# -- when it starts ----------------------------------------------------------------------------------------------------
+
+
+def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
+    """The page files that this run goes on from, where they are newer than the checkpoint of `begins`; said if so.
+
+    None, and said why, where it cannot. They are locked until `stack` closes.
+    """
+    if not setup.log.loud or setup.planned.config.save.resume != "auto":
+        return None
+    with ExitStack() as locks:
+        try:
+            found = _found(setup, locks)
+            if found is None or (begins and found.train.step <= begins.step):
+                return None
+        except (OSError, ValueError, TrainerError) as error:
+            setup.log.say(f"note: page files that were left are not gone on from: {_sentence(error)}")
+            return None
+        stack.push(locks.pop_all())
+    where = ", ".join(str(place.path) for place in found.places)
+    than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
+    setup.log.say(f"going on from the page files in {where}, step {found.train.step}; they are newer than {than}")
+    return found
+
+
+def _sentence(error: BaseException) -> str:
+    return reason(error) if isinstance(error, OSError) else str(error)
+
+
+def _found(setup: Setup, locks: ExitStack) -> PageFiles | None:
+    """What the run's list names, locked. ValueError, UserError, TrainerError, OSError with why it cannot be used."""
+    folders = folders_in(setup.listed)
+    if not folders:
+        return None
+    if why := _why_never(setup):
+        raise ValueError(why)
+    places = []
+    for folder in folders:
+        places.append(taken_over(folder, say=setup.log.say))
+        locks.callback(places[-1].leave)
+    told = read_description(folders[0])
+    for folder in folders:
+        refuse_outside(folder, told)
+    newest = read_newest(told)
+    if newest is None or newest.train is None or newest.engine is None:
+        return None  # no step of the run was whole yet
+    _refuse_others(setup, folders, told)
+    return PageFiles(places, as_kind(newest.train, TrainState), newest, len(told.pages))
+
+
+def _refuse_others(setup: Setup, folders: Sequence[Path], told: Told) -> None:
+    """ValueError where they are another run's, or lie otherwise; lines for settings that steer it differently."""
+    made = read_back(folders[0] / _RUN, _Made, fix="The run goes on from its newest checkpoint")
+    others = differences(made.identity, _in_json(setup.record.identity))
+    others += differences(made.layout, _in_json(setup.record.layout))
+    if others:
+        raise ValueError(f"they are of another run: {'; '.join(others[:5])}")
+    wished = [root_of(Path(drive).expanduser()).resolve() for drive in setup.planned.config.placement.nvme]
+    if [folder.parent.resolve() for folder in folders] != wished:
+        raise ValueError(f"they lie in {shown(', '.join(told.drives))}, and --nvme names other directories")
+    units, sizes = units_of(setup.planned.source.shape), setup.planned.plan.sizes
+    assert isinstance(sizes, TierSizes)
+    ours = description(
+        folders, units, _pages(setup), format=sizes.format, model=setup.output / "model", places=sizes.places
+    )
+    theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
+    differ = [key for key, told in _in_json(ours).items() if told != theirs.get(key)]
+    if differ:
+        raise ValueError(f"they are laid out otherwise than this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
+    for line in changed_settings("the page files' run", made.config, setup.record.run["config"]):
+        setup.log.say(f"note: {line}")
+
+
+def _in_json(told: Mapping[str, Any]) -> dict[str, Any]:
+    """As it would be read back."""
+    return parsed(json.dumps(dict(told)), dict)
+
+
+_WORDS = {
+    "pages": "pages: tiered.page_size, tiered.drive_speeds or the shares",
+    "states": "optim.states",
+    "rule": "optim.name",
+    "model": "the run directory has moved",
+    "places": "tiered.places",
+}

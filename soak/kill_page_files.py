@@ -1,0 +1,191 @@
+"""SIGKILL runs without checkpoints at random moments: each start goes on from the page files, to the same bits.
+
+    python soak/kill_page_files.py --kills 300 --seed 0
+
+All state is on drives, in pages of two places, and nothing is ever saved. A run is killed while it starts, trains,
+goes on or exports, and started again by the same command; at times other runs start on its drive meanwhile. After each
+kill the files must be of one whole step, never an earlier one than before, and the next start must say that it goes on
+from that step. When a run gets to its end, its lines and its weights must be those of the run left alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from trials import Command, Difference, compare_file, finish, lines, load_libraries, rows
+
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.page_index import read_store
+from offload_trainer.storage.removal import scratch
+
+STEPS = 30
+KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form of moments, one drive or two
+    ["tiered.overlap=off"],
+    ["tiered.overlap=forward"],
+    ["tiered.overlap=forward", "optim.states=8bit", "TWO"],
+    ["tiered.overlap=off", "optim.name=lion", "optim.states=bf16"],
+    ["tiered.overlap=forward", "--params", "nvme", "placement.gradients=nvme"],
+    ["tiered.overlap=off", "--dtype", "fp16", "optim.initial_loss_scale=1099511627776", "optim.loss_scale_window=3"],
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
+    load_libraries()
+    with scratch("page-kills-", directory=named and Path(named)) as folder:
+        try:
+            Trial(folder, random.Random(wishes.seed)).carry_out(wishes.kills)
+        except Difference as found:
+            raise SystemExit(str(found)) from None
+
+
+class Trial:
+    """Runs, kills and comparisons under one directory."""
+
+    def __init__(self, folder: Path, dice: random.Random) -> None:
+        self.folder, self.dice = folder, dice
+        self.log = folder / "log.txt"
+        self.found: Counter[str] = Counter()  # what a kill left
+        self.runs = 0
+        for name in ("one", "two"):
+            (folder / name).mkdir()
+
+    def carry_out(self, kills: int) -> None:
+        start = time.monotonic()
+        while self.killed < kills:
+            kind = self.runs % len(KINDS)
+            alone = self.folder / f"alone-{kind}"
+            if not alone.exists():
+                finish([*self.words(kind, alone), "tiered.places=1"], log=self.log)
+            self.runs += 1
+            self.one_run(self.folder / f"run-{self.runs}", kind, most=kills)
+            self.compare(self.folder / f"run-{self.runs}", alone)
+            print(f"run {self.runs}: the same; {self.killed} kills so far", flush=True)
+        print(f"{self.killed} kills, {self.runs} runs, {time.monotonic() - start:.0f} s; left: ", end="")
+        print(", ".join(f"{count} {what}" for what, count in self.found.most_common()))
+
+    @property
+    def killed(self) -> int:
+        return sum(self.found.values())
+
+    def words(self, kind: int, output: Path) -> list[object]:
+        small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
+        state = ["--optimizer", "nvme", "tiered.places=2", "tiered.page_size=16384", "--save-every", 0]
+        named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in KINDS[kind] else [])]
+        more = [word for word in KINDS[kind] if word != "TWO"]
+        where = ["--output", output, f"data.cache={self.folder / 'cache'}", "placement.threads=1"]
+        return [
+            *small,
+            *state,
+            *named,
+            *more,
+            *where,
+            "--steps",
+            STEPS,
+            "train.eval_every=7",
+            "train.deterministic=true",
+        ]
+
+    def one_run(self, output: Path, kind: int, *, most: int) -> None:
+        """Killed until it gets to its end, or enough were."""
+        step = 0
+        while True:
+            command = Command(self.words(kind, output), log=self.log)
+            if self.killed < most and command.wait_for(self.moment(output)):
+                command.send(signal.SIGKILL)
+            code = command.wait()
+            self.told(command.text, step)
+            if code == 0:
+                return
+            if code != -signal.SIGKILL:
+                raise Difference(f"exit {code}: {command}")
+            step = self.left(output, step)
+            if self.dice.random() < 0.1:
+                self.another()
+
+    def moment(self, output: Path) -> Callable[[], bool]:
+        """A random moment: of the start, or so many steps on and a part of one."""
+        begun, seen = time.monotonic(), lines(output / "metrics.jsonl")
+        at_start, after = self.dice.random() < 0.2, seen + self.dice.randrange(0, 9)
+        delay = self.dice.uniform(0, 2.0 if at_start else 0.08)
+        due: list[float] = []
+
+        def when() -> bool:
+            if at_start:
+                return time.monotonic() - begun > delay
+            if not due and lines(output / "metrics.jsonl") > after:
+                due.append(time.monotonic() + delay)
+            return bool(due) and time.monotonic() >= due[0]
+
+        return when
+
+    def told(self, text: str, step: int) -> None:
+        """A start that came as far said that it goes on from `step`, if page files were left."""
+        if "engine ready" not in text:
+            return
+        said = [line for line in text.splitlines() if "going on from the page files" in line]
+        if step and not any(f", step {step};" in line for line in said):
+            raise Difference(
+                f"page files of step {step} were left, and the next start did not go on from them:\n{text}"
+            )
+        if said and not step:
+            raise Difference(f"no page files were left, and the start says that it goes on from some:\n{text}")
+
+    def left(self, output: Path, before: int) -> int:
+        """The step of the page files that a kill has left; 0 without any."""
+        listed = output / "pages"
+        folders = [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
+        step, what = 0, "no step"
+        if folders and all(folder.is_dir() for folder in folders):
+            try:
+                stored = read_store(folders[0])
+                if stored.updating:
+                    raise Difference(f"{folders[0]}: mixed after step {stored.step}")
+                step, what = _loops_step(folders[0]), "a whole step"
+            except UserError as error:
+                if "before its first update" not in str(error):
+                    raise Difference(str(error)) from error
+        if step < before and not (output / "export").exists():
+            raise Difference(f"page files of step {before} have become those of step {step}: {folders}")
+        self.found[what] += 1
+        return step
+
+    def another(self) -> None:
+        """Another run on the same drives, which removes what dead runs have left."""
+        place = self.folder / f"another-{self.killed}"
+        finish([*self.words(2, place), "--steps", 1], log=self.log)
+
+    def compare(self, output: Path, alone: Path) -> None:
+        for name, keys in (("metrics.jsonl", None), ("evaluations.jsonl", ("step", "validation_loss"))):
+            ours, theirs = (rows(place / name, *([keys] if keys else [])) for place in (output, alone))
+            if ours != theirs:
+                raise Difference(f"{output}/{name}: {ours}\nalone: {theirs}")
+        compare_file(output / "export/model.safetensors", alone / "export/model.safetensors")
+        for name in ("one", "two"):
+            left = self.folder / name / "offload-trainer"
+            if left.exists() and list(left.iterdir()):
+                raise Difference(f"left over: {list(left.iterdir())}")
+
+
+def _loops_step(folder: Path) -> int:
+    """Of the loop, which is ahead of the updates where some were skipped."""
+    from offload_trainer.offloading.page_account import read_description, read_newest
+
+    newest = read_newest(read_description(folder))
+    assert newest is not None
+    assert newest.train is not None
+    return newest.train["step"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""dying.py WHERE NUMBER WORDS...: the command, which SIGKILL ends at an exact moment.
+
+page N     before the Nth write into page files
+half N     amid the Nth record, of which half is written
+record N   after the Nth record
+line N     after the line of step N in metrics.jsonl
+saved N    once the checkpoint of step N has its name
+start N    once the page files of an earlier run are this one's
+"""
+
+import itertools
+import os
+import signal
+import sys
+from typing import Any
+
+from offload_trainer.cli import main
+
+where, number = sys.argv[1], int(sys.argv[2])
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(call: Any, seen: Any, then: Any = die, nth: int = number) -> Any:
+    counted = itertools.count(1)
+
+    def dying(*given: Any, **words: Any) -> Any:
+        if seen(*given) and next(counted) == nth:
+            then(*given)
+        return call(*given, **words)
+
+    return dying
+
+
+def of(name: str) -> Any:
+    return lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{name}")
+
+
+def half(descriptor: int, data: bytes, at: int) -> None:
+    os.pwrite.__wrapped__(descriptor, data[: len(data) // 2], at)  # type: ignore[attr-defined]
+    die()
+
+
+if where == "page":
+    os.pwritev = before(os.pwritev, of("state"))
+elif where == "half":
+    pwrite = os.pwrite
+    os.pwrite = before(pwrite, of("record"), half)
+    os.pwrite.__wrapped__ = pwrite  # type: ignore[attr-defined]
+elif where == "record":
+    from offload_trainer.storage.record import Record
+
+    close, write = Record.close, Record.write
+    written = itertools.count(1)
+
+    def then_die(self: Any, content: bytes, **words: Any) -> None:
+        write(self, content, **words)
+        if next(written) == number:
+            die()
+
+    Record.write = then_die  # type: ignore[method-assign]
+elif where == "line":
+    from offload_trainer.telemetry.sinks import Telemetry
+
+    step = Telemetry.step
+
+    def and_die(self: Any, record: Any) -> None:
+        step(self, record)
+        if record.step == number:
+            die()
+
+    Telemetry.step = and_die  # type: ignore[method-assign]
+elif where == "saved":
+    from offload_trainer.checkpoint import Checkpoints
+
+    Checkpoints._tell = before(
+        Checkpoints._tell, lambda _, final, *__, **___: final.name.endswith(f"{number:08d}"), nth=1
+    )  # type: ignore[method-assign]
+elif where == "start":
+    from offload_trainer.engine.tiered import TieredEngine
+
+    TieredEngine.go_on = before(TieredEngine.go_on, lambda *_: True)  # type: ignore[method-assign]
+raise SystemExit(main(sys.argv[3:]))

@@ -1,0 +1,216 @@
+"""Page files that the same command goes on from after a kill: the bits of the run left alone, without a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, Run, ask, call, run_script
+from safetensors.torch import load_file
+from workplaces import dead_lease
+
+from offload_trainer.offloading.page_index import read_store
+from offload_trainer.storage.lease import DriveLease, dead_runs, folders_in
+
+STEPS = 6
+ALL = [*TINY, "--ram-fraction", "0", "tiered.places=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]
+ALL += ["tiered.page_size=16384"]
+DYING = Path(__file__).parents[1] / "dying.py"
+ROWS = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+
+
+def lines(output: Path, name: str = "metrics.jsonl") -> list[list[Any]]:
+    found = [json.loads(line) for line in (output / name).read_text().splitlines()]
+    return [[line.get(key) for key in (*ROWS, "validation_loss")] for line in found]
+
+
+def left(output: Path) -> dict[str, Any]:
+    """What a run is held against: its lines, and its weights to the byte."""
+    export = {path.name: path.read_bytes() for path in (output / "export").glob("*.safetensors")}
+    return {"steps": lines(output), "evaluations": lines(output, "evaluations.jsonl"), "weights": export}
+
+
+def killed(where: str, number: int, *words: object, output: Path) -> None:
+    done = run_script(DYING, where, number, *words, "--output", output)
+    assert done.returncode == -9, done.stdout + done.stderr
+
+
+def gone_on(run: Run) -> int | None:
+    """The step of the page files that a run says that it goes on from."""
+    said = [line for line in run.text.splitlines() if "going on from the page files" in line]
+    return int(said[0].split(" step ")[1].split(";")[0]) if said else None
+
+
+@pytest.fixture
+def place(drive: Path, tmp_path: Path) -> Path:
+    """A drive of its own."""
+    made = drive / tmp_path.name
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run that nobody has killed, with pages of one place."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    return left(call("--nvme", drive, *ALL, "tiered.places=1", output=output).output)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize(
+    ("where", "number", "step"),
+    [("page", 110, None), ("half", 3, 2), ("record", 3, 3), ("line", 4, 3), ("line", 1, None), ("line", 6, 5)],
+)
+def test_a_kill_at_any_moment_changes_no_bit(
+    where: str, number: int, step: int | None, overlap: str, place: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """Amid an update or a record, after it, between a step's line and its record: on from the step that is whole."""
+    words = ["--nvme", place, *ALL, f"tiered.overlap={overlap}"]
+    killed(where, number, *words, output=tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert left(run.output) == alone
+    found = gone_on(run)
+    if where != "page":
+        assert found == step
+    assert not list((place / "offload-trainer").iterdir())
+    assert "note: page files" not in run.text
+
+
+def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """The same directory each time; a kill at the start leaves what it found."""
+    words = ["--nvme", place, *ALL]
+    killed("record", 2, *words, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    for where, number in (("start", 1), ("page", 3), ("record", 1), ("half", 2), ("start", 1), ("line", 5)):
+        killed(where, number, *words, output=tmp_path / "run")
+        assert list((place / "offload-trainer").iterdir()) == [lease]
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) == 4
+    assert left(run.output) == alone
+
+
+def test_a_loss_scale_and_steps_that_were_skipped_go_on(place: Path, tmp_path: Path) -> None:
+    """fp16 whose first steps overflow; 8-bit moments, drawn by the step; and two drives."""
+    other = place / "other"
+    other.mkdir()
+    more = ["--dtype", "fp16", f"optim.initial_loss_scale={2**40}", "optim.loss_scale_window=2", "optim.states=8bit"]
+    words = ["--nvme", place, "--nvme", other, *ALL, *more, "--steps", 40]
+    whole = left(call(*words, "tiered.places=1", output=tmp_path / "alone").output)
+    skipped = [row[-2] for row in whole["steps"]]
+    assert {True, False} == set(skipped)
+    first = skipped.index(False)
+    for number in (first - 3, first + 8):
+        killed("line", number, *words, output=tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) == first + 7
+    assert left(run.output) == whole
+
+
+def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    words = ["--nvme", place, *ALL, "--save-every", 2]
+    killed("line", 6, *words, output=tmp_path / "run")  # the save of step 4 had ended before that of step 6 began
+    killed("saved", 6, *words, output=tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) is None
+    assert "step-00000006, step 6" in run.text
+    assert left(run.output)["steps"] == alone["steps"]
+
+
+def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: Path) -> None:
+    """Fewer steps are asked for than the page files have: they become a checkpoint before they go."""
+    words = ["--nvme", place, *ALL, "--save-every", 100]
+    killed("record", 4, *words, output=tmp_path / "run")
+    for steps in (3, 4):
+        call(*words, "--steps", steps, output=tmp_path / "run")
+        assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000004"]
+    assert not list((place / "offload-trainer").iterdir())
+
+
+# -- where they cannot be gone on from ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["tiered.places=1"], "have one place"),
+        (["--ram-fraction", "0.5"], "keeps some of its state in memory"),
+        (["tiered.page_size=65536"], "laid out otherwise .*pages"),
+        (["optim.states=bf16"], "laid out otherwise .*optim.states"),
+        (["--seed", "1"], "another run: seed: it has 0, this run 1"),
+        (["tiered.checksums=true"], "checksums"),
+        (["model.freeze=wpe"], "not trained"),
+    ],
+)
+def test_what_differs_is_said_and_the_run_begins_from_its_checkpoint(
+    words: list[str], why: str, place: Path, tmp_path: Path
+) -> None:
+    killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
+    run = call("--nvme", place, *ALL, *words, output=tmp_path / "run")
+    said = next(line for line in run.text.splitlines() if "page files that were left are not gone on from" in line)
+    assert re.search(why, said), said
+    assert gone_on(run) is None
+    assert [row[0] for row in lines(run.output)] == [1, 2, 3, 4, 5, 6]
+    assert not list((place / "offload-trainer").iterdir())
+
+
+def test_settings_that_steer_it_are_told(place: Path, tmp_path: Path) -> None:
+    killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
+    run = call("--nvme", place, *ALL, "--lr", "5e-3", output=tmp_path / "run")
+    assert gone_on(run) == 2
+    assert "note: optim.lr is 0.005; the page files' run was saved with" in run.text
+
+
+# -- what else looks at them -------------------------------------------------------------------------------------------
+
+
+def test_other_runs_leave_them_and_their_own_takes_them(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    words = ["--nvme", place, *ALL]
+    killed("record", 3, *words, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    stranger = dead_lease(place / "offload-trainer")
+    assert dead_runs(place) == [stranger]
+    assert dead_runs(place, listed=tmp_path / "run/pages") == sorted([stranger, lease])
+    with DriveLease(place) as other:
+        assert other.removed == [stranger]
+    assert lease.exists()
+    assert left(call(*words, output=tmp_path / "run").output) == alone
+    assert folders_in(tmp_path / "run/pages") == []
+    assert not lease.exists()
+
+
+def test_a_run_directory_that_is_gone_keeps_nothing(place: Path, tmp_path: Path) -> None:
+    killed("record", 3, "--nvme", place, *ALL, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    assert dead_runs(place) == []
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert dead_runs(place) == [lease]
+
+
+def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> None:
+    """Killed within an update; what is exported are the weights of the run that ended there."""
+    words = ["--nvme", place, *ALL, "optim.schedule=constant", "optim.warmup_steps=0"]
+    killed("page", 110, *words, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    done = ask("export", lease, tmp_path / "hf", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    step = read_store(lease).step
+    assert 0 < step < STEPS
+    ended = call(*words, "--steps", step, output=tmp_path / "short").output / "export"
+    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", ended))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_after_an_error_they_are_there(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """A drive that failed once: the state of the step before is still whole, and nothing was saved."""
+    words = ["--nvme", place, *ALL]
+    faulty = Path(__file__).parents[1] / "faulty.py"
+    done = run_script(faulty, "write-error", 110, *words, "--output", tmp_path / "run")
+    assert done.returncode == 1, done.stdout + done.stderr
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) is not None
+    assert left(run.output) == alone

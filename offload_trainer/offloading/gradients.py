@@ -24,7 +24,10 @@ from offload_trainer.offloading.store import UnitStore
 from offload_trainer.offloading.sums import HostSums
 from offload_trainer.plan.layout import DEVICE, Place, Unit
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, together
+
+# Told of a unit whose sums are complete and in their home: the device's mark at which they are made, or what went wrong
+Complete = Callable[[int, Any, BaseException | None], None]
 
 
 class Uses:
@@ -92,6 +95,15 @@ class Gradients:
         self._arrived: set[str] = set()  # in this step
         self._uses = Uses({name: place.weight.uses for name, (_, place) in self._place.items()})
         self._landing: dict[str, Future] = {}  # gradients that are copied to where they stay
+        self._complete: Complete | None = None
+        self._lacking: dict[int, set[str]] = {}  # of each unit, what the last micro-batch has given nothing yet
+
+    def watch(self, complete: Complete) -> None:
+        """Tell of each unit, in the step's last backward, once all of its weights have got their gradients there.
+
+        On any thread, autograd's too. A unit of which one weight gets none in that backward is not told of.
+        """
+        self._complete = complete
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -127,6 +139,18 @@ class Gradients:
             self._in_flight.add(flat.nbytes, self._landing[name])
         else:
             self._add_in_host_memory(name, flat, first=first, norm=last and not first)
+        if last and self._complete is not None:
+            self._got(name, unit, self._complete)
+
+    def _got(self, name: str, unit: Unit, complete: Complete) -> None:
+        """A weight has got its last gradient; with the last one of its unit, whoever watches is told when all lie."""
+        lacking = self._lacking.setdefault(unit.index, _trained(unit))
+        lacking.discard(name)
+        if not lacking:
+            made, landing = self._device.mark(), [self._landing.get(one) for one in _trained(unit)]
+            added = done() if unit.index in self._on_device else self._host.complete(unit.index)
+            home = together([added, *(future for future in landing if future is not None)])
+            home.then(lambda error: complete(unit.index, made, error))
 
     def _add_in_host_memory(self, name: str, flat: torch.Tensor, *, first: bool, norm: bool) -> None:
         """Through the ring, a piece at a time; the thread of the sums does the rest."""
@@ -226,11 +250,16 @@ class Gradients:
         self._norms.clear()
         self._arrived.clear()
         self._landing.clear()
+        self._lacking.clear()
         self._host.clear()
 
     def close(self) -> None:
         """What was begun is done or has failed when this returns."""
         self._host.close()
+
+
+def _trained(unit: Unit) -> set[str]:
+    return {place.weight.name for place in unit.places if place.weight.trainable}
 
 
 def _resident(

@@ -17,7 +17,7 @@ import torch
 from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.store import UnitStore
 from offload_trainer.plan.layout import Unit, stretch_of
-from offload_trainer.storage.transfer import Future, Workers, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending
 
 # Elements. From here on torch starts a team of threads, which on a CPU would take the cores from what computes.
 _ALONE = (1 << 15) - 1
@@ -106,6 +106,14 @@ class Staged:
             staging.writing = self._store.write(unit, first, staging.buffer[first:end])
         self._written.add(unit)
 
+    def send(self, unit: int) -> Future:
+        """Start the sums of a unit that was added to last on their way; done when they are in their home."""
+        staging = self._staging_of(unit)
+        if staging is None:
+            return done()  # they are collected there
+        self._send(staging)
+        return staging.writing or done()
+
     def _settle(self, staging: _Staging) -> None:
         """What was in this buffer is on its drive."""
         if staging.writing is not None:
@@ -153,6 +161,13 @@ class HostSums:
         future = Future()
         self.put(self._staged.send_all, future)
         future.wait()
+
+    def complete(self, unit: int) -> Future:
+        """Done when all that was put so far is added, and this unit's sums, the last that got any of it, are home."""
+        begun, home = Future(), Future()
+        begun.then(lambda error: home.finish_part(error) if error is not None else None)
+        self.put(lambda: self._staged.send(unit).then(home.finish_part), begun)
+        return home
 
     def clear(self) -> None:
         """The next step begins. After `finish`."""

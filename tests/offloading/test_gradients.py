@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,32 @@ def names(units: tuple[Unit, ...]) -> list[str]:
     return [place.weight.name for _, place in places(units)]
 
 
+def places_of(units: tuple[Unit, ...]) -> dict[str, tuple[int, ...]]:
+    return {place.weight.name: place.weight.shape for _, place in places(units)}
+
+
+def sums_of(gradients: Gradients, unit: Unit) -> torch.Tensor:
+    """A unit's sums, wherever they are."""
+    inside = gradients.on_device(unit.index)
+    inside = gradients.store.host(unit.index) if inside is None else inside
+    if inside is None:
+        inside = host_buffer(4 * unit.trained).view(torch.float32)
+        gradients.read(unit.index, 0, inside, after=None).wait()
+    return inside.clone()
+
+
+def watched(gradients: Gradients, units: tuple[Unit, ...]) -> list[queue.SimpleQueue[torch.Tensor]]:
+    """Of each unit, its sums as they are when it is told of."""
+    told: list[queue.SimpleQueue[torch.Tensor]] = [queue.SimpleQueue() for _ in units]
+
+    def look(unit: int, made: Any, error: BaseException | None) -> None:
+        assert error is None
+        told[unit].put(sums_of(gradients, units[unit]))
+
+    gradients.watch(look)
+    return told
+
+
 def hand_over(to: Gradients, units: tuple[Unit, ...], *, last: bool, seed: int) -> dict[str, torch.Tensor]:
     """A backward's gradients, in bf16, from the last weight to the first."""
     generator = torch.Generator().manual_seed(seed)
@@ -151,6 +178,39 @@ def test_units_may_have_different_homes(tmp_path: Path) -> None:
     for norm, read in found[1:]:
         assert norm == found[0][0]
         assert torch.equal(read, found[0][1])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_unit_is_told_of_once_its_sums_are_complete_and_home(micro_batches: int, tmp_path: Path) -> None:
+    """In the last backward, whatever home they have: what lies there by then is what lies there at the end."""
+    units = model(tied=True)
+    file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
+    for homes in ([0] * 4, [RAM] * 4, [RAM, 0, DEVICE, 0]):
+        with sums(units, homes, device=LateDevice(), files=[file]) as gradients:
+            told = watched(gradients, units)
+            for seed in range(micro_batches):
+                assert all(its.empty() for its in told)
+                hand_over(gradients, units, last=seed == micro_batches - 1, seed=seed)
+            gradients.finish()
+            for unit in units:
+                assert torch.equal(told[unit.index].get(timeout=60), sums_of(gradients, unit)), unit.name
+                assert told[unit.index].empty()
+    file.close()
+
+
+def test_a_unit_that_lacks_a_gradient_or_a_copy_is_not_told_of() -> None:
+    units, device = model(), HeldDevice()
+    with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
+        told = watched(gradients, units)
+        for name in ("h.2.b", "h.1.w", "h.1.b", "h.0.w"):
+            gradients.add(name, torch.ones(places_of(units)[name]), last=True)
+        gradients.end_of_backward(last=True)
+        with pytest.raises(queue.Empty):
+            told[2].get(timeout=0.05)
+        device.let_go()
+        gradients.finish()
+        assert told[2].get(timeout=60).any()
+        assert all(its.empty() for its in told)
 
 
 def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:

@@ -276,8 +276,10 @@ class TieredSection(_Section):
     unit_buffers: Annotated[int, Field(ge=1)] = Field(
         3, description="blocks whose weights are on the device at a time, where they live elsewhere"
     )
-    overlap: Literal["auto", "off", "forward"] = Field(
-        "auto", description="forward: the update runs behind the next forward; auto: where that hides 5 % of a step"
+    overlap: Literal["auto", "off", "forward", "full"] = Field(
+        "auto",
+        description="forward: the update runs behind the next forward; full: that of pages on drives behind the "
+        "backward too, with two places; auto: forward, where that hides 5 % of a step",
     )
     places: Literal[1, 2] = Field(
         1,

@@ -81,6 +81,7 @@ def opened(
         places=sizes.places,
         node=node,
         behind=sizes.overlap,
+        ahead=sizes.ahead,
         ring_bytes=gradient_ring(
             units,
             homes.gradients,

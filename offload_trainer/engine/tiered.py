@@ -21,11 +21,12 @@ from offload_trainer.engine.parts import Say, opened
 from offload_trainer.engine.protocol import StepResult
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
+from offload_trainer.offloading.ahead import Watch
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.norms import clip_factor
 from offload_trainer.offloading.state import TieredSnapshot
-from offload_trainer.optim.rules import hyper_of
+from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.sizes import TierSizes
@@ -60,6 +61,7 @@ class TieredEngine:
         with ExitStack() as stack:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._behind, self._hidden = parts.device.place, parts.layout.behind, 0.0
+            self._watch = Watch() if parts.layout.ahead else None
             node = parts.layout.node
             self.rank, self.world = node.rank, node.world
             self._module = source.build(dtype=self._dtype, context=parameters_without_memory())
@@ -97,6 +99,9 @@ class TieredEngine:
         losses = []
         counts = self._of_all([batch.counted for batch in batches])
         weights = weights_in_step(counts)[self.rank :: self.world]
+        rules = self._rules(lr)
+        if self._watch is not None and self._watch.rarely:
+            self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), 1):
             with self._phase(clock, "forward"), self.offloaded.forward(then=True):
                 loss = self._module(*batch.arguments(self._place, training=True))
@@ -107,7 +112,7 @@ class TieredEngine:
         hidden = renewal.hidden - self._hidden
         self._hidden = renewal.hidden
         with clock.phase("update"), torch.no_grad():
-            norm = self._update(lr=lr)
+            norm = self._update(rules)
             self.offloaded.begin()
         mean = float(torch.stack([loss.to(self._place) for loss in self._of_all(losses)]).mean())
         return StepResult(
@@ -139,20 +144,25 @@ class TieredEngine:
         told = gather([one.cpu() if isinstance(one, torch.Tensor) else one for one in mine])
         return [its[number] for number in range(len(mine)) for its in told]
 
-    def _update(self, *, lr: float) -> float | None:
+    def _rules(self, lr: float) -> dict[str, Hyper]:
+        """What each weight's update is computed from in this step."""
+        optim, rule = self._optim, self.offloaded.store.format.rule
+        decayed, plain = (
+            hyper_of(rule, lr=lr, betas=optim.betas, eps=optim.eps, decay=decay) for decay in (optim.weight_decay, 0.0)
+        )
+        return {name: decayed if decays else plain for name, decays in self._decays.items()}
+
+    def _update(self, rules: Mapping[str, Hyper]) -> float | None:
         """The rule on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
         norm = self.offloaded.norm() / self._scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        factor = clip_factor(norm, limit=self._optim.clip) if finite else 0.0
         if finite:
-            optim, rule = self._optim, self.offloaded.store.format.rule
-            decayed, plain = (
-                hyper_of(rule, lr=lr, betas=optim.betas, eps=optim.eps, decay=decay)
-                for decay in (optim.weight_decay, 0.0)
-            )
-            rules = {name: decayed if decays else plain for name, decays in self._decays.items()}
-            self.offloaded.step(rules, scale=clip_factor(norm, limit=optim.clip) / self._scale.value)
+            self.offloaded.step(rules, scale=factor / self._scale.value)
         self.offloaded.clear()
         self._scale.after_step(finite=finite)
+        if self._watch is not None:
+            self._watch.decided(as_expected=factor == 1.0)
         return norm if finite else None
 
     @torch.no_grad()

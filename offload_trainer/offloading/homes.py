@@ -31,6 +31,7 @@ class Layout:
     page_buffers: int  # pages in memory on their way to or from a drive
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
     behind: bool  # whether the update runs behind what follows it
+    ahead: bool  # whether it begins behind the backward, on pages on drives
     ring_bytes: int  # that gradients pass through on their way to sums in host memory or on drives
     places: int  # of each page on a drive
     node: Node = field(default_factory=Node)  # the ranks that have all of it together

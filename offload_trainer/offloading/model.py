@@ -21,6 +21,7 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activations import Activations
 from offload_trainer.offloading.agreement import renewal_of
+from offload_trainer.offloading.decision import Decision, decision_of
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.drives import Drives
 from offload_trainer.offloading.heap import trimmed
@@ -29,9 +30,8 @@ from offload_trainer.offloading.page_index import PageIndex
 from offload_trainer.offloading.parameter import offload_parameter
 from offload_trainer.offloading.state import TieredSnapshot, TieredState
 from offload_trainer.offloading.stream import Stream, modules_of_units
-from offload_trainer.offloading.update import Updater, stretches_of
-from offload_trainer.offloading.withheld import Withheld
-from offload_trainer.optim.moments import Noise
+from offload_trainer.offloading.update import Updater
+from offload_trainer.offloading.withheld import Withheld, give_memory
 from offload_trainer.optim.protocol import Kernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
@@ -70,6 +70,7 @@ class OffloadedModel:
         self.taken = 0  # gradients, ever
         self.closed = False
         self.adds_up = True  # whether several micro-batches may be added up
+        self._expected: Decision | None = None  # what the next step is taken to be, before it is decided
         self._reads_ahead = False  # when the backward begins
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
@@ -92,25 +93,17 @@ class OffloadedModel:
                 routes=routes,
                 slots=layout.page_buffers,
                 behind=layout.behind,
+                ahead=layout.ahead,
             )
             stack.callback(self.updater.close)
             self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places
-            self._give_memory()
+            give_memory(self.weights, parameters)
             self.stream, self.withheld = self._attach(layout, stack)
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
     # -- putting together ---------------------------------------------------------------------------------------------
-
-    def _give_memory(self) -> None:
-        """Parameters on their units' memory, where that stays on the device; the stream gives it to the others."""
-        for name, uses in self.parameters.items():
-            unit, place = self.places[name]
-            resident = self.weights.resident(unit.index)
-            if resident is not None:
-                for parameter in uses:
-                    parameter.data = resident[place.start :][: place.weight.numel].view(place.weight.shape)
 
     def _blocks(self) -> list[tuple[nn.Module, nn.Parameter | None]]:
         """Each block with its first weight that is trained, whose gradient is its last."""
@@ -255,7 +248,8 @@ class OffloadedModel:
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
-                self.updater.moving.read_ahead()
+                self.updater.begin_ahead(self._expected)
+                self._expected = None
             return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
             yield
             self.gradients.end_of_backward(last=last)
@@ -290,6 +284,11 @@ class OffloadedModel:
     def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
         return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
 
+    def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
+        """Pages on drives are updated in the last backward that follows, as if the step were to be this one."""
+        steps = {name: count + 1 for name, count in self.steps.items()}
+        self._expected = self._decision(rules, steps, scale=scale)
+
     def norm(self) -> float:
         """Global norm of the sums as they are; infinite or NaN if one of them is."""
         self.gradients.finish()
@@ -314,10 +313,9 @@ class OffloadedModel:
             self.steps[name] += 1
         if self.stream:
             self.stream.forget()
-        changed = {name: rules[name] for name in arrived}
-        stretches = [stretches_of(unit, changed, self.steps) for unit in self.units]
+        decision = self._decision({name: rules[name] for name in arrived}, self.steps, scale=scale)
         self.node.meet()  # rank 0 has noted it, and no rank computes with the weights of before
-        self.updater.start(stretches, scale=scale, noise=self._noise(), at_end=self._all_home)
+        self.updater.start(decision, at_end=self._all_home)
         if self.withheld is not None:
             self.withheld.begin()
 
@@ -327,7 +325,9 @@ class OffloadedModel:
         self._note(updating=False)
 
     def clear(self) -> None:
-        """Let go of the sums: the next step begins."""
+        """Let go of the sums: the next step begins. What was done of one that was not taken never was."""
+        if self.updater.skip() and self.stream:
+            self.stream.forget()
         self.gradients.clear()
 
     def drop(self) -> None:
@@ -349,10 +349,9 @@ class OffloadedModel:
         if self.account:
             self.account.note(self.steps_done, updating=updating)
 
-    def _noise(self) -> Noise | None:
-        if not self.store.format.moments.stochastic:
-            return None
-        return Noise(seed=self._seed, step=self.steps_done)
+    def _decision(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> Decision:
+        noise_of = self._seed if self.store.format.moments.stochastic else None
+        return decision_of(self.units, rules, steps, scale=scale, noise_of=noise_of)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

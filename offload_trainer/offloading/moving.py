@@ -3,7 +3,8 @@
     drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
 
 Slots are host buffers, each with one page on its way in, ready, or on its way out. A slot whose bytes have left is
-filled again at once, on the thread that saw them leave.
+filled again at once, on the thread that saw them leave. Pages come once all gradients are made, in the order of the
+next forward; before that those on drives may be offered, unit by unit, as their gradients are (`offloading/ahead`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class Arrived:
     out: torch.Tensor
     loaded: list[Future]
     slot: int
+    after: Any = None  # the device's mark: its gradients are made, and the old weights not needed any more
 
 
 class MovingPages:
@@ -62,9 +64,12 @@ class MovingPages:
         ]
         self._free = list(range(len(self._slots)))
         self._waiting: deque[Route] = deque()
-        self._ready: queue.SimpleQueue[Arrived | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Arrived | BaseException | None] = queue.SimpleQueue()
+        self._inside: set[int] = set()  # pages in slots that nobody has computed
         self._early: list[Arrived] | None = None  # pages read before their gradients were known
-        self._after: Any = None  # the device's mark: the step's gradients are made
+        self._offered_to: object = None  # the step whose pages are offered before it is decided
+        self._made: dict[int, Any] = {}  # of each unit that was: the device's mark at which its gradients are made
+        self._after: Any = None  # that of all the step's gradients
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -88,19 +93,29 @@ class MovingPages:
             self._waiting.clear()
         for page in early:
             together(page.loaded).wait()
-            self._free.append(page.slot)
+            self._let_go(page)
 
-    def begin(self, *, after: Any) -> None:
-        """The gradients are known, once the device has passed `after`: all pages come now."""
-        self.read_ahead()
+    def begin(self, *, after: Any, but: Container[int] = ()) -> None:
+        """The gradients are known, once the device has passed `after`: all pages come now, `but` these."""
+        if self._offered_to is None:
+            self.read_ahead()
         with self._lock:
             early, self._early = self._early or [], None
             self._after = after
+            free: list[int] = []
+            if self._offered_to is not None:
+                self._offered_to = None
+                self._made.clear()
+                left = (one for one in self._routes if one.number not in self._inside and one.number not in but)
+                self._waiting = deque(left)
+                free, self._free = self._free, []
         for page in early:
             self._complete(page)
+        for slot in free:
+            self._fill(slot)
 
     def next(self, *, wait: bool) -> Arrived | None:
-        """A page that is in its slot; None if there is none now. Raises what went wrong on the way."""
+        """A page that is in its slot; None if there is none now, or at an `interrupt`. Raises what went wrong."""
         try:
             arrived = self._ready.get(block=wait)
         except queue.Empty:
@@ -111,10 +126,61 @@ class MovingPages:
 
     def send(self, page: Arrived, computed: Future, home: Callable[[BaseException | None], None]) -> None:
         """Start what has changed on its way, once it is computed. `home` is told, then the slot is filled again."""
+        with self._lock:
+            self._inside.discard(page.route.number)
         sent = Future()
         sent.then(home)
         sent.then(lambda error: self._refill(page.slot, error))
         computed.then(lambda error: self._leave(page, sent, error))
+
+    # -- before the step is decided -----------------------------------------------------------------------------------
+
+    def expect(self, step: object) -> None:
+        """From now on pages may be offered to this step. `interrupt`, then `begin` or `withdraw`, ends that."""
+        self.forget_ahead()
+        with self._lock:
+            self._offered_to = step
+
+    def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
+        """A unit's gradients are at home, once the device has passed `made`: its pages on drives come now."""
+        if error is not None:
+            self._ready.put(error)
+            return
+        with self._lock:
+            if step is not self._offered_to:
+                return  # it is decided, and all pages come
+            self._made[unit] = made
+            self._waiting += [one for one in self._routes if one.page.unit == unit and one.page.home >= 0]
+            free, self._free = self._free, []
+        for slot in free:
+            self._fill(slot)
+
+    def interrupt(self) -> None:
+        """Whoever waits for the next page gets None, after those that are there."""
+        self._ready.put(None)
+
+    def withdraw(self) -> None:
+        """What was offered never was, and is in no slot when this returns. Raises what went wrong on the way."""
+        with self._lock:
+            self._offered_to = None
+            self._made.clear()
+            self._waiting.clear()
+        while self._inside:
+            page = self.next(wait=True)
+            assert page is not None
+            self._let_go(page)
+
+    def read_back(self, numbers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each of these pages on drives as it holds, one after the other, while nothing else is in the slots."""
+        for number in numbers:
+            data = self._slots[0][0][: self._store.bytes_of(number)]
+            self._store.read(number, data).wait()
+            yield number, data
+
+    def _let_go(self, page: Arrived) -> None:
+        with self._lock:
+            self._inside.discard(page.route.number)
+            self._free.append(page.slot)
 
     # -- on any thread ------------------------------------------------------------------------------------------------
 
@@ -125,6 +191,7 @@ class MovingPages:
                 self._free.append(slot)
                 return
             route = self._waiting.popleft()
+            self._inside.add(route.number)
         state, gradient, out = self._slots[slot]
         count, through = route.page.elements, route.through_host
         page = Arrived(
@@ -145,12 +212,13 @@ class MovingPages:
 
     def _complete(self, page: Arrived) -> None:
         """Read the gradient as well, and where masters need it the old weight; report the page when all is there."""
+        page.after = self._made.get(page.route.page.unit, self._after)
         if "gradient" in page.route.through_host:
             where = page.route.page
-            page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=self._after))
+            page.loaded.append(self._gradients.read(where.unit, where.start, page.gradient, after=page.after))
         if "weights" in page.route.through_host and self._store.format.remainders:
             where = page.route.page
-            page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=self._after))
+            page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=page.after))
         together(page.loaded).then(lambda error: self._ready.put(error or page))
 
     def _leave(self, page: Arrived, sent: Future, error: BaseException | None) -> None:
@@ -163,7 +231,7 @@ class MovingPages:
             if "state" in through:
                 leaving.append(self._store.write(route.number, page.state))
             if "weights" in through:
-                leaving.append(self._weights.commit(where.unit, where.start, page.out, after=self._after))
+                leaving.append(self._weights.commit(where.unit, where.start, page.out, after=page.after))
             together(leaving).then(sent.finish_part)
         except BaseException as caught:
             sent.finish_part(caught)

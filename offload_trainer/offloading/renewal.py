@@ -44,13 +44,13 @@ class Renewal:
         self.waited = 0.0  # seconds, by those who need new weights
         self._took = 0.0  # seconds, from an update's begin to its end; of all so far
 
-    def begin(self) -> None:
-        """An update begins, the one before is over."""
+    def begin(self, *, since: float | None = None) -> None:
+        """An update begins, the one before is over. `since`: when its first page was computed, if one was."""
         with self._lock:
             self._left = Counter(self._pages)
             self._units = {unit: Future() for unit in (self._order if self._agree else self._pages)}
             self._here = {unit: Future() for unit in self._pages} if self._agree else {}
-            self._end, self._began = Future(), time.perf_counter()
+            self._end, self._began = Future(), since or time.perf_counter()
         if self._thread is not None:
             self._thread.put(self._agree_on_all)
 

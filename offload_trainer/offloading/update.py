@@ -6,33 +6,35 @@
 
 The device is told its pages first and computes them beside all else; the CPU takes what is ready, and pages in memory
 while nothing is. Clipping and loss scaling are one factor on the gradient. No element depends on another, so the order
-does not change a bit. `Renewal` is told of each page that is home.
+does not change a bit. `Renewal` is told of each page that is home. Pages on drives may be done before the step is
+decided (`ahead`).
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 
+from offload_trainer.offloading.ahead import Ahead
+from offload_trainer.offloading.decision import Decision
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.exchange import AnyGradients
+from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.moving import Arrived, MovingPages
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.snapshot import PageSnapshot
 from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.weights import Weights
-from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch, within
-from offload_trainer.optim.rules import Hyper
-from offload_trainer.plan.layout import Unit
 from offload_trainer.plan.routes import Route, device_slot
-from offload_trainer.storage.transfer import Future, Workers, done, ending
+from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,11 @@ class _Path:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step's update is told."""
+    """One step's update."""
 
-    stretches: Sequence[Sequence[Stretch]]  # of each unit
-    scale: float
-    noise: Noise | None
+    decision: Decision
     after: Any  # the device's mark: all gradients are made
+    kept: Collection[int] = ()  # pages that were done before it was decided
 
 
 class Updater:
@@ -70,9 +71,12 @@ class Updater:
         routes: Sequence[Route],
         slots: int,
         behind: bool,
+        ahead: bool = False,
     ) -> None:
-        """`behind`: whether an update goes on after `start` has returned. `kernels`: the CPU's, and the one for pages
-        that live on `device`. `routes`: of the pages it updates, in the order in which a forward needs them.
+        """`behind`: whether an update goes on after `start` has returned; `ahead`: whether one may begin before it.
+
+        `kernels`: the CPU's, and the one for pages that live on `device`. `routes`: of the pages it updates, in the
+        order in which a forward needs them.
         """
         self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, renewal
         self._device, (self._kernel, self._device_kernel) = device, kernels
@@ -87,6 +91,8 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
+        assert not ahead or (behind and not store.format.remainders)  # their old weights would be gone
+        self._ahead: Ahead | None = None  # what is done of the step that is not decided
         self._thread = Workers(1, "update") if behind else None
         if self._thread is not None and not device.is_cuda:
             _take_one_core(self._thread)
@@ -113,29 +119,27 @@ class Updater:
 
     def start(
         self,
-        stretches: Sequence[Sequence[Stretch]],
+        decision: Decision,
         *,
-        scale: float,
-        noise: Noise | None,
         at_end: Callable[[], None],
     ) -> None:
-        """One step: `stretches` of each unit, gradients times `scale`; `renewal.finish` waits for the end of it.
+        """One step; `renewal.finish` waits for the end of it.
 
-        `noise` is for bf16 and 8-bit moments. `at_end` is called once all is home. TrainerError, from whoever waits,
-        where a drive fails; the state is then partly of the step before and partly of this one.
+        `at_end` is called once all is home. TrainerError, from whoever waits, where a drive fails; the state is then
+        partly of the step before and partly of this one.
         """
-        step = _Step(stretches, scale=scale, noise=noise, after=self._device.mark())
-        self._renewal.begin()
+        step, ahead = _Step(decision, after=self._device.mark()), self._taken()
+        self._renewal.begin(since=ahead.began if ahead else None)
         if self._thread is None:
-            self._carry_out(step, at_end)
+            self._carry_out(step, at_end, None)
             self._renewal.finish()
         else:
-            self._thread.put(partial(self._carry_out, step, at_end))
+            self._thread.put(partial(self._carry_out, step, at_end, ahead))
 
     @torch.no_grad()
-    def _carry_out(self, step: _Step, at_end: Callable[[], None]) -> None:
+    def _carry_out(self, step: _Step, at_end: Callable[[], None], ahead: Ahead | None) -> None:
         try:
-            self._walk(step)
+            self._walk(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
             self._renewal.wait_for_pages()
             at_end()
         except BaseException as error:
@@ -145,13 +149,13 @@ class Updater:
 
     def _walk(self, step: _Step) -> None:
         """Tell the device its pages, and compute the others as they come."""
-        self.moving.begin(after=step.after)
+        self.moving.begin(after=step.after, but=step.kept)
         for unit, paths in self._living.items():
             with self._device.beside(after=step.after):
                 for path in paths:
                     self._compute_on_device(path, None, step)
                 self._device.reached().then(self._renewal.told_by(unit, pages=len(paths)))
-        staying, left = deque(self._staying), len(self.moving)
+        staying, left = deque(self._staying), len(self.moving) - len(step.kept)
         while staying or left:
             page = self.moving.next(wait=not staying)
             if page is None:
@@ -172,8 +176,77 @@ class Updater:
 
     def close(self) -> None:
         """No update is under way when this returns, whatever became of it."""
+        self._taken()
         if self._thread is not None:
             self._thread.close()
+
+    # -- before the step is decided -----------------------------------------------------------------------------------
+
+    def begin_ahead(self, expected: Decision | None) -> None:
+        """A step's last backward begins: the first pages are read, or, where it is known what to expect of the step,
+        pages on drives are updated as their gradients are complete. `start` or `skip` follows.
+        """
+        if expected is None:
+            self.moving.read_ahead()
+            return
+        assert self._thread is not None
+        assert isinstance(self._gradients, Gradients)
+        self._ahead = ahead = Ahead(expected)
+        self.moving.expect(ahead)
+        self._gradients.watch(partial(self.moving.offer, ahead))
+        self._thread.put(partial(self._go_ahead, ahead))
+
+    def skip(self) -> bool:
+        """There is no such step: all is as it was when this returns. Whether weights were other ones in between."""
+        ahead = self._taken()
+        if ahead is None or self._thread is None:
+            return False
+        undone = Future()
+        self._thread.put(ending(undone, partial(self._undo, ahead)))
+        undone.wait()
+        return True
+
+    def _taken(self) -> Ahead | None:
+        """What was done before the step was decided, as it is now; no page is offered any more."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.moving.interrupt()
+        return ahead
+
+    @torch.no_grad()
+    def _go_ahead(self, ahead: Ahead) -> None:
+        """On the thread, until it is interrupted."""
+        step = _Step(ahead.expected, after=None)
+        try:
+            while (page := self.moving.next(wait=True)) is not None:
+                ahead.began = ahead.began or time.perf_counter()
+                self._compute(self._paths[page.route.number], page, step)
+                written = ahead.written[page.route.number] = Future()
+                self.moving.send(page, done(), written.finish_part)
+        except BaseException as error:
+            ahead.error = error
+
+    def _keep(self, ahead: Ahead, step: _Step) -> set[int]:
+        """The pages that were done as the step is; the others are at rest when this returns, to be done again."""
+        if ahead.error is not None:
+            raise ahead.error
+        kept = ahead.kept(step.decision, self._store.pages)
+        together([written for number, written in ahead.written.items() if number not in kept]).wait()
+        for number in kept:
+            ahead.written[number].then(self._renewal.told_by(self._store.pages[number].unit))
+        return kept
+
+    def _undo(self, ahead: Ahead) -> None:
+        """The pages that hold are as they were; the weights follow from their masters."""
+        if ahead.error is not None:
+            raise ahead.error
+        self.moving.withdraw()
+        together(list(ahead.written.values())).wait()
+        self._store.forget_written()
+        for number, data in self.moving.read_back(sorted(ahead.written)):
+            page = self._store.pages[number]
+            self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
+        self._weights.put_away()
 
     # -- a page -------------------------------------------------------------------------------------------------------
 
@@ -212,7 +285,8 @@ class Updater:
             self._snapshot.wait_for(route.number)
         page = route.page
         fields = self._store.fields(route.number, data)
-        parts = within(step.stretches[page.unit], page.start, page.start + page.elements)
+        decision = step.decision
+        parts = within(decision.stretches[page.unit], page.start, page.start + page.elements)
         if rest and not self._store.format.remainders:  # beside those are all weights as they are
             _copy_rest(fields["master"], out, parts)
         kernel.update_page(
@@ -221,26 +295,9 @@ class Updater:
             out,
             parts,
             format=self._store.format,
-            scale=step.scale,
-            noise=None if step.noise is None else PageNoise(step.noise, page.unit, page.start),
+            scale=decision.scale,
+            noise=None if decision.noise is None else PageNoise(decision.noise, page.unit, page.start),
         )
-
-
-def stretches_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[Stretch]:
-    """The unit's elements that are updated, those of the weights in `rules`, as long as they are updated alike."""
-    places = [place for place in unit.places if place.weight.trainable]
-    ends = [place.start for place in places[1:]] + [unit.trained]
-    found: list[Stretch] = []
-    for place, end in zip(places, ends, strict=False):
-        name = place.weight.name
-        if name not in rules:
-            continue
-        alike = (rules[name], steps[name])
-        if found and found[-1].end == place.start and (found[-1].hyper, found[-1].step) == alike:
-            found[-1] = Stretch(found[-1].start, end, *alike)
-        else:
-            found.append(Stretch(place.start, end, *alike))
-    return found
 
 
 def _take_one_core(thread: Workers) -> None:

@@ -31,15 +31,7 @@ class Withheld:
         """`place`: the device's."""
         self._renewal = renewal
         self._away = torch.full((1,), torch.nan, dtype=weights.dtype, device=place)
-        self._parts: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
-        for unit in weights.units:
-            memory = weights.resident(unit.index)
-            if memory is not None:
-                self._parts[unit.index] = [
-                    (use, memory[at.start :][: at.weight.numel].view(at.weight.shape))
-                    for at in unit.places
-                    for use in parameters[at.weight.name]
-                ]
+        self._parts = _on_the_device(weights, parameters)
         self._withheld: set[int] = set()
 
     def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
@@ -73,3 +65,26 @@ class Withheld:
 
     def give_all_back(self) -> None:
         self.give_back(self._parts)
+
+
+def give_memory(weights: Weights, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    """Parameters on their units' memory, where that stays on the device; a stream gives it to the others."""
+    for parts in _on_the_device(weights, parameters).values():
+        for parameter, memory in parts:
+            parameter.data = memory
+
+
+def _on_the_device(
+    weights: Weights, parameters: Mapping[str, Sequence[nn.Parameter]]
+) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
+    """Of each unit that lives there, each use of its weights and where that is."""
+    resident = {unit: weights.resident(unit.index) for unit in weights.units}
+    return {
+        unit.index: [
+            (use, memory[at.start :][: at.weight.numel].view(at.weight.shape))
+            for at in unit.places
+            for use in parameters[at.weight.name]
+        ]
+        for unit, memory in resident.items()
+        if memory is not None
+    }

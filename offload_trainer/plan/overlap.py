@@ -1,4 +1,4 @@
-"""What an update that runs behind the next forward hides. Pure arithmetic.
+"""What an update that runs behind the backward and the next forward hides. Pure arithmetic.
 
     update    unit 0, 1, 2, ...        in the order in which the forward needs them
     forward          0, 1, 2, ...      each once its own weights are home
@@ -7,12 +7,17 @@ Two machines in a row that take the same jobs in one order: both are done after 
 to unit k, then the forward from k on" (S. M. Johnson, 1954). What both ask of one thing, a drive, the way to the
 device, the CPU, they cannot ask at once. The step's first micro-batch has the only forward that hides anything, since
 its backward overwrites the sums.
+
+    backward  head, last block, ...    each once complete: its pages on drives, if the update may begin ahead
+
+That goes on beside the step's last backward, from the first block on that is through. Pages in RAM wait for the
+decision, and a step that is decided otherwise has none of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload_trainer.plan.layout import Unit
 from offload_trainer.plan.time import Bound, Forecast
@@ -55,6 +60,62 @@ def hidden_seconds(found: Forecast, parts: Sequence[Part], *, micro_batches: int
             of = _asked_of(bound, gpu=gpu)
             asked[of] = asked.get(of, 0.0) + (bound.seconds or 0.0) / times
     return max(0.0, update + forward - max([*ways, *asked.values()]))
+
+
+@dataclass(frozen=True)
+class AheadOf:
+    """Seconds of an update behind the step's last backward."""
+
+    done: float  # of the update
+    hidden: float  # of these, by which the two are shorter than one after the other
+
+
+def ahead_of(found: Forecast, units: Sequence[Unit], *, on_drives: float, micro_batches: int, gpu: bool) -> AheadOf:
+    """`on_drives`: the share of the update whose pages are there.
+
+    What both ask of one thing, as of the CPU that computes, makes the backward longer.
+    """
+    update, backward = found.seconds["update"], found.seconds["backward"]
+    if not update or backward is None or not on_drives:
+        return AheadOf(0.0, 0.0)
+    backward /= micro_batches
+    first = backward / (sum(unit.block for unit in units) or 1)  # the head and a block are through
+    asked, others = _asked_ahead(found, on_drives=on_drives, micro_batches=micro_batches, gpu=gpu)
+    whole = min(update, max(asked.values(), default=0.0))
+    done, both = 0.0, backward
+    for _ in range(100):  # the longer the backward takes, the more is done behind it
+        done = min(whole, both - first)
+        part = done / whole if whole else 0.0
+        both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
+    return AheadOf(done, max(0.0, backward + done - both))
+
+
+def _asked_ahead(
+    found: Forecast, *, on_drives: float, micro_batches: int, gpu: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each thing that pages on drives ask of it, and those of the last backward."""
+    pages: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for bound in found.bounds:
+        of, seconds = _asked_of(bound, gpu=gpu), bound.seconds or 0.0
+        if bound.phase == "update" and bound.kind != "adamw_gpu":
+            pages[of] = pages.get(of, 0.0) + seconds * (1.0 if bound.kind == "drive" else on_drives)
+        elif bound.phase == "backward":
+            backward[of] = backward.get(of, 0.0) + seconds / micro_batches
+    return pages, backward
+
+
+def left_after(found: Forecast, ahead: AheadOf, *, on_drives: float) -> Forecast:
+    """Of the update, what the time after the decision has to do: pages in memory wait for it."""
+    update = found.seconds["update"] or 0.0
+    inside = [bound for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]
+    left = max([update - ahead.done, *((1 - on_drives) * (bound.seconds or 0.0) for bound in inside)])
+    part = left / update if update else 1.0
+    bounds = [
+        replace(bound, seconds=bound.seconds and bound.seconds * part) if bound.phase == "update" else bound
+        for bound in found.bounds
+    ]
+    return replace(found, seconds={**found.seconds, "update": left}, bounds=tuple(bounds))
 
 
 def _asked_of(bound: Bound, *, gpu: bool) -> str:

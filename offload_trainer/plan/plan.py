@@ -114,7 +114,11 @@ class Plan:
             lines.append(f"    {phase:<24}{format_seconds(found.seconds[phase] or 0.0):>10}   {found.limits(phase)}")
         if found.behind:
             behind, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
-            lines.append(f"    {behind} of the update's {whole} go on behind the next forward (tiered.overlap)")
+            where = "the backward and the next forward" if found.ahead else "the next forward"
+            lines.append(f"    {behind} of the update's {whole} go on behind {where} (tiered.overlap)")
+        if found.ahead:
+            longer = format_seconds(found.if_clipped)
+            lines.append(f"    a step that is clipped, or skipped, after that began takes up to {longer} more")
         hidden = tokens_that_hide_the_update(found, tokens=self.tokens_per_step)
         if hidden and hidden > self.tokens_per_step:
             lines.append(

@@ -41,6 +41,7 @@ class TierSizes:
     page_buffers: int
     unit_buffers: int  # blocks on the device at a time, where weights live elsewhere
     overlap: bool  # whether the update runs behind the next forward
+    ahead: bool  # and that of pages on drives behind the last backward
     speeds: tuple[float, ...]  # of the drives, relative
     io: str  # what moves bytes to and from drives
     checksums: bool  # whether what is read is compared with what was written
@@ -98,13 +99,14 @@ def tier_sizes(
         page=tiered.page_size,
         page_buffers=tiered.page_buffers,
         unit_buffers=tiered.unit_buffers,
-        overlap=tiered.overlap == "forward",
+        overlap=tiered.overlap in ("forward", "full"),
+        ahead=tiered.overlap == "full",
         speeds=speeds,
         io=tiered.io,
         checksums=tiered.checksums or tiered.io == "async_io",
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
-        places=tiered.places,
+        places=2 if tiered.overlap == "full" else tiered.places,
         remainders=tiered.masters == "remainder",
         ranks=work.world,
         nodes=work.nodes,

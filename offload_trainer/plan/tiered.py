@@ -18,7 +18,7 @@ from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.layout import Homes, Unit, units_of
 from offload_trainer.plan.machine import MachineProfile, update_key
 from offload_trainer.plan.memory import Item
-from offload_trainer.plan.overlap import hidden_seconds, parts_of
+from offload_trainer.plan.overlap import ahead_of, hidden_seconds, left_after, parts_of
 from offload_trainer.plan.shares import shares_that_fit
 from offload_trainer.plan.sizes import GradientHome, TierSizes, homes_in, tier_sizes
 from offload_trainer.plan.tiered_items import tiered_items
@@ -69,6 +69,10 @@ class Tiered:
             "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
             "placement.gradients=gpu": (place.gradients == "gpu", "sums are in RAM and on drives"),
+            "tiered.overlap=full": (
+                self.section.overlap == "full",
+                "no page is updated before all ranks' norms are known",
+            ),
         }
         return [
             f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"
@@ -92,12 +96,11 @@ class Tiered:
 
     def _refuse_remainders(self, work: Workload) -> None:
         """UserError where a master's weight is not bf16, or not at hand as it was when its page is read."""
-        overlap = self.section.overlap
         reasons = {
             f"--dtype {work.dtype}: a remainder is what rounding to bf16 takes away": work.dtype != "bf16",
             f"{work.world} ranks: each has masters in fp32": work.world > 1,
             "tiered.places=2: weights have one place": self.section.places == 2,
-            f"tiered.overlap={overlap}: weights have one place": overlap not in ("auto", "off", "forward"),
+            "tiered.overlap=full: a step that is clipped needs its old weights again": self.section.overlap == "full",
         }
         if wrong := [reason for reason, here in reasons.items() if here]:
             raise UserError(f"tiered.masters=remainder with {'; with '.join(wrong)}; leave it out")
@@ -297,7 +300,21 @@ class TieredCandidate:
         hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
         if not self.sizes.overlap and (found.step is None or hidden < _WORTH * found.step):
             return self.sizes, found
+        if self.sizes.ahead:
+            return self.sizes, self._ahead(found, hidden)
         return replace(self.sizes, overlap=True), replace(found, behind=True, hidden=hidden)
+
+    def _ahead(self, found: Forecast, hidden: float) -> Forecast:
+        """With an update that begins behind the backward; `hidden`: seconds of one that does not."""
+        micro, gpu = self.work.accumulate, self.machine.gpu is not None
+        pages = self._laid_out.pages
+        share = sum(page.elements for page in pages if page.home >= 0) / (sum(page.elements for page in pages) or 1)
+        ahead = ahead_of(found, self.units, on_drives=share, micro_batches=micro, gpu=gpu)
+        left = left_after(found, ahead, on_drives=share)
+        early = (found.seconds["update"] or 0.0) - (left.seconds["update"] or 0.0)
+        whole = hidden_seconds(left, parts_of(self.units), micro_batches=micro, gpu=gpu)
+        whole += max(0.0, early - (ahead.done - ahead.hidden))
+        return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=max(0.0, whole - hidden))
 
     def stretch(self) -> float:
         return 1.0

@@ -42,7 +42,9 @@ class Forecast:
     seconds: dict[str, float | None]
     bounds: tuple[Bound, ...]
     behind: bool = False  # whether the update runs behind the next forward
+    ahead: bool = False  # and begins behind the backward, where its pages are on drives
     hidden: float = 0.0  # seconds of it that nothing waits for
+    if_clipped: float = 0.0  # seconds that a step takes longer where it is decided otherwise than was expected
 
     @property
     def step(self) -> float | None:
@@ -61,7 +63,7 @@ class Forecast:
     @property
     def apart(self) -> tuple[str, ...]:
         """The phases whose seconds are theirs alone."""
-        return ("backward",) if self.behind else PHASES
+        return () if self.ahead else ("backward",) if self.behind else PHASES
 
     def limits(self, phase: str) -> str:
         """What makes a phase as long as it is."""

@@ -46,6 +46,11 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
     for key in given:
         if key not in known:
             raise UserError(f"{key}={given[key]!r}: {_unknown(key, known)}")
+    if given.get("overlap") == "full":
+        raise UserError(
+            "overlap='full': a session knows rates and factor of a step only once its backward is through; use "
+            "overlap='forward'"
+        )
     words = ["--engine", "tiered", "--save-every", "1"]  # a plan counts what a save needs
     words += ["--model", name] if name is not None else ["model.checkpointing=off"]
     if "accumulate" not in given:

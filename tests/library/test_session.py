@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
 import offload_trainer.plan.layout as layout
+from offload_trainer.errors import UserError
 from offload_trainer.export.weights import export
 from offload_trainer.offloading.store import UnitStore
 from offload_trainer.offloading.update import Updater
@@ -232,6 +233,11 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
         assert list(losses(model, session.adamw(groups(model), lr=1e-2), inside)) == expected
         for name, weight in session.named_weights():
             assert torch.equal(weight, other.get_parameter(name)), name
+
+
+def test_an_update_that_begins_before_its_step_is_decided_is_refused(drive: Path) -> None:
+    with pytest.raises(UserError, match=r"overlap='full': .* use overlap='forward'"):
+        ot.offload(Spare(), nvme=drive, optimizer="nvme", overlap="full")
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -207,6 +207,7 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
         (["--dtype", "fp16"], "--dtype fp16: a remainder is what rounding to bf16 takes away"),
         (["--dtype", "fp32"], "--dtype fp32"),
         (["tiered.places=2"], "tiered.places=2: weights have one place"),
+        (["tiered.overlap=full"], "tiered.overlap=full: a step that is clipped needs its old weights again"),
     ],
 )
 def test_what_cannot_have_remainders_is_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:

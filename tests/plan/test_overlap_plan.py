@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from plans import SHAPES, machine, wish
 from test_time import timed
 
+from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.overlap import Part, hidden_seconds
+from offload_trainer.plan.overlap import AheadOf, Part, ahead_of, hidden_seconds, left_after
 from offload_trainer.plan.ratios import steady_ratios
+from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.time import Bound, Forecast
+from offload_trainer.units import format_seconds
 
 
 def forecast(update: float, forward: float, *bounds: Bound) -> Forecast:
@@ -108,3 +113,73 @@ def test_more_of_the_update_is_hidden_with_more_tokens() -> None:
         for n in (1, 2, 4, 8)
     ]
     assert all(one.forecast.hidden < more.forecast.hidden for one, more in pairwise(found))
+
+
+# -- behind the backward --------------------------------------------------------------------------------------------
+
+
+def behind_the_backward(update: float, *bounds: Bound, micro_batches: int = 1, on_drives: float = 1.0) -> AheadOf:
+    """Of a backward of 1 s over very many blocks."""
+    shape = replace(SHAPES["gpt2"], weights=tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000)))
+    found, units = forecast(update, 1.0, *bounds), units_of(shape)
+    return ahead_of(found, units, on_drives=on_drives, micro_batches=micro_batches, gpu=False)
+
+
+def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
+    drive, cpu = (Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 1.0, "", "compute"))
+    assert behind_the_backward(4.0, drive, cpu).hidden == pytest.approx(1.0, rel=0.01)
+    assert behind_the_backward(4.0, drive, cpu, micro_batches=4).hidden == pytest.approx(0.25, rel=0.01)
+    little = replace(drive, seconds=0.5)
+    assert behind_the_backward(0.5, little, cpu) == AheadOf(pytest.approx(0.5), pytest.approx(0.5))
+    assert behind_the_backward(4.0, drive, cpu, on_drives=0.0) == AheadOf(0.0, 0.0)
+
+
+def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
+    """A drive that brings weights half of the time has the other half; a CPU that computes has none."""
+    drive, weights = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.5, "", "drive", "sda")
+    assert behind_the_backward(4.0, drive, weights).hidden == pytest.approx(0.5, rel=0.01)
+    adamw, cpu = Bound("update", 1.0, "", "adamw"), Bound("backward", 1.0, "", "compute")
+    found = behind_the_backward(4.0, drive, adamw, cpu)  # four seconds of the drive with one of the CPU
+    assert found.done == pytest.approx(4 / 3, rel=0.01)
+    assert found.hidden == pytest.approx(1.0, rel=0.01)
+    assert behind_the_backward(1.0, adamw, cpu).hidden == pytest.approx(0.0, abs=1e-9)
+
+
+def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
+    bounds = Bound("update", 2.0, "", "drive", "sda"), Bound("update", 1.0, "", "adamw")
+    left = left_after(forecast(2.0, 1.0, *bounds), AheadOf(1.8, 1.8), on_drives=0.4)
+    assert left.seconds["update"] == pytest.approx(0.6)
+    left = left_after(forecast(2.0, 1.0, *bounds), AheadOf(0.5, 0.5), on_drives=0.4)
+    assert left.seconds["update"] == pytest.approx(1.5)
+    assert [bound.seconds for bound in left.bounds] == [pytest.approx(1.5), pytest.approx(0.75)]
+
+
+@pytest.mark.parametrize("share", ["0", "0.5"])
+def test_full_is_counted_itemised_and_said(share: str) -> None:
+    plans = {
+        how: make_plan(wish("--ram-fraction", share, f"tiered.overlap={how}"), SHAPES["gpt2-medium"], timed())
+        for how in ("forward", "full")
+    }
+    forward, full = (plan.forecast for plan in plans.values())
+    assert full.seconds == forward.seconds
+    assert full.step == pytest.approx(sum(seconds or 0.0 for seconds in full.seconds.values()) - full.hidden)
+    assert full.hidden > forward.hidden
+    assert full.if_clipped == pytest.approx(full.hidden - forward.hidden)
+    assert full.apart == ()
+    second = [item for item in plans["full"].items if item.name == "state of the step before"]
+    assert [item.bytes for item in second] == [item.bytes for item in plans["full"].items if item.name == "state"]
+    said = plans["full"].describe()
+    assert "go on behind the backward and the next forward" in said
+    assert f"takes up to {format_seconds(full.if_clipped)} more" in said
+    assert "takes up to" not in plans["forward"].describe()
+
+
+def test_full_is_refused_by_name_with_several_ranks() -> None:
+    with pytest.raises(UserError, match=r"tiered\.overlap=full with 2 ranks.*norms are known"):
+        make_plan(wish("--engine", "tiered", "tiered.overlap=full"), SHAPES["gpt2"], timed(), world=2)
+
+
+def test_auto_does_not_begin_ahead() -> None:
+    plan = make_plan(wish("--ram-fraction", "0.5", "--micro-batch", "2"), SHAPES["gpt2-medium"], timed())
+    assert isinstance(plan.sizes, TierSizes)
+    assert (plan.sizes.overlap, plan.sizes.ahead, plan.sizes.places) == (True, False, 1)

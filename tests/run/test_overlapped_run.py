@@ -6,6 +6,7 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from conftest import TINY, call, call_and_kill
 
 ALL = ["--params", "gpu", "--ram-fraction", "0", "train.eval_every=2", "train.eval_rows=4"]
@@ -19,23 +20,26 @@ def told(output: Path, *keys: str) -> list[list[float]]:
 def test_lines_say_the_same_but_for_when(drive: Path, tmp_path: Path) -> None:
     """Losses and norms are the same; nothing is hidden in line."""
     found = {}
-    for how in ("off", "forward"):
+    for how in ("off", "forward", "full"):
         words = ["--nvme", drive, *TINY, *ALL, "--steps", 5, "--save-every", 0, f"tiered.overlap={how}"]
         run = call(*words, output=tmp_path / how)
         assert ("go on behind the next forward" in run.text) <= (how == "forward")
+        assert ("go on behind the backward" in run.text) <= (how == "full")
         found[how] = told(run.output, "loss", "grad_norm", "hidden", "phases")
         plan = json.loads((run.output / "plan.json").read_text())
-        assert plan["chosen"]["sizes"]["overlap"] == (how == "forward")
+        assert plan["chosen"]["sizes"]["overlap"] == (how != "off")
         assert "wait" in (run.output / "report.html").read_text() or how == "off"
-    off, on = found["off"], found["forward"]
-    assert [line[:2] for line in on] == [line[:2] for line in off]
+    off = found.pop("off")
     assert all(line[2] == 0.0 and "wait" not in line[3] for line in off)
-    assert on[0][2] == 0.0
-    assert all(line[2] + line[3]["wait"] > 0 for line in on[1:])
+    for on in found.values():
+        assert [line[:2] for line in on] == [line[:2] for line in off]
+        assert on[0][2] == 0.0
+        assert all(line[2] + line[3]["wait"] > 0 for line in on[1:])
 
 
-def test_killed_it_goes_on_as_it_would_have(drive: Path, tmp_path: Path) -> None:
-    words = ["--nvme", drive, *TINY, *ALL, "--steps", 6, "--save-every", 2, "tiered.overlap=forward"]
+@pytest.mark.parametrize("how", ["forward", "full"])
+def test_killed_it_goes_on_as_it_would_have(how: str, drive: Path, tmp_path: Path) -> None:
+    words = ["--nvme", drive, *TINY, *ALL, "--steps", 6, "--save-every", 2, f"tiered.overlap={how}"]
     whole = call(*words, output=tmp_path / "whole")
     output = tmp_path / "killed"
     saved = output / "checkpoints/step-00000002"

@@ -207,6 +207,10 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
         (["--dtype", "fp16"], "--dtype fp16: a remainder is what rounding to bf16 takes away"),
         (["--dtype", "fp32"], "--dtype fp32"),
         (["tiered.places=2"], "tiered.places=2: weights have one place"),
+        (
+            ["--ram-fraction", "0", "tiered.overlap=full"],
+            "tiered.overlap=full: a step that is clipped needs its old weights again",
+        ),
         (["tiered.overlap=full"], "tiered.overlap=full: a step that is clipped needs its old weights again"),
     ],
 )

@@ -283,7 +283,7 @@ class TieredSection(_Section):
     )
     places: Literal[1, 2] = Field(
         1,
-        description="of a page of state on a drive; 2: a step writes beside the state before it, on twice the disk",
+        description="of a page of state on a drive; 2: on twice the disk, and a kill leaves one whole step",
     )
     masters: Literal["auto", "fp32", "remainder"] = Field(
         "auto",

@@ -29,6 +29,7 @@ STEPS = 30
 KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form of moments, one drive or two
     ["tiered.overlap=off"],
     ["tiered.overlap=forward"],
+    ["tiered.overlap=full"],
     ["tiered.overlap=forward", "optim.states=8bit", "TWO"],
     ["tiered.overlap=off", "optim.name=lion", "optim.states=bf16"],
     ["tiered.overlap=forward", "--params", "nvme", "placement.gradients=nvme"],

@@ -199,7 +199,7 @@ def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, 
         assert told["places"] == 2
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("overlap", ["off", "forward", "full"])
 def test_the_order_that_a_power_cut_needs(
     overlap: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def alone(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return left(call("--nvme", drive, *ALL, "tiered.places=1", output=output).output)
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("overlap", ["off", "forward", "full"])
 @pytest.mark.parametrize(
     ("where", "number", "step"),
     [("page", 110, None), ("half", 3, 2), ("record", 3, 3), ("line", 4, 3), ("line", 1, None), ("line", 6, 5)],

@@ -28,6 +28,7 @@ from offload_trainer.telemetry.meters import (
     PhaseClock,
     device_peak_bytes,
     forget_peak_rss,
+    memory_now,
     peak_rss_bytes,
     read_io,
 )
@@ -190,6 +191,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 host_rss_bytes=peak_rss_bytes(),
                 device_peak_bytes=device_peak_bytes(),
                 skipped=result.skipped,
+                memory=memory_now(job.swaps),
                 hidden=result.hidden,
             )
         )

@@ -9,11 +9,14 @@ from typing import Any
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.plan.ratios import steady_ratios
+from offload_trainer.run.advice import advice
 from offload_trainer.run.build import Setup
 from offload_trainer.storage.durable import bytes_below
 from offload_trainer.telemetry.record import StepRecord
 from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, steady, write_report
+from offload_trainer.units import format_bytes, format_count
 
+_LOGS = 10**6  # bytes a step; fewer are no page files
 _TELLING = 3  # steps after the warm ones, from which a run's seconds say something about the machine
 
 
@@ -32,9 +35,23 @@ def report(setup: Setup, *, swaps: list[Path]) -> None:
         evaluations=read_evaluations(output / "evaluations.jsonl"),
         plan=planned,
         measured={"tiers": measured, "seconds": seconds},
-        notes=list(plan.notes),
+        said=[*advice(setup.planned), *wear(rows), ("Notes", plan.notes)],
     )
     _keep_ratios(setup, steady(rows), seconds=seconds)
+
+
+def wear(rows: Sequence[StepRecord]) -> list[tuple[str, list[str]]]:
+    """What the run has written to its drives, of which they bear only so much; nothing where that is logs alone."""
+    written = [row.nvme_written_bytes or 0 for row in rows]
+    each = median(written)
+    if each < _LOGS:
+        return []
+    told = (
+        f"{format_bytes(sum(written))} were written in these {len(rows)} steps, {format_bytes(each)} a step, as the "
+        "kernel counts. Each TB of the endurance (TBW) that a drive is rated for lasts "
+        f"{format_count(1e12 / each)} such steps"
+    )
+    return [("Wear of the drives", [told])]
 
 
 def _bytes(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from offload_trainer.plan.time import PHASES as OF_STEP
+from offload_trainer.storage.durable import bytes_below
 
 PHASES = ("data", *OF_STEP)
 
@@ -122,6 +123,17 @@ def device_peak_bytes() -> int:
     if torch is None or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.max_memory_allocated())
+
+
+def memory_now(swaps: Sequence[Path]) -> dict[str, int]:
+    """Bytes of each tier that this process holds: "ram", "gpu" where it uses one, "drives" where it has `swaps`."""
+    held = {"ram": current_rss_bytes()}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        held["gpu"] = int(torch.cuda.memory_allocated())
+    if swaps:
+        held["drives"] = sum(map(bytes_below, swaps))
+    return held
 
 
 def _status_bytes(field: str) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from pydantic import with_config
@@ -35,11 +35,12 @@ class StepRecord:
     host_rss_bytes: Count  # peak so far
     device_peak_bytes: Count  # peak so far
     skipped: Flag  # no update was made
+    memory: dict[str, Count] = field(default_factory=dict)  # bytes now, by tier: "ram", "gpu", "drives" (page files)
     hidden: Number = 0.0  # seconds that an update behind the forward went on while nobody waited for it; 0: not told
 
     def to_json(self) -> str:
         """One line without its end. JSON has no NaN and no infinity: they become null."""
-        return _to_json(self, leave_out=() if self.hidden else ("hidden",))
+        return _to_json(self, leave_out=[name for name in ("memory", "hidden") if not getattr(self, name)])
 
     @classmethod
     def from_json(cls, line: str) -> Self:

@@ -493,7 +493,7 @@ def test_run_directory_is_what_is_documented(finished) -> None:
         assert name in names
     keys = (
         "step tokens loss grad_norm lr loss_scale seconds tokens_per_second mfu phases nvme_read_bytes "
-        "nvme_written_bytes host_rss_bytes device_peak_bytes skipped"
+        "nvme_written_bytes host_rss_bytes device_peak_bytes skipped memory"
     )
     assert set(run.steps[0]) == set(keys.split())
     plan = json.loads((run.output / "plan.json").read_text())

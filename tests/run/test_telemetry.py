@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.telemetry import meters, screen, sinks
+from offload_trainer.telemetry.charts import thinned, ticks
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
 from offload_trainer.telemetry.record import (
     EvalRecord,
@@ -26,8 +28,6 @@ from offload_trainer.telemetry.report import (
     median_phases,
     read_evaluations,
     read_metrics,
-    thinned,
-    ticks,
     write_report,
 )
 from offload_trainer.telemetry.screen import Screen, drive_speed, is_live, longest_phase, remaining_seconds
@@ -193,6 +193,9 @@ def test_a_line_has_the_contract_s_keys_in_order_and_comes_back():
     overlapped = a_step(7, hidden=0.5)
     assert list(json.loads(overlapped.to_json())) == [*CONTRACT, "hidden"]
     assert StepRecord.from_json(overlapped.to_json()) == overlapped
+    held = a_step(7, memory={"ram": 5, "drives": 7})
+    assert list(json.loads(held.to_json())) == [*CONTRACT, "memory"]
+    assert StepRecord.from_json(held.to_json()) == held
     assert "\n" not in line
     assert StepRecord.from_json(line) == record
     evaluation = EvalRecord(step=3, validation_loss=1.0, perplexity=2.5, bits_per_byte=None)
@@ -505,7 +508,7 @@ def report(path, **changes) -> str:
         "evaluations": [],
         "plan": PLAN,
         "measured": MEASURED,
-        "notes": [],
+        "said": [],
     }
     write_report(path / "report.html", **{**content, **changes})
     assert os.listdir(path) == ["report.html"]
@@ -527,7 +530,13 @@ def test_the_page_stands_alone_and_escapes(tmp_path):
     rows = [a_step(step) for step in range(1, 3001)]
     rows[5] = replace(rows[5], loss=None, skipped=True)
     evaluations = [EvalRecord(step=s, validation_loss=3.0, perplexity=20.1, bits_per_byte=1.1) for s in (10, 3000)]
-    text = report(tmp_path, title="<b>$x & co", rows=rows, evaluations=evaluations, notes=["<script>alert(1)</script>"])
+    text = report(
+        tmp_path,
+        title="<b>$x & co",
+        rows=rows,
+        evaluations=evaluations,
+        said=[("Notes", ["<script>alert(1)</script>"])],
+    )
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "b"} & set(page.tags)
     assert not [value for name, value in page.attributes if name in ("src", "href")]
@@ -561,14 +570,41 @@ def test_a_row_has_something_to_say(tmp_path):
     assert "0 B" not in text
 
 
-def test_a_narrow_page_is_not_wider_than_its_window(tmp_path):
-    """What is wider than a telephone is so for wide windows only."""
-    style = report(tmp_path).split("</style>")[0]
-    narrow = style[style.index("@media (max-width") :]
-    assert "svg { min-width: 0; }" in narrow
-    assert "white-space: normal" in narrow
-    assert style.index("min-width: 30rem") < style.index("@media (max-width")
-    assert style.index("white-space: nowrap") < style.index("@media (max-width")
+def test_what_has_no_value_is_not_there(tmp_path):
+    """No chart without a point, no column without a number, no heading without lines."""
+    evaluations = [EvalRecord(step=1, validation_loss=3.0, perplexity=20.1, bits_per_byte=None)]
+    nothing = {"tiers": {}, "seconds": {}}
+    page = report(tmp_path, rows=[a_step(1)], evaluations=evaluations, plan=nothing, measured=nothing)
+    assert ["after step", "loss", "perplexity"] in Page(page).rows
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == ["Loss", "Where a step&#x27;s time goes", "Validation"]
+    assert "<ul>" not in page
+
+
+def test_memory_is_drawn_by_tier(tmp_path):
+    rows = [a_step(step, memory={"ram": 10**8 * step, "drives": 5 * 10**9}, host_rss_bytes=10**9) for step in (1, 2, 3)]
+    page = report(tmp_path, rows=rows)
+    assert re.findall('aria-label="(.*? over steps)"', page) == [
+        "loss over steps",
+        "RAM over steps",
+        "drives over steps",
+    ]
+    now, most = re.findall('points="(.*?)"', page[page.index("RAM over steps") :])[:2]
+    heights = [float(point.split(",")[1]) for point in now.split()]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.15)  # steps of 0.1 GB
+    assert len({point.split(",")[1] for point in most.split()}) == 1
+    held = re.findall('points="(.*?)"', page[page.index("drives over steps") :])
+    assert len(held) == 1
+
+
+def test_what_this_process_holds(tmp_path, monkeypatch):
+    assert set(meters.memory_now([])) <= {"ram", "gpu"}
+    (tmp_path / "page").write_bytes(b"x" * 8192)
+    cuda = SimpleNamespace(is_initialized=lambda: True, memory_allocated=lambda: 12345)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    held = meters.memory_now([tmp_path])
+    assert held["ram"] == pytest.approx(meters.current_rss_bytes(), rel=0.2)
+    assert (held["gpu"], held["drives"]) == (12345, (tmp_path / "page").stat().st_blocks * 512)
 
 
 def test_the_bars_share_a_scale(tmp_path):

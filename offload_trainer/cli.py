@@ -98,7 +98,7 @@ def _plan(words: list[str]) -> None:
 
     machine, words = described(read_machine(name), words)
     config = load_config(words)
-    _quiet()
+    _quiet(loads=False)
     if nodes is not None or machine.nodes > 1:
         plans = plan_cluster(config, machine, str(machine.nodes) if nodes is None else nodes)
         found = to_json(plans, machine) if as_json else describe(plans, machine)
@@ -341,6 +341,20 @@ def _completion(words: list[str]) -> None:
     print(script(words), end="")
 
 
+def _report(words: list[str]) -> None:
+    as_json, page = bool(take_switches(words, "--json")), take_value(words, "--html")
+    if unknown := [word for word in words if word.startswith("-")]:
+        raise UserError(f"report: {unknown[0]}: there is no such flag; known: --json, --html")
+    if not words:
+        raise UserError("report needs at least one RUN, a run directory; `offload-train runs` lists them")
+    from offload_trainer.run.compare import aligned, compared, table, write_page
+
+    runs = compared([Path(word) for word in words])
+    if page is not None:
+        write_page(Path(page), runs)
+    print(json.dumps([run.to_json() for run in runs], indent=1) if as_json else shown(aligned(table(runs))))
+
+
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "plan": _plan,
@@ -352,6 +366,7 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "sample": _sample,
     "chat": _chat,
     "runs": _runs,
+    "report": _report,
     "init": _init,
     "ls": _ls,
     "cp": _cp,
@@ -365,11 +380,16 @@ def _offline() -> None:
     _quiet()
 
 
-def _quiet() -> None:
-    """Libraries that talk on import or per call keep to warnings that a user can act on."""
+def _quiet(*, loads: bool = True) -> None:
+    """Libraries that talk on import or per call keep to warnings that a user can act on.
+
+    `loads`: torch follows, which takes seconds that a terminal hears of at once.
+    """
     import logging
     import warnings
 
+    if loads and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        _say("loading torch and transformers")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

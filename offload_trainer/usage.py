@@ -101,6 +101,12 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         (("--json", "print JSON"),),
         "DIR is looked through at any depth; runs otherwise.",
     ),
+    "report": (
+        "compare runs: what differs between them, losses, seconds, memory",
+        "RUN [RUN...]",
+        (("--json", "print JSON"), ("--html FILE.html", "also write a page, with the losses in one chart")),
+        "RUN is a run directory; of one that goes on, what it has done so far.",
+    ),
     "init": (
         "ask for a model, a text and a drive, and write a configuration with its plan",
         _CONFIG,

@@ -87,18 +87,26 @@ class Plan:
             f"{self.micro_batch} x {self.seq_len} at a time; gradient checkpointing "
             f"{'on' if self.checkpointing else 'off'}"
         ]
-        for tier, room in self.tiers.items():
-            if tier == "gpu" and not any(room.values()):
-                continue
-            verdict = "" if room["need"] <= room["have"] else "   DOES NOT FIT"
-            lines.append(f"  {tier}: {format_bytes(room['need'])} of {format_bytes(room['have'])}{verdict}")
-            for item in self.items:
-                if item.tier == tier and item.bytes:
-                    lines.append(f"    {item.name:<24}{format_bytes(item.bytes):>10}   {item.why}")
+        lines += self._describe_tiers()
         lines += self._describe_seconds()
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _describe_tiers(self) -> list[str]:
+        """Each tier above what makes it up, all bytes in one column."""
+        lines = []
+        for tier, room in self.tiers.items():
+            if tier == "gpu" and not any(room.values()):
+                continue
+            verdict = "" if room["need"] <= room["have"] else "   DOES NOT FIT"
+            lines.append(_entry(tier, format_bytes(room["need"]), f"of {format_bytes(room['have'])}{verdict}"))
+            lines += [
+                _entry(f"  {item.name}", format_bytes(item.bytes), item.why)
+                for item in self.items
+                if item.tier == tier and item.bytes
+            ]
+        return lines
 
     def _describe_seconds(self) -> list[str]:
         found = self.forecast
@@ -109,9 +117,10 @@ class Plan:
                 f"  seconds a step: not known; `offload-train bench` with the same words times what never was here: "
                 f"{'; '.join(untimed)}"
             ]
-        lines = [f"  a step: about {format_seconds(step)}, {format_count(self.tokens_per_step / step)} tokens/s"]
+        speed = f"{format_count(self.tokens_per_step / step)} tokens/s"
+        lines = [_entry("a step, about", format_seconds(step), speed)]
         for phase in PHASES:
-            lines.append(f"    {phase:<24}{format_seconds(found.seconds[phase] or 0.0):>10}   {found.limits(phase)}")
+            lines.append(_entry(f"  {phase}", format_seconds(found.seconds[phase] or 0.0), found.limits(phase)))
         if found.behind:
             behind, whole = format_seconds(found.hidden), format_seconds(found.seconds["update"] or 0.0)
             where = "the backward and the next forward" if found.ahead else "the next forward"
@@ -125,6 +134,11 @@ class Plan:
                 f"    the update is a tenth of a step from {format_count(hidden)} tokens a step on (--accumulate)"
             )
         return lines
+
+
+def _entry(name: str, number: str, why: str) -> str:
+    """A line of the plan: what, how much, and why."""
+    return f"  {name:<26}{number:>10}   {why}"
 
 
 def _shortfalls(tiers: dict[str, dict[str, int]]) -> list[str]:

@@ -17,6 +17,7 @@ Point = tuple[float, float]
 
 _MOST_POINTS = 800  # about one a pixel: a run of a million steps still makes a page of kilobytes
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
+_LONGEST = 48  # letters of a bar's name, of which the end tells most
 COLOURS = 6  # of the page's style
 
 
@@ -86,13 +87,12 @@ def bars(rows: Mapping[str, Mapping[str, float]], *, label: str) -> str:
     longest = max(sum(seconds.values()) for seconds in rows.values())
     names = list(dict.fromkeys(name for seconds in rows.values() for name, took in seconds.items() if took))
     colours = {name: f"--c{index % COLOURS}" for index, name in enumerate(names)}
-    left, right, thick, parts = 108, 112, 26, []
+    right, thick, high, parts = 112, 24, 58, []
     for row, (title, seconds) in enumerate(rows.items()):
-        top, x = row * (thick + 10), float(left)
-        middle = top + thick / 2 + 5
-        parts.append(f'<text x="0" y="{middle}">{escape(title)}</text>')
+        top, x = row * high + 24, 0.0
+        parts.append(f'<text x="0" y="{top - 6}">{escape(title[-_LONGEST:])}</text>')
         for name in (name for name in names if seconds.get(name)):
-            wide = (_WIDTH - left - right) * seconds[name] / longest
+            wide = (_WIDTH - right) * seconds[name] / longest
             parts.append(
                 f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{thick}" '
                 f'style="fill: var({colours[name]})">'
@@ -100,8 +100,8 @@ def bars(rows: Mapping[str, Mapping[str, float]], *, label: str) -> str:
             )
             x += wide
         total = format_seconds(sum(seconds.values()))
-        parts.append(f'<text x="{x + 8:.1f}" y="{middle}">{escape(total)}</text>')
-    return _key(colours.items()) + _svg(parts, height=len(rows) * (thick + 10), label=label)
+        parts.append(f'<text x="{x + 8:.1f}" y="{top + 18}">{escape(total)}</text>')
+    return _key(colours.items()) + _svg(parts, height=len(rows) * high, label=label)
 
 
 def _rule(y: float, text: str) -> str:

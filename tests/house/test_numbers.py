@@ -256,6 +256,15 @@ def is_what_was_planned(c: Counted) -> None:
     assert peaks[-1] == pytest.approx(c.plan["tiers"]["ram"]["need"], rel=0.15)
 
 
+def is_what_is_held(c: Counted) -> None:
+    """At the end of each step; half of the state in page files, which are as large as the plan has said."""
+    half, drive = 6 * c.model().num_parameters(), c.plan["traffic"][-1]["place"]
+    for step in c.run.steps:
+        assert 0.5 * step["host_rss_bytes"] < step["memory"]["ram"] <= step["host_rss_bytes"]
+        assert step["memory"]["drives"] == pytest.approx(c.plan["tiers"][drive]["need"], rel=0.02)
+        assert step["memory"]["drives"] > 0.98 * half
+
+
 def is_nothing_without_a_device(c: Counted) -> None:
     assert torch.cuda.is_available() or {step["device_peak_bytes"] for step in c.run.steps} == {0}
 
@@ -313,6 +322,7 @@ NUMBERS: dict[type, dict[str, Callable[[Counted], None]]] = {
         "host_rss_bytes": is_what_was_planned,
         "device_peak_bytes": is_nothing_without_a_device,
         "skipped": is_false,
+        "memory": is_what_is_held,
         "hidden": is_not_told,
     },
     EvalRecord: {

@@ -20,7 +20,7 @@ from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
 from offload_trainer.usage import help_text
 
-WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "ls", "cp", "completion")
+WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "report", "ls", "cp", "completion")
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 
 

@@ -1,0 +1,67 @@
+"""How soon a command answers: by what it loads, not by a clock. Torch and transformers are seconds."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from conftest import environment
+
+HEAVY = {"torch", "transformers", "numpy", "deepspeed", "tqdm", "psutil", "wandb", "mlflow", "trackio"}
+
+# A process that says what it has loaded, and one that cannot load torch.
+LOADED = """
+import sys
+from offload_trainer.__main__ import main
+sys.argv[0] = "offload-train"
+try:
+    main()
+finally:
+    print(sorted({name.partition(".")[0] for name in sys.modules} & HEAVY), file=sys.stderr)
+"""
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, Refuse())
+sys.argv[0] = "offload-train"
+from offload_trainer.__main__ import main
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["plan", "--help"], ["ls"], ["plan", "--machine", "h200", "--model", "gpt2"], ["plan", "--no-such"]],
+)
+def test_what_needs_no_torch_loads_none(words: list[str]) -> None:
+    code = f"HEAVY = {HEAVY}\n{LOADED}"
+    argv = [sys.executable, "-c", code, *words]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train"], ["plan"], ["bench"], ["doctor"], ["prepare"], ["sample", "runs/none"], ["export", "runs/none", "out"]],
+)
+def test_a_terminal_hears_of_torch_before_it_is_loaded(words: list[str]) -> None:
+    """And nobody else."""
+    argv = [sys.executable, "-c", WITHOUT_TORCH, *words]
+    ours, theirs = pty.openpty()
+    done = subprocess.run(argv, stdout=subprocess.DEVNULL, stderr=theirs, env=environment(), timeout=300)
+    os.close(theirs)
+    told = os.read(ours, 10_000).decode().splitlines()
+    os.close(ours)
+    assert done.returncode
+    assert told[0] == "loading torch and transformers", told
+    assert "torch is not installed" in told[-1]
+    piped = subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=300)
+    assert piped.stderr.startswith("offload-train: ")

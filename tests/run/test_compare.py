@@ -1,0 +1,115 @@
+"""`offload-train report RUN...`: what differs between runs, and what it did, from what stands in their directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from plans import SHAPES
+from test_report_page import BROWSER, seen
+from test_telemetry import Page, a_step
+
+from offload_trainer import cli
+from offload_trainer.errors import UserError
+from offload_trainer.plan.choose import settle_and_plan
+from offload_trainer.plan.machine import read_machine
+from offload_trainer.run.compare import compared, table
+from offload_trainer.settings import dump_config, load_config
+from offload_trainer.telemetry.record import EvalRecord
+
+
+def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:
+    """What a run of gpt2-xl would have left."""
+    machine = read_machine("h200")
+    config, plan = settle_and_plan(load_config(["--model", "gpt2-xl", *words]), SHAPES["gpt2-xl"], machine)
+    directory.mkdir()
+    (directory / "config.yaml").write_text(dump_config(config))
+    (directory / "plan.json").write_text(json.dumps(plan.to_json()))
+    lines = [a_step(step, **row).to_json() for step in range(1, steps + 1)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def rows(*runs: Path) -> dict[str, tuple[str, ...]]:
+    head, *rest = table(compared(runs))
+    assert head == ("", *(run.name for run in runs))
+    return {row[0]: row[1:] for row in rest}
+
+
+def test_what_differs_and_what_it_did(tmp_path: Path) -> None:
+    one = a_run(tmp_path / "one", "--lr", "1e-3")
+    evaluation = EvalRecord(step=6, validation_loss=3.5, perplexity=33.1, bits_per_byte=1.25)
+    (one / "evaluations.jsonl").write_text(evaluation.to_json() + "\n")
+    slow = {"seconds": 2.0, "tokens_per_second": 256.0, "phases": {"forward": 0.5, "update": 1.5}, "skipped": True}
+    two = a_run(tmp_path / "two", "--lr", "2e-3", "--accumulate", "4", steps=3, hidden=0.25, **slow)
+    told = rows(one, two)
+    assert told["optim.lr"] == ("0.001", "0.002")
+    assert told["model.name"] == ("gpt2-xl", "gpt2-xl")  # alike, and worth a line
+    assert told["train.accumulate"] == ("1", "4")
+    assert "optim.clip" not in told  # alike
+    assert "save.output" not in told
+    assert told["tokens a step"] == ("4.1 k", "16.4 k")
+    assert told["training loss"] == ("3.9400", "3.9700")
+    assert told["validation loss"] == ("3.5000", "-")
+    assert told["a step"] == ("0.5 s", "2 s")
+    assert told["a step, backward"] == ("0.2 s", "-")
+    assert told["a step, update"] == ("0.1 s", "1.5 s")
+    assert told["tokens a second"] == ("1.02 k", "256")
+    assert told["hidden"] == ("-", "0.25 s")
+    assert told["steps skipped"] == ("-", "3")
+    plan = json.loads((one / "plan.json").read_text())
+    assert plan["hidden"] or told["a step, predicted"][0] == f"{sum(plan['seconds'].values()):.2g} s"
+
+
+def test_rows_without_a_value_are_left_out(tmp_path: Path) -> None:
+    told = rows(a_run(tmp_path / "one", steps=1, loss=None, nvme_written_bytes=0))
+    for name in ("training loss", "validation loss", "GPU memory, peak", "on drives", "written to drives", "hidden"):
+        assert name not in told
+    assert told["steps"] == ("1",)
+    assert not [cells for cells in told.values() if set(cells) == {"-"}]
+
+
+def test_in_columns_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(a_run(tmp_path / name, "--lr", rate)) for name, rate in (("one", "1e-3"), ("another", "2e-3"))]
+    assert cli.main(["report", *runs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    second = lines[0].index("another")
+    (rate,) = [line for line in lines if line.startswith("optim.lr ")]
+    assert rate[second:] == "0.002"
+    assert cli.main(["report", *runs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["directory"] for one in found] == runs
+    assert [one["optim.lr"] for one in found] == [1e-3, 2e-3]
+    assert cli.main(["report", *runs, "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    assert ["one", "another"] in page.rows
+    assert ["optim.lr", "0.001", "0.002"] in page.rows
+    assert text.count("<polyline") == 2
+    assert text.count("<rect") == 2 * 4
+
+
+@pytest.mark.skipif(not BROWSER, reason="no chromium here")
+def test_the_page_is_not_cut(tmp_path: Path) -> None:
+    names = ("a", "runs-with-a-long-name-" * 3, "c", "d")
+    runs = [a_run(tmp_path / name, "--accumulate", str(number + 1)) for number, name in enumerate(names)]
+    assert cli.main(["report", *map(str, runs), "--html", str(tmp_path / "page.html")]) == 0
+    assert seen((tmp_path / "page.html").read_text(), tmp_path) == []
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    for words, told in (
+        ([], "report needs at least one RUN"),
+        (["--csv", "runs/a"], "--csv: there is no such flag"),
+        ([str(tmp_path)], "holds no run: .*config.yaml: No such file"),
+    ):
+        with pytest.raises(UserError, match=told):
+            cli._COMMANDS["report"](list(words))
+    broken = a_run(tmp_path / "broken")
+    (broken / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match="is not what a run writes"):
+        compared([broken])
+    assert yaml.safe_load((broken / "config.yaml").read_text())

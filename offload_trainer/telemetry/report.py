@@ -84,7 +84,7 @@ def write_comparison(
     sections = [
         ("Loss", lines(losses, label="loss over steps")),
         ("Where a step's time goes", bars(phases, label="seconds of a step by phase")),
-        ("Side by side", _table(table[0], table[1:])),
+        ("Side by side", f'<div class="names">{_table(table[0], table[1:])}</div>'),
     ]
     _write(path, title=title, facts={}, sections=sections)
 

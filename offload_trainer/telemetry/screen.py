@@ -36,13 +36,15 @@ class Screen:
         live: bool | None = None,
     ) -> None:
         self._total, self._initial, self._say, self._bounds = total, initial, say, bounds or {}
-        self._started = time.monotonic()
+        self._started: float | None = None  # with the first step: what a run begins with is no part of its pace
         self._bar: tqdm | None = None
         if is_live() if live is None else live:
             self._bar = tqdm(total=total, initial=initial, file=sys.stderr, dynamic_ncols=True, bar_format=_LINE)
 
     def step(self, record: StepRecord) -> None:
         """Show a finished step."""
+        if self._started is None:
+            self._started = time.monotonic() - record.seconds
         due = record.step % max(1, self._total // 20) == 0 or record.step == self._total
         if self._bar is None and not due:
             return

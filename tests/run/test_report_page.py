@@ -31,6 +31,8 @@ from offload_trainer.units import format_bytes, format_count
 WIDTHS = (1200, 400)
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
+_ANYWHERE = "overflow-wrap: anywhere"
+
 # Of a page: each text that is cut by the window, its chart or its table, lies on another, or is too small to be read.
 MEASURE = """
 const found = [];
@@ -39,6 +41,12 @@ for (const frame of document.querySelectorAll("iframe")) {
   const say = (what, node) => found.push(`${wide}: ${what}: ${(node.textContent || "").trim().slice(0, 60)}`);
   if (page.documentElement.scrollWidth > frame.clientWidth) say("wider than the window", page.documentElement);
   for (const box of page.querySelectorAll(".wide")) if (box.scrollWidth > box.clientWidth + 1) say("table cut", box);
+  for (const head of page.querySelectorAll("table:not(.names *) th")) {
+    const range = page.createRange(), words = head.textContent.trim().split(/\\s+/);
+    range.selectNodeContents(head);
+    const lines = new Set([...range.getClientRects()].map((line) => Math.round(line.top)));
+    if (lines.size > words.length) say("word cut", head);
+  }
   for (const chart of page.querySelectorAll("svg")) {
     const edge = chart.getBoundingClientRect(), texts = [...chart.querySelectorAll("text")];
     if (!chart.querySelector("polyline, rect, circle")) say("empty chart", chart);
@@ -107,6 +115,10 @@ def test_nothing_is_cut_or_empty(tmp_path: Path) -> None:
         ('<div style="width: 1500px">much</div></html>', "wider than the window"),
         ('<svg viewBox="0 0 640 20"></svg></html>', "empty chart"),
         ('<svg viewBox="0 0 640 40"><rect/><text x="630" y="20">far out</text></svg></html>', "text cut: far out"),
+        (
+            f"<table style='table-layout: fixed; width: 1em; {_ANYWHERE}'><tr><th>head</th></tr></table></html>",
+            "word cut",
+        ),
         ('<div class="wide"><div style="width: 1500px">much</div></div></html>', "table cut"),
     ):
         assert any(told in line for line in seen(page.replace("</html>", broken), tmp_path)), told

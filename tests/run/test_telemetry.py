@@ -342,7 +342,7 @@ def test_telemetry_writes_both_files_and_resumes(tmp_path):
 
 def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     said = []
-    now = iter([100.0, 102.0, 104.0, 105.0])
+    now = iter([100.5, 102.0, 104.0, 105.0])  # the first step took half a second
     monkeypatch.setattr(screen.time, "monotonic", lambda: next(now))
     shown = Screen(45, initial=40, say=said.append, bounds={"backward": "compute"}, live=False)
     for step in range(41, 46):  # a line each two steps

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload_trainer import ranks
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.drives import Drives
 from offload_trainer.offloading.exchange import AnyGradients, SharedGradients
@@ -59,6 +60,7 @@ def homes_made(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
         node=layout.node,
         places=layout.places,
     )
+    _write_first(state, homes, layout.node)
     sizes = [unit.elements * layout.dtype.itemsize for unit in units]
     weights = Weights(
         units,
@@ -70,6 +72,17 @@ def homes_made(layout: Layout, *, device: Device, drives: Drives, order: Sequenc
         node=layout.node,
     )
     return Stores(state, weights, _gradients(layout, device=device, drives=drives, order=order))
+
+
+def _write_first(state: PageStore, homes: Homes, node: Node) -> None:
+    """Each of several ranks writes its pages in RAM before others do: near its CPUs the system then places them."""
+    if len(node.here) == 1:
+        return
+    for number in range(len(homes.pages)):
+        memory = state.in_memory(number) if homes.of_rank(number, node.rank) else None
+        if memory is not None:
+            memory.zero_()
+    ranks.wait_for_all()  # then they are filled
 
 
 def _gradients(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> AnyGradients:

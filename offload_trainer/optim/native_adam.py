@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from offload_trainer import numa
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.constants import TYPES, Step, step_constants
 from offload_trainer.optim.kernel_cache import built
@@ -54,7 +55,7 @@ class NativeLibrary:
         wanted = os.getpid(), threads  # a fork's child has none
         if self._hired != wanted:
             self._hired = wanted
-            nodes = numa_nodes()
+            nodes = numa.nodes()
             if len(nodes) > 1:
                 self._hire(threads, nodes)
         return threads
@@ -62,31 +63,11 @@ class NativeLibrary:
     def _hire(self, threads: int, nodes: Sequence[frozenset[int]]) -> None:
         before = os.sched_getaffinity(0)
         try:
-            for helpers, node in enumerate(spread(threads, nodes)[1:], 1):
+            for helpers, node in enumerate(numa.spread(threads, nodes)[1:], 1):
                 os.sched_setaffinity(0, node)  # which a new thread has from the one that makes it
                 self.functions.hire_threads(ctypes.c_int32(helpers))
         finally:
             os.sched_setaffinity(0, before)
-
-
-def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
-    """The CPUs that this thread may run on, by their NUMA node; nodes without any are left out."""
-    allowed = os.sched_getaffinity(0)
-    lists = sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
-    found = [frozenset(_cpus(path.read_text()) & allowed) for path in lists]
-    return [node for node in found if node]
-
-
-def _cpus(words: str) -> set[int]:
-    """The numbers in "0-3,8"."""
-    ends = [[int(end) for end in part.split("-")] for part in words.strip().split(",") if part]
-    return {cpu for pair in ends for cpu in range(pair[0], pair[-1] + 1)}
-
-
-def spread(threads: int, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """The node of each of `threads`, in proportion to the nodes' CPUs."""
-    cpus = [node for node in nodes for _ in node]
-    return [cpus[thread * len(cpus) // threads] for thread in range(threads)]
 
 
 class NativeKernel:

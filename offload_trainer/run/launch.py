@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from offload_trainer import numa
 from offload_trainer.config import ProcessWish
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
@@ -33,6 +34,7 @@ def prepare_process(wish: ProcessWish) -> int:
     begin_watch(lambda line: write_now(f"offload-train: {line}"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
+    _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)
     threads = max(1, cores // local_world) if wish.threads == "auto" else wish.threads
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -52,6 +54,13 @@ def prepare_process(wish: ProcessWish) -> int:
             "MASTER_PORT": str(port),
         }
     return threads
+
+
+def _stay_near(rank: int, *, ranks: int) -> None:
+    """Each of several ranks on its own NUMA nodes, where there are several: ranks follow these as GPUs do."""
+    nodes = numa.nodes()
+    if ranks > 1 and len(nodes) > 1:
+        os.sched_setaffinity(0, numa.of_rank(rank, ranks=ranks, nodes=nodes))
 
 
 def _is_of_hub(name: str) -> bool:

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
 
 # From the ground up; a floor of several rooms is one whose rooms do not know each other.
 HOUSE = (
-    ("packages", "units", "streams"),
+    ("packages", "units", "streams", "numa"),
     ("errors",),
     ("readback", "places", "signals"),
     ("identity", "config"),
@@ -38,8 +38,20 @@ ROOMS = {
     "bitsandbytes": {"engine"},
     "gguf": {"export"},
 }
-LIBRARY_FREE = {"packages", "units", "streams", "errors", "readback", "places", "signals", "config", "schedule", "plan"}
-LIBRARY_FREE |= {"settings"}
+LIBRARY_FREE = {
+    "numa",
+    "packages",
+    "units",
+    "streams",
+    "errors",
+    "readback",
+    "places",
+    "signals",
+    "config",
+    "schedule",
+    "plan",
+}
+LIBRARY_FREE |= {"settings", "numa"}
 
 
 def modules() -> dict[str, Path]:

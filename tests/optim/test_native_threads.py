@@ -14,9 +14,9 @@ import torch
 from children import in_a_fork
 from parts import form, part
 
-from offload_trainer.optim import native_adam
+from offload_trainer import numa
 from offload_trainer.optim.kernels import random_page
-from offload_trainer.optim.native_adam import NativeKernel, numa_nodes, spread
+from offload_trainer.optim.native_adam import NativeKernel
 
 N = 1 << 18  # many pieces
 
@@ -103,7 +103,7 @@ BEFORE = f"""
 import os, resource, sys, threading
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 import torch
-from test_native_threads import N, NativeKernel, Page, native_adam
+from test_native_threads import N, NativeKernel, Page, numa
 kernel, page, other = NativeKernel(), Page(), Page()
 tasks = lambda: set(os.listdir("/proc/self/task"))
 def status(task, word):
@@ -165,7 +165,7 @@ print("done")
 def test_threads_stay_on_their_node() -> None:
     done = in_python("""
 cpu = min(os.sched_getaffinity(0))
-native_adam.numa_nodes = lambda: [frozenset({cpu}), frozenset({cpu})]
+numa.nodes = lambda: [frozenset({cpu}), frozenset({cpu})]
 allowed = os.sched_getaffinity(0)
 page.update(kernel)
 assert os.sched_getaffinity(0) == allowed
@@ -177,18 +177,6 @@ print("done")
 
 
 def test_on_one_node_the_system_places_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_adam, "numa_nodes", lambda: [frozenset({0, 1})])
+    monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1})])
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("was told where to run"))
     assert Page().update(NativeKernel()) == expected()
-
-
-def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for node, cpus in (("node0", "0-3,8"), ("node1", "4-7"), ("node2", ""), ("node10", "9")):
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(cpus + "\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 8, 9})
-    nodes = numa_nodes(tmp_path)
-    assert nodes == [{1, 2, 8}, {5}, {9}]
-    assert numa_nodes(tmp_path / "none") == []
-    assert spread(5, nodes) == [nodes[0]] * 3 + [nodes[1], nodes[2]]
-    assert spread(2, nodes[1:]) == [nodes[1], nodes[2]]

@@ -188,10 +188,10 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 phases=job.clock.take(),
                 nvme_read_bytes=drive.read_bytes,
                 nvme_written_bytes=drive.written_bytes,
+                memory=memory_now(job.swaps),  # before the peak, which is then no less
                 host_rss_bytes=peak_rss_bytes(),
                 device_peak_bytes=device_peak_bytes(),
                 skipped=result.skipped,
-                memory=memory_now(job.swaps),
                 hidden=result.hidden,
             )
         )

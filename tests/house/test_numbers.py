@@ -261,7 +261,7 @@ def is_what_is_held(c: Counted) -> None:
     half = 6 * c.model().num_parameters()
     (drive,) = {moved["place"] for moved in c.plan["traffic"]} - {"device"}
     for step in c.run.steps:
-        assert 0.5 * step["host_rss_bytes"] < step["memory"]["ram"] <= step["host_rss_bytes"]
+        assert 0.5 * step["host_rss_bytes"] < step["memory"]["ram"] <= 1.01 * step["host_rss_bytes"]
         assert step["memory"]["drives"] == pytest.approx(c.plan["tiers"][drive]["need"], rel=0.02)
         assert step["memory"]["drives"] > 0.98 * half
 

@@ -108,15 +108,18 @@ def hidden_waits(moved: Exchange, work: Workload, machine: MachineProfile) -> li
     to_gpus, _ = moved.bytes(GPUS, "update")
     if machine.gpu is not None and to_gpus:
         bounds.append(_between_gpus(to_gpus, machine, phase="update", what="of new weights into each GPU"))
-    return bounds + _meetings(moved.agreements, work, machine, phase="update")
+    return bounds + _meetings(moved.agreements, work, machine, phase="update", ways=1)
 
 
-def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str) -> list[Bound]:
-    """Nothing where nobody knows what a message takes."""
+def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str, ways: int = 2) -> list[Bound]:
+    """Nothing where nobody knows what a message takes.
+
+    Rank 0 hears of all others in turn and answers them in turn; a gather goes round once.
+    """
     message = machine.links.message
     if message is None or count == 0:
         return []
-    return [Bound(phase, count * 2 * (work.world - 1) * message.seconds, f"{count} meetings", "meeting")]
+    return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} meetings", "meeting")]
 
 
 def _adding(moved: Exchange, machine: MachineProfile) -> Bound:

@@ -56,10 +56,6 @@ class Tiered:
             mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
         return mistakes
 
-    def _may_overlap(self, work: Workload) -> bool:
-        """Left open, and nobody else to wait for."""
-        return self.section.overlap == "auto" and work.world == 1
-
     def _not_with_ranks(self, world: int) -> list[str]:
         """What several ranks do not carry out, one sentence each."""
         place = self.place
@@ -111,7 +107,7 @@ class Tiered:
         found: list[TieredCandidate] = []
         for placement, gradients in self._homes(work, machine):
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
-            one = TieredCandidate(work, machine, placement, sizes, may_overlap=self._may_overlap(work))
+            one = TieredCandidate(work, machine, placement, sizes, may_overlap=self.section.overlap == "auto")
             if placement.optimizer != "gpu":
                 one = self._with_shares(one)
             if one.sizes.gpu_fraction == 1:

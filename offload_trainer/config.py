@@ -73,7 +73,8 @@ class DataSection(_Section):
         ("builtin",),
         description="text files, jsonl files (packed ones too: .gz, .bz2, .xz, .zst), tables (.parquet, .arrow; "
         "extra: tables), directories of them, what datasets saved, or .bin token files, which follow each other in "
-        "this order; builtin: the text shipped here",
+        "this order; builtin: the text shipped here; hub:OWNER/NAME, with /CONFIGURATION and :SPLIT where it has "
+        "several: a data set of the hub, which datasets fetches (extra: hub)",
     )
     mixture: tuple[PositiveFloat, ...] = Field(
         (),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.data.hub import HUB, hub_files
 from offload_trainer.data.opened import PACKED, kind_of, refuse_without_library
 from offload_trainer.data.tables import TABLES
 from offload_trainer.errors import UserError
@@ -56,8 +57,9 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
 
     ``builtin`` is the text that ships with the package. A directory gives its .txt, .md and .jsonl files, packed ones
     too, and its tables (.parquet, .arrow), at any depth, hidden ones and what lies behind linked directories excepted;
-    one that `datasets` saved gives the files that it names. A file named itself may have any suffix that is not another
-    format's. Either all are text, or all are ``.bin`` token files. A path given twice is read twice.
+    one that `datasets` saved gives the files that it names, and ``hub:NAME`` those that it fetches. A file named itself
+    may have any suffix that is not another format's. Either all are text, or all are ``.bin`` token files. A path given
+    twice is read twice.
 
     Raises UserError: paths that do not exist (all of them), a directory without text, .bin beside text, a file that is
     no text.
@@ -66,7 +68,7 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
         raise UserError(
             "data.path is empty: name a text file, a jsonl file, a table, a directory, a .bin file, or builtin"
         )
-    named = [BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser() for path in paths]
+    named = [found for path in paths for found in _named(path)]
     if missing := [str(path) for path in named if not os.path.exists(path)]:
         raise UserError(f"no such file or directory: {', '.join(missing)}; {_hub(missing[0])}")
     sources = []
@@ -87,13 +89,16 @@ def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _:
     return sources
 
 
+def _named(path: str) -> tuple[Path, ...]:
+    if path.startswith(HUB):
+        return hub_files(path)
+    return (BUILTIN_CORPUS if path == "builtin" else Path(path).expanduser(),)
+
+
 def _hub(name: str) -> str:
     """What to do about a path that is not there; it may be meant as a data set's name on the hub."""
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
-        return (
-            f"correct the path; if it is a data set of the hub: hf download --repo-type dataset {name} --local-dir "
-            "data, then --data data"
-        )
+        return f"correct the path; if it is a data set of the hub: --data hub:{name}"
     return "correct the path"
 
 

@@ -198,7 +198,7 @@ def test_without_the_library_the_line_says_what_to_install(tmp_path: Path, monke
 
 
 def test_a_name_that_may_be_the_hubs_says_how_to_have_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"hf download --repo-type dataset someone/corpus --local-dir data, then"):
+    with pytest.raises(UserError, match=r"if it is a data set of the hub: --data hub:someone/corpus"):
         prepare_tokens(
             DataSection(path=("someone/corpus",)),
             tokenizer=chat_tokenizer(),

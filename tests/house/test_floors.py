@@ -37,6 +37,7 @@ ROOMS = {
     "peft": {"session"},
     "bitsandbytes": {"engine"},
     "gguf": {"export"},
+    "datasets": {"data"},
 }
 LIBRARY_FREE = {
     "numa",
@@ -57,6 +58,8 @@ LIBRARY_FREE |= {"settings", "numa"}
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
+        if path.parent.name == "recipes":  # copied, and then a user's own script
+            continue
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(part for part in parts if part != "__init__")] = path
     return found

@@ -1,0 +1,82 @@
+"""Data sets by their name on the hub: what `datasets` finds is read. No hub is asked: a folder stands for one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+from chats import chat_tokenizer
+
+from offload_trainer.config import DataSection
+from offload_trainer.data import hub
+from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.data.sources import find_sources
+from offload_trainer.data.tables import read_rows
+from offload_trainer.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder where someone/corpus has two splits; `datasets` keeps what it makes of them there too."""
+    folder = tmp_path / "someone/corpus"
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        lines = [{"text": f"{split} {number}", "id": number} for number in range(3)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    hub.hub_files.cache_clear()
+    yield
+    hub.hub_files.cache_clear()
+
+
+def texts(*wishes: str) -> list[str]:
+    rows = [row for file in find_sources(wishes) for row in read_rows(file, wanted=("text",), seen=lambda _: None)]
+    return [record["text"] for _, record in rows]
+
+
+def test_its_rows_are_the_splits() -> None:
+    assert texts("hub:someone/corpus") == [f"train {number}" for number in range(3)]
+    assert texts("hub:someone/corpus:test") == [f"test {number}" for number in range(3)]
+    both = texts("hub:someone/corpus:test", "hub:someone/corpus/default:train")
+    assert both == [*(f"test {number}" for number in range(3)), *(f"train {number}" for number in range(3))]
+
+
+def test_it_is_read_as_any_text(tmp_path: Path) -> None:
+    """From the name to tokens: those of the same rows as lines of JSON."""
+
+    def prepared(path: str) -> bytes:
+        section = DataSection(path=(path,), format="text", validation=0.0)
+        cache = tmp_path / path.replace("/", "-")
+        prepare_tokens(
+            section, tokenizer=chat_tokenizer(), vocabulary=300, seq_len=4, cache=cache, say=lambda line: None
+        )
+        (tokens,) = cache.glob("*.bin")
+        return tokens.read_bytes()
+
+    ours = prepared("hub:someone/corpus")
+    assert ours == prepared("someone/corpus/train.jsonl")
+    assert len(ours) > 40
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ("hub:corpus", "hub:OWNER/NAME, with"),
+        ("hub:someone/corpus:nowhere", "not to be had.*nowhere"),
+        ("hub:someone/other", "hf download --repo-type dataset someone/other --local-dir data"),
+    ],
+)
+def test_what_cannot_be_had_says_what_to_do(wish: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=message):
+        find_sources([wish])
+
+
+def test_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "is_installed", lambda module: module != "datasets")
+    with pytest.raises(UserError, match=r"hub:a/b needs datasets, which is not installed: pip install 'datasets>=4.7'"):
+        find_sources(["hub:a/b"])

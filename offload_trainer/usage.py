@@ -123,7 +123,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         "copy a recipe, to change and to train with",
         "NAME [DEST]",
         (),
-        "DEST is a file or a directory; NAME.yaml here otherwise. Nothing is overwritten.",
+        "DEST is a file or a directory; here under its own name otherwise. Nothing is overwritten.",
     ),
     "completion": (
         "print what makes a shell complete commands, flags, keys and their values",

@@ -28,8 +28,9 @@ class Recipe:
     """What the first lines of one say."""
 
     name: str
+    file: str  # NAME.yaml, or NAME.py for one of a loop that is not this program's
     told: str
-    run: str  # the command, which names it as configs/NAME.yaml
+    run: str  # the command, which names it as configs/FILE
     memory: str | None  # of the machine in its `plan` line
     text: str  # all of it
 
@@ -40,11 +41,11 @@ class Recipe:
 def recipes() -> list[Recipe]:
     """All of them, by name."""
     folder = files("offload_trainer") / "recipes"
-    found = {item.name.removesuffix(".yaml"): item.read_text(encoding="utf-8") for item in folder.iterdir()}
-    return [_recipe(name, text) for name, text in sorted(found.items())]
+    found = {item.name: item.read_text(encoding="utf-8") for item in folder.iterdir() if item.is_file()}
+    return [_recipe(file, text) for file, text in sorted(found.items())]
 
 
-def _recipe(name: str, text: str) -> Recipe:
+def _recipe(file: str, text: str) -> Recipe:
     told, heads = [], {}
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -53,7 +54,7 @@ def _recipe(name: str, text: str) -> Recipe:
             heads[head[1]] = head[2]
         else:
             told.append(line.removeprefix("#").strip())
-    return Recipe(name, " ".join(told), heads["run"], heads.get("memory"), text)
+    return Recipe(Path(file).stem, file, " ".join(told), heads["run"], heads.get("memory"), text)
 
 
 def listing(found: list[Recipe]) -> str:
@@ -64,29 +65,32 @@ def listing(found: list[Recipe]) -> str:
         lines.append(f"{recipe.name:<{width}}  {recipe.told}")
         if recipe.memory:
             lines.append(f"{'':<{width}}  needs {recipe.memory}")
-    return "\n".join([*lines, "", "`offload-train cp NAME` writes NAME.yaml here, to change and to train with."])
+    return "\n".join([*lines, "", "`offload-train cp NAME` writes it here, to change and to train with."])
 
 
 def copy_recipe(words: list[str]) -> tuple[Path, str]:
-    """Write the recipe NAME to DEST, a file or a directory, or else NAME.yaml; where it is, and its command.
+    """Write the recipe NAME to DEST, a file or a directory, or else here; where it is, and its command.
 
     The commands in it name the copy. UserError for other words, a name that there is not, and where something is there.
     """
     if not 1 <= len(words) <= 2 or any(word.startswith("-") for word in words):
         given = ", ".join(map(shown, words)) or "nothing"
-        raise UserError(f"cp needs NAME, and DEST if it should not be NAME.yaml; got {given}")
+        raise UserError(f"cp needs NAME, and DEST if it should not lie here under that name; got {given}")
     known = {recipe.name: recipe for recipe in recipes()}
-    name = words[0].removesuffix(".yaml")
+    name = words[0].removesuffix(".yaml").removesuffix(".py")
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{shown(name)}: no such recipe ({', '.join(known)}){hint}")
-    path = Path(words[1] if len(words) > 1 else f"{name}.yaml")
+    file = known[name].file
+    path = Path(words[1] if len(words) > 1 else file)
     if path.is_dir():
-        path = path / f"{name}.yaml"
-    if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{shown(str(path))}: a configuration's name ends in .yaml, and there is no such directory")
-    ours = f"configs/{name}.yaml"
+        path = path / file
+    if path.suffix != Path(file).suffix:
+        raise UserError(
+            f"{shown(str(path))}: {name}'s name ends in {Path(file).suffix}, and there is no such directory"
+        )
+    ours = f"configs/{file}"
     write_new(path, known[name].text.replace(ours, quote(str(path))))
     return path, known[name].run.replace(ours, quote(str(path)))
 

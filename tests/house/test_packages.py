@@ -44,7 +44,7 @@ def test_bounds_are_pyprojects() -> None:
 
 def test_no_module_imports_a_library_of_some_wishes_when_it_is_imported() -> None:
     """But for annotations: what stands outside functions and `if TYPE_CHECKING`."""
-    for path in (ROOT / "offload_trainer").rglob("*.py"):
+    for path in set((ROOT / "offload_trainer").rglob("*.py")) - set((ROOT / "configs").resolve().glob("*.py")):
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

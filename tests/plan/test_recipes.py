@@ -18,8 +18,10 @@ from offload_trainer.units import format_bytes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+SCRIPTS = sorted((ROOT / "configs").glob("*.py"))
 HEADS = {
-    path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE)) for path in RECIPES
+    path.stem: dict(re.findall(r"^# (run|plan|memory): +(.*)$", path.read_text(), re.MULTILINE))
+    for path in (*RECIPES, *SCRIPTS)
 }
 
 LLAMA = LlamaConfig(
@@ -56,6 +58,17 @@ NAMED: dict[str, PretrainedConfig] = {
         head_dim=128,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
+    ),
+    "Qwen/Qwen3-8B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
     ),
     "Qwen/Qwen3-30B-A3B": Qwen3MoeConfig(
         vocab_size=151936,

@@ -11,6 +11,7 @@ import yaml
 
 from offload_trainer.errors import UserError
 from offload_trainer.retention import complete_checkpoints, step_of
+from offload_trainer.storage.lease import PAGES, folders_in
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.telemetry.report import read_evaluations, read_metrics
 
@@ -73,12 +74,21 @@ def _steps(config: Path) -> int | None:
 def _state(directory: Path, *, steps: int | None, saved: int | None) -> str:
     if _is_alive(directory):
         return "is running"
+    if (saved is None or saved != steps) and _has_page_files(directory):
+        return "goes on from its page files"  # or its checkpoint, where that is newer
     if saved is None:
         exported = (directory / "export").is_dir()
         return "exported, cannot go on" if exported else "no checkpoint: starts anew"
     if steps is not None and saved >= steps:
         return "done"
     return f"goes on from step {saved}"
+
+
+def _has_page_files(directory: Path) -> bool:
+    try:
+        return bool(folders_in(directory / PAGES))
+    except (OSError, ValueError):  # the run says what is wrong with it
+        return False
 
 
 def _is_alive(directory: Path) -> bool:

@@ -17,7 +17,21 @@ from offload_trainer.settings import load_config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("choosing", "finetune", "index", "nvme", "oom", "packing", "slow", "watching")),
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "choosing",
+            "finetune",
+            "index",
+            "integrations",
+            "nvme",
+            "oom",
+            "packing",
+            "scaling",
+            "slow",
+            "watching",
+        )
+    ),
 ]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train .*)$|`(offload-train [^`]+)`", re.MULTILINE)

@@ -208,13 +208,16 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
     alive = directory(tmp_path, "e", steps=9, saved=(2,))
     (directory(tmp_path, "f", steps=9, saved=(2,)) / "config.yaml").write_text("[")
     (tmp_path / "nothing").mkdir()
+    killed = directory(tmp_path, "g", steps=9, saved=())
+    (killed / "pages").write_text(f"{tmp_path / 'nothing'}\n{tmp_path / 'gone'}\n")
+    (directory(tmp_path, "h", steps=9, saved=()) / "pages").write_text(f"{tmp_path / 'gone'}\n")
     lock = open_lock(alive / ".lock", create=True)
     try:
         take(lock)
         found = runs_in(tmp_path)
     finally:
         os.close(lock)
-    assert [Path(one.directory).name for one in found] == ["done", "b", "c", "d", "e", "f"]
+    assert [Path(one.directory).name for one in found] == ["done", "b", "c", "d", "e", "f", "g", "h"]
     assert [one.state for one in found] == [
         "done",
         "goes on from step 2",
@@ -222,6 +225,8 @@ def test_runs_say_whether_they_can_go_on(tmp_path: Path) -> None:
         "exported, cannot go on",
         "is running",
         "goes on from step 2",
+        "goes on from its page files",
+        "no checkpoint: starts anew",
     ]
     assert (found[0].loss, found[0].validation_loss, found[1].validation_loss) == (2.5, 2.25, None)
     lines = table(found).splitlines()

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -393,7 +392,7 @@ def measure(name: str, folder: Path, *, drive: Path, steps: int, limit: int) -> 
     words = {"model": str(folder / "model"), "rows": str(folder / "rows.pt"), "drive": str(drive)}
 
     def run(begin: int, end: int, *, save: bool) -> dict[str, Any]:
-        given = words | {"saves": str(folder / "saves"), "begin": begin, "end": end, "save": save}
+        given = words | {"saves": str(drive / "saves"), "begin": begin, "end": end, "save": save}
         log = folder / "log"
         with log.open("w") as file:
             command = [sys.executable, __file__, "--child", name, json.dumps(given)]
@@ -418,8 +417,6 @@ def measure(name: str, folder: Path, *, drive: Path, steps: int, limit: int) -> 
         row.resumes = "bit for bit" if parted == row.losses else f"no: losses up to {apart:.2g} apart"
     except RuntimeError as error:
         row.resumes = f"no: {error}"
-    finally:
-        shutil.rmtree(folder / "saves", ignore_errors=True)
     return row
 
 
@@ -548,11 +545,9 @@ def main() -> None:
     rows = []
     with scratch("peers-", directory=options.drive.absolute()) as folder:
         parameters = prepare(folder, options)
-        for number, name in enumerate(options.only or PEERS):
-            drive = folder / f"drive-{number}"
-            drive.mkdir()
-            rows.append(measure(name, folder, drive=drive, steps=options.steps, limit=options.limit))
-            shutil.rmtree(drive)
+        for name in options.only or PEERS:
+            with scratch("drive-", directory=folder) as drive:
+                rows.append(measure(name, folder, drive=drive, steps=options.steps, limit=options.limit))
             print("\n".join(table(rows[-1:], parameters=parameters)).splitlines()[-1], file=sys.stderr, flush=True)
     if options.picture:
         options.picture.write_text(picture(rows))

@@ -5,7 +5,6 @@ config.yaml, plan.json, metrics.jsonl, evaluations.jsonl of each ── compared
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from offload_trainer.errors import UserError
+from offload_trainer.readback import file_bytes, parsed
 from offload_trainer.telemetry.charts import Series
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 from offload_trainer.telemetry.report import (
@@ -87,7 +87,7 @@ def write_page(path: Path, runs: Sequence[Compared]) -> None:
 def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     try:
         sections = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-        plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
+        plan = parsed(file_bytes(directory / "plan.json"), dict)
         config = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
         return directory, config, {**plan["chosen"], **(plan["chosen"]["sizes"] or {}), "plan": plan}
     except OSError as error:

@@ -28,6 +28,10 @@ TINY = [
 ]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="whole populations, where a part is tried otherwise")
+
+
 # What this machine was timed at before must not decide what tests see.
 os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"
 

@@ -18,9 +18,10 @@ from typing import Protocol
 
 from torch.distributed.rendezvous import rendezvous
 
+from offload_trainer.run.watch import ON_AGAIN
+
 _EVERY, _LOST = 5.0, 60.0  # seconds from one beat to the next; without one
 _ENDED = "ended"
-_ON_AGAIN = "The same command goes on from the newest checkpoint"
 
 
 class Store(Protocol):
@@ -101,5 +102,5 @@ def _guard(beats: _Beats, say: Callable[[str], None]) -> None:
 
 def _end(why: str, say: Callable[[str], None]) -> None:
     """At once: who trains waits for a rank that does not answer. The launcher then ends this node's other ranks."""
-    say(f"{why}, and the run ends. {_ON_AGAIN}")
+    say(f"{why}, and the run ends. {ON_AGAIN}")
     os._exit(1)

@@ -24,7 +24,7 @@ _EVERY = 1.0  # seconds from one look to the next
 _LOOKS = 10  # at which a rank must have been stopped, in a row
 _GRACE = 30  # looks after SIGTERM for want of a launcher; as many seconds as torchrun gives ranks that it ends
 _GONE = ("Z", "X")
-_ON_AGAIN = "The same command goes on from the newest checkpoint"
+ON_AGAIN = "The same command goes on from the newest checkpoint"
 
 
 def _name(rank: str) -> str:
@@ -82,14 +82,14 @@ class _Watch:
                 who = "a rank that had not begun" if rank is None else f"rank {rank}"
                 self._say(
                     f"{who} (process {pid}) has been stopped for {looks * _EVERY:g} s, as by SIGSTOP: it is killed, "
-                    f"and the run ends with it. {_ON_AGAIN}"
+                    f"and the run ends with it. {ON_AGAIN}"
                 )
                 os.kill(pid, signal.SIGKILL)
 
     def _end_alone(self) -> None:
         """SIGTERM to this process, and SIGKILL where that does not end it."""
         if int(os.environ["LOCAL_RANK"]) == 0:
-            self._say(f"the launcher of the ranks (process {self._launcher}) has ended, and the run ends. {_ON_AGAIN}")
+            self._say(f"the launcher of the ranks (process {self._launcher}) has ended, and the run ends. {ON_AGAIN}")
         else:
             time.sleep(_EVERY)  # the first has looked by then, and told why before this one's end stops it
         os.kill(os.getpid(), signal.SIGTERM)

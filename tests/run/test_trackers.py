@@ -86,6 +86,8 @@ def records_of(log: bytes) -> Iterator[bytes]:
             at += left
             continue
         size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        if at + 7 + size > len(log):  # still being written
+            return
         whole += log[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # all of a record, or its last part
@@ -93,22 +95,31 @@ def records_of(log: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def test_wandb_offline_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+def wandb_losses(directory: Path) -> tuple[list[tuple[int, float]], set[tuple[str, str, str]]]:
+    """Steps and losses of its files, and each file's project, identity and name."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert run(tmp_path, "wandb", steps=(1, 2, 3)) == []
-    time.sleep(1.1)  # wandb calls its files by the second
-    assert run(tmp_path, "wandb", steps=(3, 4), done=2) == []
     losses, names = [], set()
-    for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         for data in records_of(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("run"):
                 names.add((record.run.project, record.run.run_id, record.run.display_name))
             items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
             losses += [(items["step"], items["train/loss"])] if "train/loss" in items else []
+    return losses, names
+
+
+def test_wandb_offline_has_the_numbers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert run(tmp_path, "wandb", steps=(1, 2, 3)) == []
+    time.sleep(1.1)  # wandb calls its files by the second
+    assert run(tmp_path, "wandb", steps=(3, 4), done=2) == []
+    until = time.monotonic() + 60  # its service may still be writing when `finish` has returned
+    while len((found := wandb_losses(tmp_path))[0]) < 5 and time.monotonic() < until:
+        time.sleep(0.1)
+    losses, names = found
     assert losses == [(step, pytest.approx(4.0 - 0.01 * step)) for step in (1, 2, 3, 3, 4)]
     identity = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
     assert names == {("a project", identity, tmp_path.name)}

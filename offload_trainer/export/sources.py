@@ -132,7 +132,8 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
         )
     left = final_export(path)
     if left is not None and left.step > _newest_step(path):
-        yield _left_by(path, left).with_buffers()
+        with _left_by(path, left) as source:
+            yield source.with_buffers()
         return
     checkpoint = find_checkpoint(path)
     with reading(checkpoint), ExitStack() as stack:
@@ -165,18 +166,20 @@ def _newest_step(run: Path) -> int:
     return read_state(found[-1]).step if found else -1
 
 
-def _left_by(run: Path, left: FinalExport) -> Source:
+@contextmanager
+def _left_by(run: Path, left: FinalExport) -> Iterator[Source]:
     """RUN/export, in fp32, read as any pretrained model is."""
     source = resolve_model(ModelSection(name=str(run.absolute() / "export")), seed=0)
     shapes = {weight.name: weight.shape for weight in source.shape.weights}
-    return Source(
-        shapes={name: shapes[name] for name in source.order()},
-        weights=source.weights,
-        read=lambda wanted: next(tensor for name, tensor in source.weights() if name == wanted),
-        model=run / "model",
-        told=f"{run / 'export'}, after step {left.step}",
-        card=lambda dtype: final_card(run / FINAL_RECORD, dtype=dtype),
-    )
+    with source.opened() as found:
+        yield Source(
+            shapes={name: shapes[name] for name in source.order()},
+            weights=source.weights,
+            read=found.read,
+            model=run / "model",
+            told=f"{run / 'export'}, after step {left.step}",
+            card=lambda dtype: final_card(run / FINAL_RECORD, dtype=dtype),
+        )
 
 
 def _page_files(directory: Path, *, mixed: bool) -> Source:

@@ -8,8 +8,8 @@ not fit is named at once, before anything is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,15 +90,40 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _read(directory: Path, model: PreTrainedModel, wanted: set[str]) -> Iterator[NamedTensor]:
+    with opened_weights(directory, model) as found:
+        yield from found.each(wanted)
+
+
+@dataclass(frozen=True)
+class OpenedWeights:
+    """Parameters and saved buffers of a model, each in the dtype of its file, as often and in whatever order."""
+
+    match: _Match
+    files: Mapping[Path, TensorFileReader]
+
+    def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
+        """Those of `wanted`, in the order of the files' keys: what is merged of others is read once."""
+        for group, names in self.match.groups:
+            if not wanted.isdisjoint(names):
+                yield from ((name, tensor) for name, tensor in self._made(group) if name in wanted)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them."""
+        group = next(group for group, names in self.match.groups if name in names)
+        return next(tensor for made, tensor in self._made(group) if made == name)
+
+    def _made(self, group: Group) -> Iterator[NamedTensor]:
+        made = group.convert(lambda key: self.files[self.match.places[key]].read(key))
+        return ((self.match.names[given], tensor) for given, tensor in made.items() if given in self.match.names)
+
+
+@contextmanager
+def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWeights]:
+    """A directory's weights as `model` names them, which may be without memory; UserError for what does not fit."""
     match = match_weights(directory, model)
-    groups = [group for group, names in match.groups if not wanted.isdisjoint(names)]
     with ExitStack() as stack:
         files = {path: stack.enter_context(TensorFileReader(path)) for path in set(match.places.values())}
-        for group in groups:
-            made = group.convert(lambda key: files[match.places[key]].read(key))
-            for given, tensor in made.items():
-                if match.names.get(given) in wanted:
-                    yield match.names[given], tensor
+        yield OpenedWeights(match, files)
 
 
 def match_weights(directory: Path, model: PreTrainedModel) -> _Match:

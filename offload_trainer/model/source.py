@@ -35,7 +35,9 @@ from offload_trainer.model.matmuls import attention_widths, of_layer, products_o
 from offload_trainer.model.packed import refuse_crossing
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import (
+    OpenedWeights,
     match_weights,
+    opened_weights,
     persistent_buffers,
     pretrained_buffers,
     pretrained_order,
@@ -115,6 +117,11 @@ class ModelSource:
         """Names as `weights` gives them, where those are read."""
         assert self.directory is not None
         return pretrained_order(self.directory, self._meta())
+
+    def opened(self) -> AbstractContextManager[OpenedWeights]:
+        """The same weights, where they are read, each as often as it is asked for."""
+        assert self.directory is not None
+        return opened_weights(self.directory, self._meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).

@@ -65,7 +65,9 @@ class Speaker:
 
 
 def empty_model(directory: Path) -> Any:
-    """The model of a configuration, its parameters one NaN each, its buffers as transformers computes them."""
+    """The model of a configuration, its parameters one NaN each, tied ones the same, its buffers as transformers
+    computes them.
+    """
     try:
         config = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
@@ -73,10 +75,11 @@ def empty_model(directory: Path) -> Any:
     with no_init_weights(), parameters_without_memory():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
+    away: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[key] = _away(parameter.shape)
+                module._parameters[key] = away.setdefault(parameter, _away(parameter.shape))
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.eval()
@@ -118,11 +121,3 @@ def _watch(module: nn.Module, wanted: dict[str, str], read: Callable[[str], torc
 
     module.register_forward_pre_hook(fetch)
     module.register_forward_hook(let_go, always_call=True)
-
-
-def exported_model(directory: Path) -> Any:
-    """A directory that transformers loads, in its own dtype. UserError where it does not."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory} cannot be loaded: {one_line(error)}") from error

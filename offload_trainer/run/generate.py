@@ -1,7 +1,9 @@
-"""Text from what a run has saved: `sample` and `chat`, on the CPU.
+"""Text from what a run has saved: `sample` and `chat`, on the CPU, in fp32.
 
-    Source ── all weights in memory, in fp32, where they take at most half of what is free
-           └─ else a module's weights are read as it is called, and let go behind it: each token reads the model once
+    run, checkpoint ─┐
+    export          ─┴─ _Weights ── all in memory, where they take at most half of what is free
+                                 └─ else a module's are read as it is called, and let go behind it: each token reads
+                                    the model once
 
 The model's configuration and tokenizer are the run's own, and so is what ends a text.
 """
@@ -9,18 +11,35 @@ The model's configuration and tokenizer are the run's own, and so is what ends a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
-from offload_trainer.export.sources import opened
+from offload_trainer.export.sources import NamedTensor, opened
 from offload_trainer.machine.probe import available_ram_bytes
-from offload_trainer.model.speaker import Speaker, empty_model, exported_model, read_as_called, set_weight
+from offload_trainer.model.pretrained import opened_weights, persistent_buffers
+from offload_trainer.model.speaker import Speaker, empty_model, read_as_called, set_weight
 from offload_trainer.run.draw import Draw
 from offload_trainer.units import format_bytes
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A model without memory, and where its weights are."""
+
+    model: Any
+    directory: Path  # its configuration and tokenizer
+    told: str
+    shapes: Mapping[str, tuple[int, ...]]  # of the parameters, by the model's own names
+    weights: Callable[[], Iterator[NamedTensor]]
+    read: Callable[[str], torch.Tensor]  # any of them
+    buffers: Mapping[str, torch.Tensor]  # that were saved with them
 
 
 @contextmanager
@@ -28,21 +47,18 @@ def speaker(path: Path, *, say: Callable[[str], None], most_bytes: int | None = 
     """The model of a run (its newest checkpoint), of a checkpoint, or of an export's directory.
 
     `most_bytes` of weights are kept in memory: half of what is free where nothing is said. UserError for a source that
-    is none, or an export that is larger, since its files are laid out for other readers.
+    is none.
     """
     most = available_ram_bytes() // 2 if most_bytes is None else most_bytes
-    if (path / "config.json").is_file():
-        yield _of_export(path, most=most, say=say)
-        return
-    with opened(path, mixed=False) as source:
-        say(f"{source.told}, in fp32 on the CPU")
-        model = empty_model(source.model)
-        size = sum(4 * math.prod(shape) for shape in source.shapes.values())
-        for name, buffer in source.buffers.items():
+    with _of_export(path) if (path / "config.json").is_file() else _of_run(path) as found:
+        say(f"{found.told}, in fp32 on the CPU")
+        model = found.model
+        size = sum(4 * math.prod(shape) for shape in found.shapes.values())
+        for name, buffer in found.buffers.items():
             model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
         if size <= most:
-            for name, tensor in source.weights():
-                if name not in source.buffers:
+            for name, tensor in found.weights():
+                if name in found.shapes:
                     set_weight(model, name, tensor.float())
             model.tie_weights()
         else:
@@ -50,19 +66,26 @@ def speaker(path: Path, *, say: Callable[[str], None], most_bytes: int | None = 
                 f"the weights take {format_bytes(size)}, more than the {format_bytes(most)} that may be used: they are "
                 "read anew for each token"
             )
-            read_as_called(model, source.shapes, source.read)
-        yield Speaker(model, load_tokenizer(str(source.model)))
+            read_as_called(model, found.shapes, found.read)
+        yield Speaker(model, load_tokenizer(str(found.directory)))
 
 
-def _of_export(path: Path, *, most: int, say: Callable[[str], None]) -> Speaker:
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    if size > most:
-        raise UserError(
-            f"{path}: its weights take {format_bytes(size)}, and {format_bytes(most)} of memory may be used: give the "
-            "run or the checkpoint that it was exported from, which are read a module at a time"
-        )
-    say(f"{path}, on the CPU")
-    return Speaker(exported_model(path), load_tokenizer(str(path)))
+@contextmanager
+def _of_run(path: Path) -> Iterator[_Weights]:
+    with opened(path, mixed=False) as source:
+        shapes = {name: shape for name, shape in source.shapes.items() if name not in source.buffers}
+        model = empty_model(source.model)
+        yield _Weights(model, source.model, source.told, shapes, source.weights, source.read, source.buffers)
+
+
+@contextmanager
+def _of_export(path: Path) -> Iterator[_Weights]:
+    """As transformers lays them out, so that some are made of several in the files."""
+    model = empty_model(path)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    with opened_weights(path, model) as found:
+        buffers = {name: found.read(name) for name in persistent_buffers(model)}
+        yield _Weights(model, path, str(path), shapes, lambda: found.each(shapes.keys()), found.read, buffers)
 
 
 def sample(path: Path, prompt: str, draw: Draw, *, say: Callable[[str], None], most_bytes: int | None = None) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from chats import CHATS
 from conftest import TINY, call
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
@@ -64,20 +64,53 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     ids = tokenizer("What follows one", add_special_tokens=False)["input_ids"]
     expected = likeliest(exported, ids)
     said: list[str] = []
-    for path, most in ((run, None), (run, 0), (exported, None)):
+    places = ((run, None), (run, 0), (exported, None), (exported, 0))
+    for path, most in places:
         with speaker(path, say=said.append, most_bytes=most) as found:
             assert found.go_on(ids, tokens=TOKENS, temperature=0, seed=0) == expected
-    assert sum("read anew for each token" in line for line in said) == 1
+    assert sum("read anew for each token" in line for line in said) == 2
     texts = {
         sample(path, "What", Draw(TOKENS, 0.9, seed), say=said.append, most_bytes=most)
-        for path, most in ((run, None), (run, 0), (exported, None))
+        for path, most in places
         for seed in (1, 2)
     }
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
     assert sample(run, "", Draw(2, 0, 0), say=said.append)
-    with pytest.raises(UserError, match=r"its weights take .* and 1 B of memory may be used: give the run"):
-        sample(exported, "What", Draw(), say=said.append, most_bytes=1)
+
+
+def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """Experts apart, in bf16, in several files; a router's correction, which is a buffer; computed in fp32."""
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "vocab_size": 2048, "head_dim": 8, "tie_word_embeddings": True},
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(0, 1, len(buffer)))
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    load_tokenizer("builtin").save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    given = torch.arange(40, 60)[None]
+    with torch.no_grad():
+        expected = whole(given).logits
+        for most in (None, 0):
+            with speaker(tmp_path, say=lambda line: None, most_bytes=most) as found:
+                assert torch.equal(found.model(given).logits, expected)
+
+
+def test_what_a_run_without_checkpoints_left_is_read_again_and_again(run: Path, tmp_path: Path) -> None:
+    words = [*TINY, "--steps", "1", "--save-every", "0", "--data", run.parent / "chat.jsonl"]
+    left = call(*words, output=tmp_path / "left").output
+    expected = likeliest(left / "export", [5, 6, 7])
+    for most in (None, 0):
+        with speaker(left, say=lambda line: None, most_bytes=most) as found:
+            assert found.go_on([5, 6, 7], tokens=TOKENS, temperature=0, seed=0) == expected
 
 
 def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:

@@ -172,21 +172,28 @@ def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
 
 
-@pytest.mark.slow
-def test_every_architecture_is_counted_or_known_not_to_be() -> None:
-    """Of default configurations with two layers each, as tests/model/test_weight_decay.py builds them."""
+def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.FixtureRequest) -> None:
+    """Of default configurations with two layers each, as tests/model/test_weight_decay.py builds them.
+
+    Without --exhaustive those that are known not to be, and every fifth of the others.
+    """
+    known = {name for names in ESTIMATED.values() for name in names}
+    names = {kind: kind.__name__.removesuffix("Config") for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+    kinds = sorted(names, key=names.__getitem__)
+    if not request.config.getoption("--exhaustive"):
+        others = [kind for kind in kinds if names[kind] not in known]
+        kinds = [kind for kind in kinds if names[kind] in known or others.index(kind) % 5 == 0]
     estimated, counted = set(), 0
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+    for kind in kinds:
         try:
             shape = shape_of(kind)
         except AssertionError:  # the defaults make no model
             continue
         counted += shape.on_gpu is not None
         if shape.on_gpu is None:
-            estimated.add(kind.__name__.removesuffix("Config"))
-    known = {name for names in ESTIMATED.values() for name in names}
+            estimated.add(names[kind])
     assert estimated <= known
-    assert counted > 130
+    assert counted > 0.7 * (len(kinds) - len(known))
 
 
 def shape_of(kind: Any) -> ModelShape:

@@ -1,4 +1,4 @@
-"""A newcomer's path: the commands of README's quickstart as they stand there, in a fresh environment."""
+"""A newcomer's path: the commands of README's quickstart as they stand there, in a fresh environment, from a wheel."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from chats import CHATS
 from conftest import environment
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from wheels import wheel_in
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -72,18 +73,17 @@ def steps(output: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_each_command_does_what_it_says(fresh: dict[str, str], tmp_path: Path) -> None:
-    """Installed from the sources, then in an empty directory: recipe, text, conversations, kill and resume, exports."""
-    source, folder = tmp_path / "source", tmp_path / "work"
+    """Installed from the wheel that the source distribution makes, then in an empty directory: recipe, text,
+    conversations, kill and resume, report, exports.
+    """
+    folder = tmp_path / "work"
     folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        source.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "offload_trainer", source / "offload_trainer", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     install, *commands = COMMANDS
-    run(install, source, fresh)
+    assert "'.[" in install
+    run(install.replace("'.[", f"'{wheel_in(tmp_path)}["), folder, fresh)
     where = run("python -P -c 'import offload_trainer; print(offload_trainer.__file__)'", folder, fresh)
     assert where.startswith(os.fspath(Path(fresh["PATH"].partition(":")[0]).parent))
 
@@ -104,6 +104,7 @@ def test_each_command_does_what_it_says(fresh: dict[str, str], tmp_path: Path) -
     for name in ("tiny", "mine", "chat"):
         assert "</html>" in (folder / "runs" / name / "report.html").read_text()
         assert re.search(rf"^runs/{name} +20/20 .*done$", told["offload-train runs"], re.MULTILINE)
+    assert re.search(r"\btiny +mine\b", told["offload-train report runs/tiny runs/mine"])
     assert f"{len(talks)} conversations" in told[next(command for command in commands if "prepare" in command)]
     assert all("read back: every header" in text for command, text in told.items() if " export " in command)
     model = AutoModelForCausalLM.from_pretrained(folder / "mine-bf16", dtype=torch.bfloat16)

@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import environment
-
-ROOT = Path(__file__).resolve().parents[2]
-# Python files, and what they read beside them.
-CARRIED = {path.relative_to(ROOT).as_posix() for path in (ROOT / "offload_trainer").rglob("*") if path.is_file()}
-CARRIED = {name for name in CARRIED if "__pycache__" not in name}
-
-
-def built(kind: str, source: Path, into: Path) -> Path:
-    """By the backend that pyproject.toml names, in `source`."""
-    into.mkdir(exist_ok=True)
-    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(into)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (made,) = into.iterdir()
-    return made
+from wheels import CARRIED, wheel_in
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """From what the source distribution holds, and nothing else."""
-    folder = tmp_path_factory.mktemp("built")
-    copy = folder / "copy"
-    copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", *CARRIED):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
-    with tarfile.open(built("sdist", copy, folder / "sdist")) as archive:
-        archive.extractall(folder / "source", filter="data")
-    (source,) = (folder / "source").iterdir()
-    return built("wheel", source, folder / "wheel")
+    return wheel_in(tmp_path_factory.mktemp("built"))
 
 
 def test_it_holds_every_file_of_the_package(wheel: Path) -> None:

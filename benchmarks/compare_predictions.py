@@ -1,6 +1,8 @@
-"""The plan beside the run: peak host bytes, drive bytes, seconds of the update, over sizes, engines, homes.
+"""The plan beside the run: peak host bytes, drive bytes, seconds of the update, over sizes, engines, homes, ways.
 
-    compare_predictions.py --nvme DIR [--only TEXT ...] [--steps 6] [--table FILE] [--json FILE]
+    compare_predictions.py --nvme DIR [--ways] [--only TEXT ...] [--steps 6] [--table FILE] [--json FILE]
+
+`--ways`: eight short runs instead, with the update in line, behind the forward, behind the backward, with remainders.
 
 The machine is timed first (`offload-train bench`, into a cache of its own), then each case is planned and run for a few
 steps in a process of its own. Run it in a box with a drive of known speed: what other machines do to a shared drive
@@ -14,7 +16,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,7 +64,26 @@ CASES = {
     "354M, ZeRO-3, both on the CPU": [*_354M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
     "354M, ZeRO-3, optimizer on the drive": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
 }
-_COLUMNS = ("peak host GB", "read GB", "written GB", "update s", "step s")
+_IN_LINE, _FORWARD = ["tiered.masters=fp32", "tiered.overlap=off"], ["tiered.masters=fp32", "tiered.overlap=forward"]
+_FULL = ["tiered.overlap=full", "optim.clip=1000"]  # nothing is clipped
+_LONG = ["--model", "gpt2", "--seq-len", "1024", "--micro-batch", "1", "--dtype", "bf16"]
+WAYS = {
+    "124M x 128, state on the drive, in line": [*_124M, "--ram-fraction", "0", *_IN_LINE],
+    "124M x 1024, half in RAM, in line": [*_LONG, "--ram-fraction", "0.5", *_IN_LINE],
+    "124M x 1024, half in RAM, behind the forward": [*_LONG, "--ram-fraction", "0.5", *_FORWARD],
+    "124M x 1024, half in RAM, behind the backward": [*_LONG, "--ram-fraction", "0.5", *_FULL],
+    "124M x 1024, state on the drive, behind the backward": [*_LONG, "--ram-fraction", "0", *_FULL],
+    "124M x 128, state on the drive, remainders in line": [
+        *(*_124M, "--ram-fraction", "0", "tiered.masters=remainder", "tiered.overlap=off"),
+    ],
+    "124M x 1024, half in RAM, remainders behind the forward": [
+        *(*_LONG, "--ram-fraction", "0.5", "tiered.masters=remainder", "tiered.overlap=forward"),
+    ],
+    "39M, all on the drive, 4 micro-batches, in line": [
+        *(*_40M, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "4", *_IN_LINE),
+    ],
+}
+_COLUMNS = ("peak host GB", "on drives GB", "read GB", "written GB", "update s", "step s")
 
 
 def say(line: str) -> None:
@@ -78,7 +101,8 @@ def planned(words: list[str], drive: str) -> dict[str, Any]:
 def compare(words: list[str], drive: str, *, steps: int) -> list[tuple[float | None, float | None]]:
     """(planned, measured) in the order of the columns."""
     plan = planned(words, drive)
-    trial = run_trial(words, "", steps=steps, say=say)
+    with _bytes_below(Path(drive)) as taken:
+        trial = run_trial(words, "", steps=steps, say=say)
     if trial.failed:
         raise SystemExit(f"{' '.join(words)}: {trial.failed}")
     on_drives = [moved for moved in plan["traffic"] if moved["place"] != "device"]
@@ -91,13 +115,34 @@ def compare(words: list[str], drive: str, *, steps: int) -> list[tuple[float | N
         for way in ("read", "written")
     ]
     known = plan["seconds"]
-    step = None if None in known.values() else sum(known.values())
+    step = None if None in known.values() else sum(known.values()) - plan["hidden"]
     return [
         (plan["tiers"]["ram"]["need"] / 1e9, peak / 1e9),
+        (sum(item["bytes"] for item in plan["items"] if item["tier"] == drive) / 1e9, max(taken) / 1e9),
         *moved,
-        (known["update"], trial.phase("update")),
+        (None, None) if plan["hidden"] else (known["update"], trial.phase("update")),
         (step, trial.seconds),
     ]
+
+
+@contextmanager
+def _bytes_below(drive: Path) -> Iterator[list[int]]:
+    """What private directories of runs there take while inside, looked at again and again."""
+    found, ended = [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.1):
+            files = [path for path in drive.glob("offload-trainer*/run-*/*") if path.is_file()]
+            with suppress(FileNotFoundError):
+                found.append(sum(512 * path.stat().st_blocks for path in files))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def table(rows: dict[str, list[tuple[float | None, float | None]]]) -> Iterator[str]:
@@ -114,6 +159,7 @@ def table(rows: dict[str, list[tuple[float | None, float | None]]]) -> Iterator[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", required=True)
+    parser.add_argument("--ways", action="store_true", help="the eight runs of the update's ways")
     parser.add_argument("--only", action="append", help="part of a case's name; repeat it for several")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--table", type=Path)
@@ -124,7 +170,7 @@ def main() -> None:
         bench = [sys.executable, "-m", "offload_trainer", "bench", "--nvme", options.nvme]
         timed = subprocess.run(bench, stdout=subprocess.PIPE, text=True, check=True).stdout
         rows = {}
-        for name, words in CASES.items():
+        for name, words in (WAYS if options.ways else CASES).items():
             if not options.only or any(part in name for part in options.only):
                 say(f"-- {name}")
                 rows[name] = compare([*words, "--nvme", options.nvme], options.nvme, steps=options.steps)

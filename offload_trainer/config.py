@@ -280,17 +280,20 @@ class TieredSection(_Section):
     overlap: Literal["auto", "off", "forward", "full"] = Field(
         "auto",
         description="forward: the update runs behind the next forward; full: that of pages on drives behind the "
-        "backward too, with two places; auto: forward, where that hides 5 % of a step",
+        "backward too, with two places; auto: the fastest by the plan's seconds, where it gains 5 % of a step and the "
+        "disk has room",
     )
-    places: Literal[1, 2] = Field(
-        1,
-        description="of a page of state on a drive; 2: on twice the disk, and a kill leaves one whole step",
+    places: Literal["auto", 1, 2] = Field(
+        "auto",
+        description="of a page of state on a drive; 2: on twice the disk, and a kill leaves one whole step; auto: 2 "
+        "where the update begins behind the backward or page files that are gone on from have them, else 1",
     )
     masters: Literal["auto", "fp32", "remainder"] = Field(
         "auto",
         description="how masters are stored; remainder: the 16 bits that rounding to the bf16 weight takes away, from "
         "which, with the weight, the same fp32 is made: 2 bytes a parameter less of state to keep and to move, while a "
-        "dead run's page files hold no masters; checkpoints hold fp32 always; auto: fp32",
+        "dead run's page files hold no masters; checkpoints hold fp32 always; auto: remainder where by the plan that "
+        "gains 5 % of a step, or nothing fits without it, else fp32",
     )
     io: Literal["threads", "async_io"] = Field(
         "threads", description="threads: preadv and pwritev; async_io: DeepSpeed's kernel, every byte checked"

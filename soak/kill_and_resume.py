@@ -11,7 +11,6 @@ uninterrupted run, bit for bit. `soak.py` does the same with everything else tha
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import signal
 import time
@@ -26,14 +25,14 @@ from trials import (
     compare_export,
     compare_state,
     finish,
-    load_libraries,
     moment,
     rows,
+    soak_of_kills,
     verify_checkpoint,
     what_was_hit,
 )
 
-from offload_trainer.storage.removal import Workplace, scratch
+from offload_trainer.storage.removal import Workplace
 
 STEPS, EVERY, KEEP = 12, 2, 2
 PLACEMENTS = (
@@ -49,15 +48,7 @@ PLACEMENTS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
-    load_libraries()
-    with scratch("kills-", directory=named and Path(named)) as folder:
-        try:
-            Trial(folder, random.Random(wishes.seed)).carry_out(wishes.kills)
-        except Difference as found:
-            raise SystemExit(str(found)) from None
+    soak_of_kills(parser, lambda folder, dice, wishes: Trial(folder, dice).carry_out(wishes.kills), kills=200)
 
 
 class Trial:

@@ -11,7 +11,6 @@ from that step. When a run gets to its end, its lines and its weights must be th
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import signal
 import time
@@ -19,11 +18,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from trials import Command, Difference, compare_file, finish, lines, load_libraries, rows
+from trials import Command, Difference, compare_file, finish, lines, rows, soak_of_kills
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.page_index import read_store
-from offload_trainer.storage.removal import scratch
 
 STEPS = 30
 KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form of moments, one drive or two
@@ -39,15 +37,7 @@ KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
-    load_libraries()
-    with scratch("page-kills-", directory=named and Path(named)) as folder:
-        try:
-            Trial(folder, random.Random(wishes.seed)).carry_out(wishes.kills)
-        except Difference as found:
-            raise SystemExit(str(found)) from None
+    soak_of_kills(parser, lambda folder, dice, wishes: Trial(folder, dice).carry_out(wishes.kills), kills=300)
 
 
 class Trial:

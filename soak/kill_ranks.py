@@ -32,15 +32,14 @@ from trials import (
     checkpoints_in,
     compare_state,
     finish,
-    load_libraries,
     moment,
     rows,
+    soak_of_kills,
     verify_checkpoint,
     what_was_hit,
 )
 
 from offload_trainer.run.watch import LAUNCHER
-from offload_trainer.storage.removal import scratch
 
 STEPS, EVERY, KEEP = 10, 2, 2
 MICRO_BATCHES = 6  # a step, over all ranks
@@ -262,15 +261,9 @@ class Trial:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, choices=(2, 3), default=3)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
-    load_libraries()
-    with scratch("kills-", directory=named and Path(named)) as folder:
-        try:
-            Trial(folder, random.Random(wishes.seed), ranks=wishes.ranks).carry_out(wishes.kills)
-        except Difference as found:
-            raise SystemExit(str(found)) from None
+    soak_of_kills(
+        parser, lambda folder, dice, wishes: Trial(folder, dice, ranks=wishes.ranks).carry_out(wishes.kills), kills=200
+    )
 
 
 if __name__ == "__main__":

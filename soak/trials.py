@@ -6,6 +6,7 @@ kernel end it as they would any other. What is read here is read without the pac
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -47,6 +48,26 @@ def load_libraries() -> None:
     import offload_trainer.export.weights
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
+
+
+def soak_of_kills(
+    parser: argparse.ArgumentParser,
+    carry_out: Callable[[Path, random.Random, argparse.Namespace], None],
+    *,
+    kills: int,
+) -> None:
+    """What each of them begins with: --kills and --seed, libraries, a directory that goes (in KILL_DIRECTORY)."""
+    from offload_trainer.storage.removal import scratch
+
+    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument("--seed", type=int, default=0)
+    wishes, named = parser.parse_args(), os.environ.get("KILL_DIRECTORY")
+    load_libraries()
+    with scratch("kills-", directory=named and Path(named)) as folder:
+        try:
+            carry_out(folder, random.Random(wishes.seed), wishes)
+        except Difference as found:
+            raise SystemExit(str(found)) from None
 
 
 class Command:

@@ -6,6 +6,8 @@ record N   after the Nth record
 line N     after the line of step N in metrics.jsonl
 saved N    once the checkpoint of step N has its name
 start N    once the page files of an earlier run are this one's
+ended N    once the run has left its weights, before what it would go on from is given up
+dropped N  after that, before its directories on drives are removed
 """
 
 import itertools
@@ -82,4 +84,15 @@ elif where == "start":
     from offload_trainer.engine.tiered import TieredEngine
 
     TieredEngine.go_on = before(TieredEngine.go_on, lambda *_: True)  # type: ignore[method-assign]
+elif where in ("ended", "dropped"):
+    from offload_trainer.run import train
+
+    drop = train.drop
+
+    def drop_and_die(setup: Any) -> None:
+        if where == "dropped":
+            drop(setup)
+        die()
+
+    train.drop = drop_and_die
 raise SystemExit(main(sys.argv[3:]))

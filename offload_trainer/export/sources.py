@@ -32,10 +32,11 @@ from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.export.card import checkpoint_card, final_card, model_card
 from offload_trainer.model.source import BUFFERS, resolve_model
+from offload_trainer.offloading.page_account import read_description
 from offload_trainer.offloading.page_index import DESCRIPTION, read_store
-from offload_trainer.readback import LENIENT, Count, Steps, is_there, read_back, shown
+from offload_trainer.readback import LENIENT, Count, Line, Steps, is_there, read_back, shown
 from offload_trainer.storage.finite import unusable
-from offload_trainer.storage.lease import is_alive, kept
+from offload_trainer.storage.lease import PAGES, dead_runs, is_alive, kept
 from offload_trainer.storage.removal import MARK
 from offload_trainer.storage.tensorfile import TensorFileReader
 
@@ -135,7 +136,10 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
         with _left_by(path, left) as source:
             yield source.with_buffers()
         return
-    checkpoint = find_checkpoint(path)
+    try:
+        checkpoint = find_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{error}{_told_of_page_files(path)}") from error
     with reading(checkpoint), ExitStack() as stack:
         read_manifest(checkpoint, moments=False)
         if (checkpoint / RESIDENT).exists():
@@ -158,6 +162,41 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
             card=lambda dtype: checkpoint_card(checkpoint, dtype=dtype),
         )
         yield source.with_buffers()
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Chosen:
+    sizes: dict[str, Any] | None = None
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Planned:
+    """The part of a run's plan.json that says where page files were, and what is on them."""
+
+    chosen: _Chosen
+    tiers: dict[Line, Any]
+
+
+def _told_of_page_files(run: Path) -> str:
+    """What a dead run without a checkpoint has left on drives, as the end of a sentence; nothing where nothing is."""
+    try:
+        plan = read_back(run / "plan.json", _Planned, fix="Export its page files by their directory")
+        drives = [Path(place) for place in plan.tiers if place not in ("gpu", "ram")]
+        dead = [folder for drive in drives for folder in dead_runs(drive, listed=run / PAGES)]
+        model = str((run / "model").absolute())
+        mine = [one for one in dead if is_there(one / DESCRIPTION) and read_description(one).model == model]
+    except (OSError, UserError):
+        return ""
+    if mine:
+        return f". Page files that it left are in {mine[0]}: export that directory"
+    if (plan.chosen.sizes or {}).get("remainders"):
+        return (
+            ". Page files that it left hold remainders of masters (tiered.masters=remainder), which are nothing "
+            "without its weights, and these went with it"
+        )
+    return ""
 
 
 def _newest_step(run: Path) -> int:

@@ -26,9 +26,11 @@ from offload_trainer.plan.memory import Item, saved_items
 from offload_trainer.plan.plain import Plain
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered import Tiered, only_here
-from offload_trainer.plan.time import forecast, stands_for
+from offload_trainer.plan.tiered import Tiered
+from offload_trainer.plan.time import forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.ways import FORWARD, OFF, Way, asking, gains, left_open
+from offload_trainer.plan.wishes import only_here
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -168,6 +170,37 @@ def make_plan(
     if ignored := _not_of(engine, config):
         raise UserError("; ".join(ignored))
     engine.refuse(work, machine)
+    chosen = _fastest_way(engine, work, machine) if isinstance(engine, Tiered) else _of_homes(engine, work, machine)
+    notes = [*_notes_of_rule(config.optim), *_note_of_stock(config, chosen, work, machine)]
+    return replace(chosen, notes=(*chosen.notes, *notes))
+
+
+def _fastest_way(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
+    """The plan with what the wish leaves open of the update chosen: one after the other, where it gains enough."""
+    best = first = _of_homes(engine, work, machine)
+    if first.fits and (first.forecast.step is None or not first.uses_drives):
+        return first
+    default, other = (FORWARD, OFF) if first.forecast.behind else (OFF, FORWARD)
+    taken, tried = default, [_way(default, first)]
+    if engine.section.overlap == "auto" and first.fits:
+        tried.append(_way(other, replace(first, forecast=first.forecast.otherwise)))
+    for words, why_not in left_open(engine, work):
+        plan = None if why_not else _of_homes(asking(engine, words), work, machine)
+        tried.append(_way(words, plan) if plan else Way(words, None, None, why_not))
+        if plan and plan.fits and (not best.fits or gains(plan.forecast.step, best.forecast.step)):
+            best, taken = plan, words
+    return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
+
+
+def _way(words: str, plan: Plan) -> Way:
+    if not plan.fits:
+        return Way(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
+    tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.tokens_per_step)
+    return Way(words, plan.forecast.step, tokens)
+
+
+def _of_homes(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: MachineProfile) -> Plan:
+    """The fastest of its candidates that fits, or the one that comes nearest, with why it is none of the others."""
     plans = [_planned(one, work, machine, engine=engine.name) for one in engine.candidates(work, machine)]
     chosen = _choose(plans)
     rejected = []
@@ -178,8 +211,7 @@ def make_plan(
             rejected.append((plan.homes, "; ".join(plan.shortfalls())))
         elif plan.forecast.step is not None and chosen.forecast.step is not None:
             rejected.append((plan.homes, _slower(plan.forecast.step, chosen.forecast.step)))
-    notes = [*_notes_of_rule(config.optim), *_note_of_stock(config, chosen, work, machine)]
-    return replace(chosen, rejected=tuple(rejected), notes=(*chosen.notes, *notes))
+    return replace(chosen, rejected=tuple(rejected))
 
 
 def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: MachineProfile) -> list[str]:

@@ -10,6 +10,7 @@ from offload_trainer.plan.memory import Item
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.time import PHASES, Forecast, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.ways import Way
 from offload_trainer.plan.zero import Placement, ZeroSizes
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -39,6 +40,8 @@ class Plan:
     forecast: Forecast
     rejected: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    ways: tuple[Way, ...] = ()  # of the update that were left open, as each would be
+    way: str = ""  # the one that was taken
 
     @property
     def fits(self) -> bool:
@@ -76,6 +79,7 @@ class Plan:
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
             "links": [asdict(moved) for moved in self.links],
+            "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
             "notes": list(self.notes),
         }
@@ -128,11 +132,20 @@ class Plan:
         if found.ahead:
             longer = format_seconds(found.if_clipped)
             lines.append(f"    a step that is clipped, or skipped, after that began takes up to {longer} more")
-        hidden = tokens_that_hide_the_update(found, tokens=self.tokens_per_step)
+        return lines + self._describe_ways()
+
+    def _describe_ways(self) -> list[str]:
+        """What the others of `auto` would take, and from how many tokens a step on each hides the drives."""
+        others = [way for way in self.ways if way.words != self.way]
+        timed = [f"{way.words} {format_seconds(way.seconds)}" for way in others if way.seconds is not None]
+        lines = [f"    auto takes {self.way}; a step with {', '.join(timed)}"] if timed else []
+        lines += [f"    auto leaves out {way.why_not}" for way in others if way.why_not]
+        hidden = tokens_that_hide_the_update(self.forecast, tokens=self.tokens_per_step)
         if hidden and hidden > self.tokens_per_step:
-            lines.append(
-                f"    the update is a tenth of a step from {format_count(hidden)} tokens a step on (--accumulate)"
-            )
+            of_others = [f"{way.words} {format_count(way.tokens)}" for way in others if way.tokens]
+            more = f"; with {', '.join(of_others)}" if of_others else ""
+            words = f"the update is a tenth of a step from {format_count(hidden)} tokens a step on (--accumulate){more}"
+            lines.append(f"    {words}")
         return lines
 
 

@@ -106,7 +106,7 @@ def tier_sizes(
         checksums=tiered.checksums or tiered.io == "async_io",
         io_threads=io["tiered.io_threads"],
         io_block_bytes=io["tiered.io_block_bytes"],
-        places=2 if tiered.overlap == "full" else tiered.places,
+        places=2 if tiered.overlap == "full" else 1 if tiered.places == "auto" else tiered.places,
         remainders=tiered.masters == "remainder",
         ranks=work.world,
         nodes=work.nodes,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from offload_trainer.config import ModelSection, OptimSection, PlacementSection, TieredSection
+from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.exchange import Exchange, exchange_of, hidden_waits, waits
 from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
@@ -25,11 +25,12 @@ from offload_trainer.plan.tiered_items import tiered_items
 from offload_trainer.plan.tiered_traffic import bytes_of_additions, tiered_traffic
 from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.wishes import mistakes_of_shares
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, Tier
 from offload_trainer.units import format_count, format_seconds
 
-_WORTH = 0.05  # of a step, that the update behind the next forward must hide to be chosen; forecasts are not that exact
+WORTH = 0.05  # of a step, that another way of the update must gain to be chosen; forecasts are not that exact
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Tiered:
             mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
         if self.inputs == "nvme" and not place.nvme:
             mistakes.append("model.offload_activations=nvme needs a drive: add --nvme DIR")
-        mistakes += _mistakes_of_shares(place)
+        mistakes += mistakes_of_shares(place)
         speeds = self.section.drive_speeds
         if speeds and len(speeds) != len(place.nvme):
             mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
@@ -82,24 +83,44 @@ class Tiered:
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
         """UserError for what only the machine, or the launcher's number of ranks, makes impossible."""
-        if mistakes := self._not_with_ranks(work.world):
-            raise UserError("; ".join(mistakes))
-        if self.section.masters == "remainder":
-            self._refuse_remainders(work)
+        if impossible := self.impossible(work):
+            raise UserError("; ".join(impossible))
         on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
         if on_gpu and machine.no_state_on_gpu:
             raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
 
-    def _refuse_remainders(self, work: Workload) -> None:
-        """UserError where a master's weight is not bf16, or not at hand as it was when its page is read."""
+    def impossible(self, work: Workload) -> list[str]:
+        """What such a step does not carry out, one sentence each."""
+        return self._not_with_ranks(work.world) + self._not_remainders(work) + self._not_in_a_session(work)
+
+    def _not_in_a_session(self, work: Workload) -> list[str]:
+        """What somebody else's loop does not allow; it keeps nothing in a run directory."""
+        if work.checkpoints is not None:
+            return []
+        wishes = {
+            "tiered.overlap=full": (
+                self.section.overlap == "full",
+                "a session knows rates and factor of a step only once its backward is through",
+            ),
+            "tiered.masters=remainder": (
+                self.section.masters == "remainder",
+                "a session's masters are in fp32, since its weights are in others' hands",
+            ),
+        }
+        return [f"{wish}: {why}; leave it out" for wish, (wanted, why) in wishes.items() if wanted]
+
+    def _not_remainders(self, work: Workload) -> list[str]:
+        """Where a master's weight is not bf16, or not at hand as it was when its page is read: one sentence at most."""
+        if self.section.masters != "remainder":
+            return []
         reasons = {
             f"--dtype {work.dtype}: a remainder is what rounding to bf16 takes away": work.dtype != "bf16",
             f"{work.world} ranks: each has masters in fp32": work.world > 1,
             "tiered.places=2: weights have one place": self.section.places == 2,
             "tiered.overlap=full: a step that is clipped needs its old weights again": self.section.overlap == "full",
         }
-        if wrong := [reason for reason, here in reasons.items() if here]:
-            raise UserError(f"tiered.masters=remainder with {'; with '.join(wrong)}; leave it out")
+        wrong = [reason for reason, here in reasons.items() if here]
+        return [f"tiered.masters=remainder with {'; with '.join(wrong)}; leave it out"] if wrong else []
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
         if work.world > 1 and self.place.gpu_fraction == "auto":
@@ -147,48 +168,6 @@ class Tiered:
                 homes.insert(0, "gpu")
             found += [(placement, one) for one in ([place.gradients] if place.gradients != "auto" else homes)]
         return [one for one in found if place.nvme or "nvme" not in (one[0].params, one[1])]
-
-
-def _mistakes_of_shares(place: PlacementSection) -> list[str]:
-    """Shares of the state on the GPU and in RAM that do not add up, or against --optimizer: one sentence at most."""
-    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
-    given = {flag: share for flag, share in shares.items() if share != "auto"}
-    words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
-    left = round(1 - sum(given.values()), 9)
-    if left < 0:
-        return [f"{words} make {1 - left:g} of the state: lower one of them"]
-    only = {"gpu": "--gpu-fraction", "cpu": "--ram-fraction"}.get(place.optimizer)
-    if only and any(share != (flag == only) for flag, share in given.items()):
-        where = "on the GPU" if place.optimizer == "gpu" else "in RAM"
-        return [f"{words} with --optimizer {place.optimizer}, which is all of it {where}: leave one out"]
-    if place.ram_fraction != "auto" and left and not place.nvme:
-        other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
-        return [f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}"]
-    return []
-
-
-def only_here(
-    place: PlacementSection, model: ModelSection, optim: OptimSection, *, engine: str, moments: tuple[str, ...]
-) -> list[str]:
-    """Wishes that only this engine carries out, which `engine` would have to ignore; it has these forms of moments."""
-    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
-    mistakes = [
-        f"{flag} {share:g} with the {engine} engine: it keeps the optimizer state wholly in one place; only --engine "
-        "tiered divides it"
-        for flag, share in shares.items()
-        if share != "auto"
-    ]
-    if place.gradients != "auto":
-        mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
-    if model.offload_activations == "nvme":
-        mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
-    if optim.states not in moments:
-        mistakes.append(f"optim.states={optim.states} belongs to --engine tiered, not to {engine}")
-    if optim.name != "adamw":
-        mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
-    if optim.kernel != "auto":
-        mistakes.append(f"optim.kernel={optim.kernel} belongs to --engine tiered, not to {engine}")
-    return mistakes
 
 
 @dataclass(frozen=True)
@@ -292,13 +271,18 @@ class TieredCandidate:
     def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
         if not (self.sizes.overlap or self.may_overlap):
             return self.sizes, found
+        behind = self.behind(found)
+        if not self.sizes.overlap and (found.step is None or behind.hidden < WORTH * found.step):
+            return self.sizes, replace(found, could_hide=behind.hidden)
+        if self.sizes.ahead:
+            return self.sizes, self._ahead(found, behind.hidden)
+        return replace(self.sizes, overlap=True), behind
+
+    def behind(self, found: Forecast) -> Forecast:
+        """Of the same in line, with the update behind the next forward."""
         micro, gpu = self.work.accumulate, self.machine.gpu is not None
         hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
-        if not self.sizes.overlap and (found.step is None or hidden < _WORTH * found.step):
-            return self.sizes, found
-        if self.sizes.ahead:
-            return self.sizes, self._ahead(found, hidden)
-        return replace(self.sizes, overlap=True), replace(found, behind=True, hidden=hidden)
+        return replace(found, behind=True, hidden=hidden)
 
     def _ahead(self, found: Forecast, hidden: float) -> Forecast:
         """With an update that begins behind the backward; `hidden`: seconds of one that does not."""

@@ -6,11 +6,12 @@ Of several ranks each has a process, a device and buffers; what lies in RAM and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from offload_trainer.plan.kept import input_items
-from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Homes, Page, Unit, largest_stretch
+from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Homes, Unit, largest_stretch
 from offload_trainer.plan.memory import Item, activation_items, process_item
 from offload_trainer.plan.rings import slot_sizes
 from offload_trainer.plan.routes import Route, device_slot, host_slot, routes_of
@@ -50,10 +51,10 @@ def tiered_items(
         items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
     else:
         items += _of_each_rank(_exchange_items(units, sizes=sizes, device=device, e=e), work.here)
-    stored = [sizes.format.page_bytes(page.elements) for page in homes.pages if page.home not in (RAM, ELSEWHERE)]
+    stored = max((page.elements for page in homes.pages if page.home not in (RAM, ELSEWHERE)), default=0)
     if stored and work.checkpoints != 0:
-        why = f"{SAVE_BUFFERS} pages on their way into a checkpoint"
-        items += _of_each_rank([Item("ram", "save buffers", SAVE_BUFFERS * max(stored), why)], work.here)
+        why, size = f"{SAVE_BUFFERS} pages on their way into a checkpoint", sizes.format.page_bytes(stored)
+        items += _of_each_rank([Item("ram", "save buffers", SAVE_BUFFERS * size, why)], work.here)
     if sizes.remainders and work.checkpoints != 0:
         joined = (4 + e) * max((page.elements for page in homes.pages), default=0)
         items += _of_each_rank(
@@ -68,15 +69,13 @@ def tiered_items(
 
 
 def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int) -> list[Item]:
-    def state(page: Page) -> int:
-        return sizes.format.page_bytes(page.elements)
-
     moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
     master = "remainder of the master" if sizes.remainders else "fp32 master"
     why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
     items = []
+    alike = Counter((page.home, page.elements) for page in homes.pages)  # a plan asks for millions of pages' bytes
     for home, tier in tiers.items():
-        held = sum(state(page) for page in homes.pages if page.home == home)
+        held = sum(n * sizes.format.page_bytes(elements) for (at, elements), n in alike.items() if at == home)
         if home == RAM:
             items.append(Item(tier, "state in RAM", held, f"{why}, {sizes.ram_fraction:.0%} of it"))
         elif home == DEVICE:

@@ -10,7 +10,7 @@ the next forward (`overlap.py`). A phase for which the machine has no rate is No
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, update_key
 from offload_trainer.plan.traffic import Traffic
@@ -44,6 +44,7 @@ class Forecast:
     behind: bool = False  # whether the update runs behind the next forward
     ahead: bool = False  # and begins behind the backward, where its pages are on drives
     hidden: float = 0.0  # seconds of it that nothing waits for
+    could_hide: float = 0.0  # seconds of one in line that nothing would wait for behind the next forward
     if_clipped: float = 0.0  # seconds that a step takes longer where it is decided otherwise than was expected
 
     @property
@@ -51,6 +52,12 @@ class Forecast:
         """Seconds of a whole step."""
         known = [seconds for seconds in self.seconds.values() if seconds is not None]
         return sum(known) - self.hidden if len(known) == len(self.seconds) else None
+
+    @property
+    def otherwise(self) -> Forecast:
+        """The same with an update in line that is behind the next forward, and behind it where it is in line."""
+        assert not self.ahead
+        return replace(self, behind=not self.behind, hidden=self.could_hide, could_hide=self.hidden)
 
     @property
     def in_line(self) -> dict[str, float | None]:

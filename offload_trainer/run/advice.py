@@ -15,6 +15,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import combination_mistakes, settle_and_plan
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.time import tokens_that_hide_the_update
 from offload_trainer.run.planning import Planned
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -120,6 +121,9 @@ def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, Update]]:
     """More tokens a step, and the same of them in other micro-batches."""
     train, tokens = planned.config.train, 4 * planned.plan.tokens_per_step
     told, rows, times = f"4 x the tokens a step, {format_count(tokens)}", train.micro_batch, train.accumulate
+    hidden = tokens_that_hide_the_update(planned.plan.forecast, tokens=planned.plan.tokens_per_step)
+    if hidden and hidden > tokens:
+        told += f" where the update is a tenth of one from {format_count(hidden)} on"
     ways = [(told, rows, 4 * times)]
     ways += [(f"micro-batches of {2 * rows} rows", 2 * rows, times // 2)] if times % 2 == 0 else []
     ways += [(f"micro-batches of {rows // 2} rows", rows // 2, 2 * times)] if rows % 2 == 0 else []

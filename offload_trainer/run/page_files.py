@@ -22,7 +22,7 @@ from pydantic import with_config
 
 from offload_trainer.checkpoint import TrainState, changed_settings
 from offload_trainer.engine.tiered import TieredEngine
-from offload_trainer.errors import TrainerError, reason
+from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.identity import differences
 from offload_trainer.offloading.page_account import (
     DESCRIPTION,
@@ -35,10 +35,11 @@ from offload_trainer.offloading.page_account import (
 )
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.sizes import TierSizes, homes_in
+from offload_trainer.ranks import nodes, place_here
 from offload_trainer.readback import LENIENT, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.run.build import Setup
 from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.lease import folders_in, keep_listed, keep_none, root_of
+from offload_trainer.storage.lease import clear, folders_in, keep_listed, keep_none, root_of
 from offload_trainer.storage.lease import take_over as taken_over
 from offload_trainer.storage.removal import Workplace
 from offload_trainer.trainer import Job
@@ -96,12 +97,26 @@ def drop(setup: Setup) -> None:
             keep_none(setup.listed)
 
 
+def clear_drives(setup: Setup) -> None:
+    """The run had ended before: what is left of one that was killed between its end and the removal goes."""
+    drop(setup)
+    if place_here()[0] not in [its.start for its in nodes()]:
+        return
+    for drive in setup.planned.config.placement.nvme:
+        try:
+            clear(Path(drive).expanduser(), say=setup.log.say, listed=setup.listed)
+        except (OSError, UserError) as error:
+            setup.log.say(f"note: what dead runs left in {drive} stays: {_sentence(error)}")
+
+
 def _why_never(setup: Setup) -> str:
     """Why page files of this plan are not gone on from; nothing where they are."""
     plan = setup.planned.plan
     sizes = plan.sizes
     if not isinstance(sizes, TierSizes) or not plan.uses_drives:
         return "this run keeps no state on drives"
+    if sizes.remainders:
+        return "this run keeps remainders of masters (tiered.masters=remainder), which are nothing without its weights"
     if sizes.places < 2:
         return "this run's pages have one place (tiered.places=1)"
     if plan.world > 1:

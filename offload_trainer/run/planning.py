@@ -42,6 +42,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1) -> Planned:
     """The plan of a run here, and on as many machines more as there are other nodes."""
     from offload_trainer.model.source import resolve_model
 
+    config = _as_left(config)
     machine = machine_here(config.placement.nvme, output=config.save.output)
     source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on")
     _refuse_nothing_trained(source.shape)
@@ -49,6 +50,24 @@ def plan_run(config: TrainConfig, *, nodes: int = 1) -> Planned:
     world = max(world, config.placement.gpus)
     settled, plan = settle_and_plan(config, source.shape, machine, world=world, nodes=nodes)
     return Planned(settled, plan, machine, source)
+
+
+def _as_left(config: TrainConfig) -> TrainConfig:
+    """With two places, where nothing is said of that and the run's own page files have them: they are gone on from."""
+    from offload_trainer.offloading.page_account import read_description
+    from offload_trainer.storage.lease import PAGES, folders_in
+
+    section, ranks = config.tiered, max(ranks_of_environment()[1], config.placement.gpus)
+    if section.places != "auto" or section.masters == "remainder" or config.save.resume != "auto" or ranks > 1:
+        return config
+    try:
+        folders = folders_in(Path(config.save.output) / PAGES)
+        told = read_description(folders[0]) if folders else None
+    except (OSError, ValueError, UserError):  # said once they are looked at as a whole
+        return config
+    if told is None or told.places == 1:
+        return config
+    return config.model_copy(update={"tiered": section.model_copy(update={"places": told.places})})
 
 
 def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:

@@ -33,7 +33,7 @@ from offload_trainer.run.data import check_data, first_row, prepare_data, unknow
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.run.nodes import refuse_node, refuse_unseen
-from offload_trainer.run.page_files import drop, keep, take_over
+from offload_trainer.run.page_files import clear_drives, drop, keep, take_over
 from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
@@ -180,6 +180,7 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if resume is None else read_state(resume)
         if instead is None and _done_before(setup, begins):
+            clear_drives(setup)
             return
         files = take_over(setup, stack, begins=begins) if instead is None else None
         if files is not None:

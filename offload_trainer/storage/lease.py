@@ -63,14 +63,11 @@ class DriveLease:
         """
         try:
             root = _make_root(drive)
-            old = [folder for folder in dead_runs(drive, listed=listed) if instead is None or folder != instead.path]
-            self.removed = [folder for folder in old if _remove(folder, say)]
+            self.removed = clear(drive, say=say, listed=listed, but=instead.path if instead else None)
             self._place = instead or _private(root, say)
         except OSError as error:
             raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
         self.path = self._place.path
-        if self.removed:
-            say(f"{root}: removed what {len(self.removed)} run(s) left that died")
         if not self._place.locked:
             say(f"note: locks do not work on {drive}: what a killed run leaves there is not removed by the next one")
 
@@ -178,6 +175,16 @@ def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     dead = [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
     return [folder for folder in dead if not is_listed(folder, but=listed)]
+
+
+def clear(
+    drive: Path, *, say: Callable[[str], None], listed: Path | None = None, but: Path | None = None
+) -> list[Path]:
+    """Remove what `dead_runs` finds, but for one, and say so; what is gone. OSError where it cannot be looked for."""
+    removed = [folder for folder in dead_runs(drive, listed=listed) if folder != but and _remove(folder, say)]
+    if removed:
+        say(f"{root_of(drive)}: removed what {len(removed)} run(s) left that died")
+    return removed
 
 
 def _is_dead(folder: Path) -> bool:

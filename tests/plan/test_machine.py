@@ -160,7 +160,20 @@ def test_the_flagship_has_a_place_on_every_named_machine(name: str, capsys: pyte
 def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for words in ([], ["--gpu-fraction", "0"]):
-        main(["plan", "--json", "--model", "gpt2-10b", "--dtype", "fp16", "--machine", "v100-32gb", *words])
+        main(
+            [
+                "plan",
+                "--json",
+                "--model",
+                "gpt2-10b",
+                "--dtype",
+                "fp16",
+                "--machine",
+                "v100-32gb",
+                "tiered.places=1",
+                *words,
+            ]
+        )
         plans.append(json.loads(capsys.readouterr().out))
     filled, without = plans
     assert all(plan["fits"] and plan["chosen"]["params"] == "gpu" for plan in plans)

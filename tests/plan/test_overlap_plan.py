@@ -62,7 +62,9 @@ def test_only_the_first_micro_batch_hides_and_what_both_ask_of_one_thing_does_no
 
 def test_the_plan_counts_it_and_says_so() -> None:
     plans = {
-        how: make_plan(wish("--ram-fraction", "0.5", f"tiered.overlap={how}"), SHAPES["gpt2"], timed())
+        how: make_plan(
+            wish("--ram-fraction", "0.5", "tiered.masters=fp32", f"tiered.overlap={how}"), SHAPES["gpt2"], timed()
+        )
         for how in ("off", "forward")
     }
     off, on = (plan.forecast for plan in plans.values())
@@ -157,7 +159,11 @@ def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
 @pytest.mark.parametrize("share", ["0", "0.5"])
 def test_full_is_counted_itemised_and_said(share: str) -> None:
     plans = {
-        how: make_plan(wish("--ram-fraction", share, f"tiered.overlap={how}"), SHAPES["gpt2-medium"], timed())
+        how: make_plan(
+            wish("--ram-fraction", share, "tiered.masters=fp32", f"tiered.overlap={how}"),
+            SHAPES["gpt2-medium"],
+            timed(),
+        )
         for how in ("forward", "full")
     }
     forward, full = (plan.forecast for plan in plans.values())
@@ -177,9 +183,3 @@ def test_full_is_counted_itemised_and_said(share: str) -> None:
 def test_full_is_refused_by_name_with_several_ranks() -> None:
     with pytest.raises(UserError, match=r"tiered\.overlap=full with 2 ranks.*norms are known"):
         make_plan(wish("--engine", "tiered", "tiered.overlap=full"), SHAPES["gpt2"], timed(), world=2)
-
-
-def test_auto_does_not_begin_ahead() -> None:
-    plan = make_plan(wish("--ram-fraction", "0.5", "--micro-batch", "2"), SHAPES["gpt2-medium"], timed())
-    assert isinstance(plan.sizes, TierSizes)
-    assert (plan.sizes.overlap, plan.sizes.ahead, plan.sizes.places) == (True, False, 1)

@@ -65,7 +65,8 @@ def test_bytes_never_fall_when_layers_are_added() -> None:
 
 
 def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
-    config = load_config(["--nvme", "/ssd", "--optimizer", "nvme"])  # with checkpoints, which go to the output
+    words = ["--nvme", "/ssd", "--optimizer", "nvme", "tiered.masters=fp32"]
+    config = load_config(words)  # with checkpoints, which go to the output
     shape, apart = SHAPES["gpt2"], machine()
     plan = make_plan(config, shape, apart)
     needs = [plan.tiers[directory]["need"] for directory in ("/ssd", "/out")]
@@ -81,7 +82,7 @@ def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
 
 
 def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
-    config, shape = wish("--params", "cpu", "--optimizer", "cpu"), SHAPES["gpt2"]
+    config, shape = wish("--params", "cpu", "--optimizer", "cpu", "tiered.masters=fp32"), SHAPES["gpt2"]
     need = make_plan(config, shape, machine()).tiers["ram"]["need"]
     assert make_plan(config, shape, machine(ram=need)).fits
     assert not make_plan(config, shape, machine(ram=need - 1)).fits

@@ -52,7 +52,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
 
 def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
     """Weights and gradients on the drive too: more is read than written."""
-    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme")
+    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "tiered.masters=fp32")
     shape = SHAPES["gpt2-medium"]
     plan = make_plan(wish(*words), shape, timed(matmul=1e18))
     assert plan.forecast.seconds["update"] == pytest.approx(14 * shape.trainable / 0.5e9, rel=0.01)

@@ -137,6 +137,7 @@ def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: 
     ("words", "why"),
     [
         (["tiered.places=1"], "have one place"),
+        (["tiered.places=1", "tiered.masters=remainder"], "remainders of masters .*without its weights"),
         (["--ram-fraction", "0.5"], "keeps some of its state in memory"),
         (["tiered.page_size=65536"], "laid out otherwise .*pages"),
         (["optim.states=bf16"], "laid out otherwise .*optim.states"),
@@ -155,6 +156,30 @@ def test_what_differs_is_said_and_the_run_begins_from_its_checkpoint(
     assert gone_on(run) is None
     assert [row[0] for row in lines(run.output)] == [1, 2, 3, 4, 5, 6]
     assert not list((place / "offload-trainer").iterdir())
+
+
+@pytest.mark.parametrize("where", ["ended", "dropped"])
+def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path, tmp_path: Path) -> None:
+    """The next start has nothing to train, and removes what the killed one had no time for."""
+    words = ["--nvme", place, *ALL]
+    killed(where, 1, *words, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    run = call(*words, output=tmp_path / "run")
+    assert "done before: 6 steps" in run.text
+    assert f"{lease.parent}: removed what 1 run(s) left that died" in run.text
+    assert not list((place / "offload-trainer").iterdir())
+    assert folders_in(tmp_path / "run/pages") == []
+
+
+def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
+    place: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """What `auto` takes now may be something else than what it took then."""
+    words = [word for word in ["--nvme", place, *ALL] if word != "tiered.places=2"]
+    killed("record", 3, *words, "tiered.places=2", output=tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) == 3
+    assert left(run.output) == alone
 
 
 def test_settings_that_steer_it_are_told(place: Path, tmp_path: Path) -> None:
@@ -197,12 +222,26 @@ def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> Non
     (lease,) = (place / "offload-trainer").iterdir()
     done = ask("export", lease, tmp_path / "hf", "--dtype", "fp32")
     assert done.returncode == 0, done.stderr
+    told = ask("export", tmp_path / "run", tmp_path / "other", "--dtype", "fp32")
+    assert told.returncode == 2
+    assert f"Page files that it left are in {lease}: export that directory" in told.stderr
     step = read_store(lease).step
     assert 0 < step < STEPS
     ended = call(*words, "--steps", step, output=tmp_path / "short").output / "export"
     one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", ended))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_remainders_of_masters_are_nothing_to_export(place: Path, tmp_path: Path) -> None:
+    """Small weights stay on the device wherever the others are, so no run's page files are whole with them."""
+    words = ["--nvme", place, *ALL, "tiered.places=1", "tiered.masters=remainder", "--dtype", "bf16"]
+    killed("page", 110, *words, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    for source, why in ((tmp_path / "run", "remainders of masters"), (lease, "has tiered.masters=remainder")):
+        told = ask("export", source, tmp_path / "hf", "--dtype", "fp32")
+        assert told.returncode == 2
+        assert why in told.stderr
 
 
 def test_after_an_error_they_are_there(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:

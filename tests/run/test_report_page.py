@@ -20,6 +20,7 @@ from test_telemetry import a_step
 from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.time import tokens_that_hide_the_update
 from offload_trainer.run.advice import FASTER, SMALLER, advice
 from offload_trainer.run.planning import Planned
 from offload_trainer.run.report import wear
@@ -187,7 +188,11 @@ def test_more_of_the_state_in_ram_is_told_with_what_it_saves() -> None:
     told = dict(advice(planned(machine(gpu=8, ram=24), "--ram-fraction", "0.25")))[FASTER]
     (line,) = [line for line in told if "--ram-fraction" in line]
     assert re.search(r"^\d+% of the optimizer state in RAM .*s a step instead of .* s, .* s less; .*it fits", line)
-    assert any("4 x the tokens a step" in line for line in told)
+    now = planned(machine(gpu=8, ram=24), "--ram-fraction", "0.25").plan
+    hidden = tokens_that_hide_the_update(now.forecast, tokens=now.tokens_per_step)
+    assert hidden
+    assert any(f"4 x the tokens a step, {format_count(4 * now.tokens_per_step)} where" in line for line in told)
+    assert any(f"the update is a tenth of one from {format_count(hidden)} on (--micro-batch" in line for line in told)
 
 
 def test_a_share_that_does_not_fit_says_how_much_is_missing() -> None:

@@ -1,0 +1,47 @@
+"""Wishes about the tiered engine's homes that do not go together, or that only it carries out. One sentence each."""
+
+from __future__ import annotations
+
+from offload_trainer.config import ModelSection, OptimSection, PlacementSection
+
+
+def mistakes_of_shares(place: PlacementSection) -> list[str]:
+    """Shares of the state on the GPU and in RAM that do not add up, or against --optimizer: one sentence at most."""
+    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+    given = {flag: share for flag, share in shares.items() if share != "auto"}
+    words = " and ".join(f"{flag} {share:g}" for flag, share in given.items())
+    left = round(1 - sum(given.values()), 9)
+    if left < 0:
+        return [f"{words} make {1 - left:g} of the state: lower one of them"]
+    only = {"gpu": "--gpu-fraction", "cpu": "--ram-fraction"}.get(place.optimizer)
+    if only and any(share != (flag == only) for flag, share in given.items()):
+        where = "on the GPU" if place.optimizer == "gpu" else "in RAM"
+        return [f"{words} with --optimizer {place.optimizer}, which is all of it {where}: leave one out"]
+    if place.ram_fraction != "auto" and left and not place.nvme:
+        other = "" if place.gpu_fraction != "auto" else f", or --gpu-fraction {left:g}"
+        return [f"{words} leaves {left:g} of the state for a drive: add --nvme DIR{other}"]
+    return []
+
+
+def only_here(
+    place: PlacementSection, model: ModelSection, optim: OptimSection, *, engine: str, moments: tuple[str, ...]
+) -> list[str]:
+    """Wishes that only this engine carries out, which `engine` would have to ignore; it has these forms of moments."""
+    shares = {"--gpu-fraction": place.gpu_fraction, "--ram-fraction": place.ram_fraction}
+    mistakes = [
+        f"{flag} {share:g} with the {engine} engine: it keeps the optimizer state wholly in one place; only --engine "
+        "tiered divides it"
+        for flag, share in shares.items()
+        if share != "auto"
+    ]
+    if place.gradients != "auto":
+        mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
+    if model.offload_activations == "nvme":
+        mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
+    if optim.states not in moments:
+        mistakes.append(f"optim.states={optim.states} belongs to --engine tiered, not to {engine}")
+    if optim.name != "adamw":
+        mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
+    if optim.kernel != "auto":
+        mistakes.append(f"optim.kernel={optim.kernel} belongs to --engine tiered, not to {engine}")
+    return mistakes

@@ -1,0 +1,150 @@
+"""What `auto` takes of the update's ways, by seconds, bytes and what a run allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plans import GB, SHAPES, machine, wish
+from test_time import timed
+
+from offload_trainer.errors import UserError
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.ways import FORWARD, FULL, OFF, REMAINDER
+from offload_trainer.units import format_seconds
+
+SHAPE = SHAPES["gpt2-medium"]
+BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take as long
+DRIVES = ("--ram-fraction", "0", "--micro-batch", "1", "--seq-len", "128", "--params", "gpu")  # these take nearly all
+
+
+def planned(*words: str, on: MachineProfile | None = None, **more: object) -> Plan:
+    return make_plan(wish(*words), SHAPE, on or timed(), **more)  # type: ignore[arg-type]
+
+
+def sizes(plan: Plan) -> TierSizes:
+    assert isinstance(plan.sizes, TierSizes)
+    return plan.sizes
+
+
+@pytest.mark.parametrize(("words", "way"), [(BOTH, FULL), (DRIVES, REMAINDER)])
+def test_the_fastest_is_taken_and_the_others_stand_beside_it(words: tuple[str, ...], way: str) -> None:
+    """Each with the seconds that a plan has where it is asked for."""
+    plan = planned(*words)
+    masters = {REMAINDER: "tiered.overlap=auto"}
+    steps = {one: planned(*words, one, masters.get(one, "tiered.masters=fp32")).forecast.step for one in _ALL}
+    assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(step) for one, step in steps.items()}
+    assert plan.way == way == min(steps, key=lambda one: steps[one] or 0.0)
+    assert plan.forecast.step == pytest.approx(steps[way])
+    assert (sizes(plan).places, sizes(plan).ahead, sizes(plan).remainders) == (
+        1 + (way == FULL),
+        way == FULL,
+        way != FULL,
+    )
+    said = next(line for line in plan.describe().splitlines() if f"auto takes {way}" in line)
+    for one, step in steps.items():
+        assert (f"{one} {format_seconds(step or 0.0)}" in said) == (one != way)
+    taken = [one["words"] for one in plan.to_json()["ways"] if one["taken"]]
+    assert taken == [way]
+
+
+_ALL = (OFF, FORWARD, FULL, REMAINDER)
+
+
+def test_what_gains_less_than_a_twentieth_is_not_taken() -> None:
+    plan = planned(*DRIVES, "tiered.masters=fp32")
+    steps = {one.words: one.seconds or 0.0 for one in plan.ways}
+    assert 0.95 * steps[OFF] < steps[FULL] < steps[OFF]
+    assert plan.way == OFF
+    assert sizes(plan).places == 1
+
+
+def test_two_places_only_where_the_disk_has_room() -> None:
+    second = next(item.bytes for item in planned(*BOTH).items if item.name == "state of the step before")
+    need = planned(*BOTH).tiers["/ssd"]["need"]
+    drive = timed().drives[0]
+    for free, way in ((need, FULL), (need - 1, REMAINDER), (need - second, REMAINDER)):
+        plan = planned(*BOTH, on=replace(timed(), drives=(replace(drive, free_bytes=free),)))
+        assert plan.fits
+        assert plan.way == way
+        assert ("auto leaves out tiered.overlap=full: /ssd needs" in plan.describe()) == (way != FULL)
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (("tiered.places=1",), {OFF, FORWARD, REMAINDER}),
+        (("tiered.places=2",), {OFF, FORWARD, FULL}),
+        (("tiered.masters=fp32",), {OFF, FORWARD, FULL}),
+        (("tiered.masters=remainder",), {OFF, FORWARD}),
+        (("tiered.overlap=forward",), {FORWARD, REMAINDER}),
+        (("tiered.overlap=off",), {OFF, REMAINDER}),
+        (("tiered.overlap=full",), set()),
+    ],
+)
+def test_what_is_asked_for_is_not_chosen_otherwise(words: tuple[str, ...], left: set[str]) -> None:
+    plan = planned(*BOTH, *words)
+    assert {way.words for way in plan.ways} == left
+    if "tiered.masters=remainder" in words:
+        assert sizes(plan).remainders
+    elif "tiered.overlap=full" in words:
+        assert sizes(plan).ahead
+    else:
+        assert plan.way in left
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "out"),
+    [
+        ((), {"world": 2}, {REMAINDER: "2 ranks"}),
+        ((), {"saves": False}, {REMAINDER: "a session's masters", FULL: "a session knows"}),
+        (("--dtype", "fp32"), {}, {REMAINDER: "--dtype fp32"}),
+    ],
+)
+def test_what_a_run_does_not_allow_is_left_out_and_named(
+    words: tuple[str, ...], more: dict[str, object], out: dict[str, str]
+) -> None:
+    here = replace(
+        timed(), rates=replace(timed().rates, matmul={name: timed().rates.matmul["bf16"] for name in _DTYPES})
+    )
+    plan = planned(*BOTH[:4], *words, on=here, **more)
+    for way, why in out.items():
+        assert plan.way != way
+        assert next(one.why_not for one in plan.ways if one.words == way).startswith(way)
+        assert why in next(line for line in plan.describe().splitlines() if f"auto leaves out {way}" in line)
+        with pytest.raises(UserError, match=way):
+            planned(*words, way, on=here, **more)
+
+
+_DTYPES = ("bf16", "fp32")
+
+
+def test_nothing_is_chosen_by_seconds_that_nobody_knows_or_without_drives() -> None:
+    for plan in (planned(*BOTH, on=machine()), planned("--ram-fraction", "1", "--params", "gpu")):
+        assert plan.ways == ()
+        assert (sizes(plan).places, sizes(plan).remainders) == (1, False)
+
+
+def test_fewer_bytes_are_taken_where_nothing_fits_without() -> None:
+    words = ("--ram-fraction", "1", "--params", "gpu")
+    whole, short = planned(*words, "tiered.masters=fp32"), planned(*words, "tiered.masters=remainder")
+    between = (whole.tiers["ram"]["need"] + short.tiers["ram"]["need"]) // 2
+    for on in (machine(ram=between), replace(timed(), ram_bytes=between)):
+        plan = planned(*words, on=on)
+        assert plan.fits
+        assert plan.way == REMAINDER
+    assert not planned(*words, on=machine(ram=GB)).fits
+
+
+@pytest.mark.parametrize("way", _ALL)
+def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
+    """By a plan with as many, which come by accumulation."""
+    found = next(one for one in planned(*DRIVES).ways if one.words == way)
+    assert found.tokens
+    words = [*DRIVES, way, *(["tiered.masters=fp32"] if way != REMAINDER else [])]
+    many = planned(*words, "--accumulate", str(round(found.tokens / 128))).forecast
+    assert many.step
+    assert ((many.seconds["update"] or 0.0) - many.hidden) / many.step == pytest.approx(0.1, rel=0.03)

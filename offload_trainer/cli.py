@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 from offload_trainer import __version__
 from offload_trainer.errors import Elsewhere, Stopped, TrainerError, UserError, exit_code, explain, reason
@@ -20,8 +19,8 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once
 from offload_trainer.streams import lasting_streams
-from offload_trainer.units import format_bytes, parse_bytes, shown
-from offload_trainer.usage import help_text, take_command, take_count, take_switches, take_value
+from offload_trainer.units import format_bytes, shown
+from offload_trainer.usage import export_wish, help_text, take_command, take_count, take_switches, take_value
 
 
 def main(words: list[str] | None = None) -> int:
@@ -83,12 +82,16 @@ def _train(words: list[str]) -> None:
 
 
 def _plan(words: list[str]) -> None:
-    as_json = bool(take_switches(words, "--json"))
+    switches = take_switches(words, "--json", "--parallel")
+    as_json, parallel = "--json" in switches, "--parallel" in switches
     name, nodes = take_value(words, "--machine"), take_value(words, "--nodes")
     if name is None and nodes is not None:
         raise UserError(
             "--nodes belongs to --machine, whose links say what is between them: `plan --machine NAME|FILE`"
         )
+    if parallel:
+        _compare_modes(words, name, nodes, as_json=as_json)
+        return
     if name is None:
         _print_plan(words, as_json=as_json)
         return
@@ -108,6 +111,21 @@ def _plan(words: list[str]) -> None:
     plan = plan_elsewhere(config, machine)
     _show(plan, as_json=as_json)
     plan.refuse(force=config.placement.force)
+
+
+def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_json: bool) -> None:
+    """Every way to divide a step over ranks. UserError where none of them fits."""
+    from offload_trainer.plan.machine import read_machine
+    from offload_trainer.run.planning import compare_modes, described
+
+    machine = None
+    if name is not None:
+        machine, words = described(read_machine(name), words)
+    config = load_config(words)
+    _quiet(loads=machine is None)
+    found = compare_modes(config, machine, nodes)
+    print(json.dumps(found.to_json(), indent=1) if as_json else shown(found.describe()), flush=True)
+    found.refuse()
 
 
 def _print_plan(words: list[str], *, as_json: bool) -> Plan:
@@ -237,38 +255,6 @@ def _export(words: list[str]) -> None:
         _say(f"note: {note}")
     told = f"exported {done.source} in {wish['dtype']} to {wish['destination']}: {format_bytes(done.bytes)}{compared}"
     print(shown(told))
-
-
-def export_wish(words: list[str]) -> dict[str, Any]:
-    """What the words after `export` ask for: the arguments of `export.weights.export`. UserError for mistakes."""
-    refuse_unwritable(words)
-    switches = take_switches(words, "--check", "--mixed")
-    dtype = take_value(words, "--dtype") or "fp16"
-    largest = take_value(words, "--max-shard-size")
-    if unknown := [word for word in words if word.startswith("-")]:
-        known = "--dtype, --max-shard-size, --check, --mixed"
-        raise UserError(f"export: {unknown[0]}: there is no such flag; known: {known}")
-    gguf = bool(words) and words[-1].endswith(".gguf")
-    dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
-    if len(words) != 2:
-        given = ", ".join(map(shown, words)) or "nothing"
-        raise UserError(f"export needs SOURCE and DEST; got {given}. `offload-train export --help` says more")
-    if dtype not in dtypes:
-        what = "a GGUF file" if gguf else "a Hugging Face directory"
-        raise UserError(f"--dtype {dtype}: {what} can be had with --dtype {', '.join(dtypes)}")
-    if gguf and largest:
-        raise UserError("--max-shard-size is for directories of safetensors, and DEST is one GGUF file")
-    shard_bytes = parse_bytes(largest or "5GB")
-    if not shard_bytes:
-        raise UserError(f"--max-shard-size {largest}: a number with a unit, such as 500MB or 5GB")
-    return {
-        "source": Path(words[0]),
-        "destination": Path(words[1]),
-        "dtype": dtype,
-        "shard_bytes": shard_bytes,
-        "check": "--check" in switches,
-        "mixed": "--mixed" in switches,
-    }
 
 
 def _sample(words: list[str]) -> None:

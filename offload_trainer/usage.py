@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.settings import FLAGS, describe_key
+from offload_trainer.settings import FLAGS, describe_key, refuse_unwritable
+from offload_trainer.units import parse_bytes, shown
 
 _CONFIG = "[CONFIG.yaml] [flags] [section.key=value ...]"
 
@@ -41,6 +43,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
                 "plan for another machine: one that comes with the package, or what `bench --json` printed",
             ),
             ("--nodes K[,K...]", "for K of them, with --gpus ranks on each; several K: weak scaling, a line each"),
+            ("--parallel", "compare the ways to divide a step over the ranks: ZeRO, tensor, sequence, pipeline"),
         ),
         "Nothing is written. 0: it fits; 2: it does not.",
     ),
@@ -225,3 +228,35 @@ def take_count(words: list[str], name: str, *, otherwise: int) -> int:
     if not text.isdigit() or not int(text):
         raise UserError(f"{name} {text}: it should be a whole number, at least 1")
     return int(text)
+
+
+def export_wish(words: list[str]) -> dict[str, Any]:
+    """What the words after `export` ask for: the arguments of `export.weights.export`. UserError for mistakes."""
+    refuse_unwritable(words)
+    switches = take_switches(words, "--check", "--mixed")
+    dtype = take_value(words, "--dtype") or "fp16"
+    largest = take_value(words, "--max-shard-size")
+    if unknown := [word for word in words if word.startswith("-")]:
+        known = "--dtype, --max-shard-size, --check, --mixed"
+        raise UserError(f"export: {unknown[0]}: there is no such flag; known: {known}")
+    gguf = bool(words) and words[-1].endswith(".gguf")
+    dtypes = ("fp16", "fp32", "q8_0") if gguf else ("fp16", "bf16", "fp32")
+    if len(words) != 2:
+        given = ", ".join(map(shown, words)) or "nothing"
+        raise UserError(f"export needs SOURCE and DEST; got {given}. `offload-train export --help` says more")
+    if dtype not in dtypes:
+        what = "a GGUF file" if gguf else "a Hugging Face directory"
+        raise UserError(f"--dtype {dtype}: {what} can be had with --dtype {', '.join(dtypes)}")
+    if gguf and largest:
+        raise UserError("--max-shard-size is for directories of safetensors, and DEST is one GGUF file")
+    shard_bytes = parse_bytes(largest or "5GB")
+    if not shard_bytes:
+        raise UserError(f"--max-shard-size {largest}: a number with a unit, such as 500MB or 5GB")
+    return {
+        "source": Path(words[0]),
+        "destination": Path(words[1]),
+        "dtype": dtype,
+        "shard_bytes": shard_bytes,
+        "check": "--check" in switches,
+        "mixed": "--mixed" in switches,
+    }

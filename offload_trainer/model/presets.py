@@ -81,6 +81,8 @@ def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2) -> ModelShape:
         vocabulary=config["vocab_size"],
         context=config["n_positions"],
         attention=(2 * hidden,) * layers,
+        heads=config["n_head"],
+        key_heads=config["n_head"],
         on_gpu=(counted := gpt2_activations(config, item_bytes=item_bytes)),
         on_cpu=counted,
     )

@@ -301,6 +301,8 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
         vocabulary=text.vocab_size,
         context=_context(text),
         attention=attention_widths(model, blocks),
+        heads=_count(text, "num_attention_heads"),
+        key_heads=_count(text, "num_key_value_heads") or _count(text, "num_attention_heads"),
         on_gpu=on_gpu,
         on_cpu=on_cpu,
         can_checkpoint=model.supports_gradient_checkpointing,
@@ -308,6 +310,12 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
         packed=packed,
         notes=_notes(model, section, whole_logits=whole),
     )
+
+
+def _count(text: Any, name: str) -> int:
+    """A number of a configuration; 0 where it has none, or each block its own."""
+    found = 0 if getattr(text, "is_heterogeneous", False) else getattr(text, name, None)
+    return found if isinstance(found, int) else 0
 
 
 def _context(text: Any) -> int:

@@ -114,6 +114,14 @@ class DeepSpeed:
         return found or [fallback]
 
 
+def stock_update_rate(work: Workload, machine: MachineProfile) -> float | None:
+    """Parameters a second of DeepSpeedCPUAdam on a node; None where nothing was timed."""
+    rate, stock = update_rate(work, machine), machine.rates.update.get("deepspeed")
+    if rate is None:
+        return None
+    return stock.value if stock else rate * _SPEED
+
+
 @dataclass(frozen=True)
 class DeepSpeedCandidate:
     """One placement, with sizes worked out for it."""
@@ -256,10 +264,7 @@ class DeepSpeedCandidate:
     def _update(self) -> list[Bound]:
         if self.machine.gpu is not None and self.placement.optimizer == "gpu":
             return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
-        count, rate = self._trained, update_rate(self.work, self.machine)
-        stock = self.machine.rates.update.get("deepspeed")
-        if rate is not None:
-            rate = stock.value if stock else rate * _SPEED
+        count, rate = self._trained, stock_update_rate(self.work, self.machine)
         seconds = None if rate is None else count / rate + UPDATE_START
         return [Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")]
 

@@ -48,6 +48,8 @@ class ModelShape:
     vocabulary: int
     context: int
     attention: tuple[int, ...] = ()  # of each block: heads x (size of a key + size of a value)
+    heads: int = 0  # of attention; 0: not known
+    key_heads: int = 0  # of keys and values, which several of those may share
     on_gpu: Activations | None = None  # what forward and backward hold; None: it could not be counted
     on_cpu: Activations | None = None  # the same with a CPU's kernels
     can_checkpoint: bool = True  # whether its blocks can be checkpointed

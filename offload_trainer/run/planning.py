@@ -5,6 +5,7 @@ A preset on a described machine needs no torch; everything else counts on transf
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,14 +14,18 @@ from typing import Any
 from offload_trainer.config import ModelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
-from offload_trainer.plan.choose import settle_and_plan
+from offload_trainer.plan.auto import row_length
+from offload_trainer.plan.card import refuse_card, with_dtype_of_card
+from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.parallel_table import Comparison, compare
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.launch import ranks_of_environment
 
 _MOST_NODES = 1024
+_MICRO = (16, 4, 1)  # rows of a micro-batch that the tiered engine is compared with, the first of them that fits
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,41 @@ def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> li
         settle_and_plan(config, shape, machine, world=gpus * count, nodes=count)[1]
         for count in sorted(set(map(int, counts)))
     ]
+
+
+def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: str | None) -> Comparison:
+    """Every way to divide the step over the ranks of `nodes` machines as described; None: over --gpus ranks here.
+
+    UserError where that is one rank, or for what is no number of machines.
+    """
+    if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
+        raise UserError(f"--nodes {nodes}: of --parallel a whole number from 1 to {_MOST_NODES}")
+    if machine is None:
+        here, gpus = machine_here(config.placement.nvme, output=config.save.output), config.placement.gpus
+    else:
+        here = machine
+        gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
+    count = here.nodes if nodes is None else int(nodes)
+    if gpus * count == 1:
+        raise UserError("--parallel compares ways to divide a step over ranks, and there is one: add --gpus N")
+    shape = _shape_elsewhere(config)
+    config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
+    refuse_card(here, dtype=config.model.dtype)
+
+    def ours(tokens: int) -> Plan | None:
+        rows, left = divmod(tokens, gpus * count * row_length(config.data.seq_len, shape))
+        if left or not rows:
+            return None
+        place = config.placement.model_copy(update={"engine": "tiered"})
+        for micro in sorted({math.gcd(rows, most) for most in _MICRO}, reverse=True):
+            train = config.train.model_copy(update={"micro_batch": micro, "accumulate": rows // micro})
+            wish = config.model_copy(update={"train": train, "placement": place})
+            plan = make_plan(wish, shape, here, world=gpus * count, nodes=count, saves=False)
+            if plan.fits:
+                break
+        return plan
+
+    return compare(workload(config, shape, world=gpus * count, nodes=count, saves=False), here, ours=ours)
 
 
 def _shape_elsewhere(config: TrainConfig) -> ModelShape:

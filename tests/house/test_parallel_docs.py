@@ -1,0 +1,40 @@
+"""docs/parallel.md: its tables are what its commands print, and what it says of them stands in them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from write_parallel_docs import PAGE, filled  # noqa: E402
+
+PARTS = {part.splitlines()[0]: part for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)}
+
+
+@pytest.mark.parametrize("part", [name for name in PARTS if "```text" in PARTS[name]])
+def test_a_table_is_what_its_command_prints(part: str) -> None:
+    assert filled(PARTS[part]) == PARTS[part]
+
+
+def rows(part: str) -> list[list[str]]:
+    """Of each table of a part the modes that fit, from the fastest on."""
+    tables = re.findall(r"^```text\n.*?\n(.*?)^```", PARTS[part], re.MULTILINE | re.DOTALL)
+    return [[line.split("  ")[0] for line in table.splitlines()[1:] if not line.startswith("  ")] for table in tables]
+
+
+def test_the_answers_are_the_tables() -> None:
+    many, few = rows("One node with NVLink")
+    assert many[0].startswith("ZeRO-")
+    assert many.index("ZeRO-3 over 8") < many.index("tensor 2 x ZeRO-1 over 4") < many.index("tensor 8")
+    assert few.index("tensor 2 x ZeRO-1 over 4") < few.index("ZeRO-3 over 8")
+    (pcie,) = rows("One node with PCIe")
+    assert pcie.index("ZeRO-3 over 4") < pcie.index("tensor 4")
+    (slow,) = rows("Two nodes over 10 Gb/s")
+    assert slow[0].startswith("pipeline")
+    assert slow.index("tensor 4 x ZeRO-1 over 2") < slow.index("ZeRO-3 over 8") < slow.index("tensor 8")
+    assert slow[-1] == "tensor 8"

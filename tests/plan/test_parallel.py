@@ -1,0 +1,256 @@
+"""Ways to divide a step over ranks: bytes against simulated collectives and by hand, memory, seconds, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from plans import GB, SHAPES, machine, wish
+
+from offload_trainer.cli import main
+from offload_trainer.plan.choose import workload
+from offload_trainer.plan.exchange import zero_links
+from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
+from offload_trainer.plan.parallel import Flow, Mode, columns, flows, modes, refusal, weights_held
+from offload_trainer.plan.parallel_cost import priced, stock_rates
+from offload_trainer.plan.shape import Weight
+from offload_trainer.plan.workload import Workload
+
+SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
+
+
+def rate(value: float) -> Rate:
+    return Rate(value, "assumed", "for a test")
+
+
+def here(*, gpu: int = 80 * GB, **links: Rate) -> MachineProfile:
+    ways = {way: rate(1e10) for way in ("to_device", "from_device", "both_ways")}
+    rates = Rates(matmul={"bf16": rate(1e14)}, memory=rate(1e11), update={"native": rate(1e9)}, **ways)
+    return replace(machine(gpu=gpu, ram=500 * GB), rates=rates, links=Links(**links))
+
+
+def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
+    return workload(wish(*words), SHAPE, world=world, nodes=nodes, saves=False)
+
+
+def moved(mode: Mode, step: Workload) -> dict[tuple[str, str], Flow]:
+    held = weights_held(mode, SHAPE)
+    return {(one.what, one.phase): one for one in flows(mode, step, held=held, trained=held)}
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tuple[float, float]:
+    """Of one byte of data on each rank: what a rank sends, what the ranks of a node send to other nodes.
+
+    Message by message, over all groups: a ring's n - 1 turns of a part each to the next; each pair of an all-to-all;
+    all of it to the next stage.
+    """
+    sent: Counter[int] = Counter()
+    out: Counter[int] = Counter()
+    for first in (rank for rank in range(world) if rank // apart % group == 0):
+        ranks = [first + place * apart for place in range(group)]
+        pairs = {
+            "ring": [(a, b, 1 / group) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)] * (group - 1),
+            "all-to-all": [(a, b, 1 / group) for a in ranks for b in ranks if a != b],
+            "send": [(a, b, 1.0) for a, b in pairwise(ranks)],
+        }[kind]
+        for a, b, size in pairs:
+            sent[a] += size  # type: ignore[assignment]
+            if a // here != b // here:
+                out[a // here] += size  # type: ignore[assignment]
+    return max(sent.values()), max(out.values(), default=0.0)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all-to-all", "send"])
+@pytest.mark.parametrize("here", [1, 2, 4, 8, 16])
+def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, here: int) -> None:
+    world = 16
+    for group in (2, 4, 8, 16):
+        for apart in (1, 2, 4, 8):
+            if group * apart > world:
+                continue
+            gpu, network = simulated(group, apart, here=here, world=world, kind=kind)
+            flow = Flow("", "forward", gpu, 1, group, apart, kind)  # type: ignore[arg-type]
+            assert flow.network(here) == pytest.approx(network), (group, apart)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_zero_by_itself_moves_what_the_plan_of_stock_deepspeed_says(stage: int, nodes: int) -> None:
+    step = work("--accumulate", "3", nodes=nodes)
+    found = Counter[tuple[str, str]]()
+    for one in moved(Mode(data=8, stage=stage), step).values():
+        found["gpus", one.phase] += round(one.bytes)
+        if nodes > 1:
+            found["network", one.phase] += round(one.network(step.here))
+    planned = {(one.place, one.phase): one.read for one in zero_links(step, stage=stage)}
+    assert set(found) == set(planned)
+    for place, size in planned.items():
+        assert found[place] == pytest.approx(size, abs=3)
+
+
+def test_zero_1_scatters_once_a_step() -> None:
+    found = moved(Mode(data=4, tensor=2), work("--accumulate", "3"))
+    held = weights_held(Mode(data=4, tensor=2), SHAPE)
+    assert found["scattered gradients", "backward"].bytes == pytest.approx(3 / 4 * 2 * held)
+    assert found["new weights", "update"].bytes == pytest.approx(3 / 4 * 2 * held)
+
+
+def test_tensor_parallel_by_hand() -> None:
+    """gpt2-medium: 4 matrices a block, 2 of them by columns; 24 blocks, states of 1024 in bf16."""
+    step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.checkpointing=off")
+    found = moved(Mode(tensor=8), step)
+    each = 2 * 7 / 8 * 2 * (2 * 512) * 1024
+    assert columns(SHAPE) == 2
+    assert found["all-reduces", "forward"].bytes == pytest.approx(5 * 24 * 2 * each)
+    assert found["all-reduces", "backward"].bytes == pytest.approx(5 * 24 * 2 * each)
+    again = replace(step, checkpointing=True)
+    assert moved(Mode(tensor=8), again)["all-reduces", "backward"].bytes == pytest.approx(5 * 24 * 3 * each)
+    matrices = 24 * 12 * 1024**2
+    rest = SHAPE.parameters - matrices
+    assert weights_held(Mode(tensor=8), SHAPE) == matrices // 8 + rest
+
+
+def test_sequence_and_pipeline_by_hand() -> None:
+    step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.checkpointing=off")
+    found = moved(Mode(sequence=4, data=2), step)
+    each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # of queries, as of keys, values and results: 16 heads of 64
+    assert found["all-to-alls", "forward"].bytes == pytest.approx(4 * 24 * 4 * each)
+    fewer = replace(step, shape=replace(SHAPE, heads=16, key_heads=4))
+    held = weights_held(Mode(sequence=4), SHAPE)
+    shared = next(one for one in flows(Mode(sequence=4), fewer, held=held, trained=held) if one.kind == "all-to-all")
+    assert shared.bytes == pytest.approx(4 * 24 * (2 + 2 / 4) * each)
+    sends = moved(Mode(pipeline=4, data=2), step)["sends", "backward"]
+    assert sends.bytes == 4 * 2 * (2 * 512) * 1024
+    ends = weights_held(Mode(pipeline=4, data=2), SHAPE)
+    embeddings = (SHAPE.vocabulary + SHAPE.context) * 1024
+    assert ends == 6 * (SHAPE.parameters - embeddings - 2 * 1024) // 24 + embeddings
+
+
+# -- memory and seconds -----------------------------------------------------------------------------------------------
+
+
+def test_memory_of_weights_gradients_and_state() -> None:
+    step = work("--accumulate", "1", "--micro-batch", "1")
+    fast = here(between_gpus=rate(1e11), network=rate(1e10))
+    stock, p = stock_rates(step, fast), SHAPE.parameters
+    by_mode = {mode: priced(mode, step, fast, stock).memory for mode in (Mode(data=8), Mode(data=8, stage=2))}
+    one, two = by_mode.values()
+    assert one["weights"] == two["weights"] == 2 * p
+    assert one["gradients"] == pytest.approx(2 * p)
+    assert two["gradients"] == pytest.approx(2 * p / 8, rel=1e-6)
+    assert one["masters and moments"] == two["masters and moments"] == pytest.approx(12 * p / 8, rel=1e-6)
+    three = priced(Mode(data=8, stage=3), step, fast, stock).memory
+    assert three["weights"] == pytest.approx(2 * p / 8 + 4 * SHAPE.largest, rel=1e-6)
+    tensor = priced(Mode(tensor=8), step, fast, stock)
+    assert tensor.memory["masters and moments"] == 12 * weights_held(Mode(tensor=8), SHAPE)
+    assert tensor.memory["activations"] < tensor.micro_batch * one["activations"]
+
+
+def test_state_goes_to_ram_where_the_gpu_is_too_small_and_a_mode_is_refused_where_that_is_not_enough() -> None:
+    step = work("--accumulate", "1", "--micro-batch", "1")
+    link = {"between_gpus": rate(1e11), "network": rate(1e10)}
+    whole = priced(Mode(data=8), step, here(**link), stock_rates(step, here(**link)))
+    assert whole.home == "gpu"
+    small = here(gpu=whole.gpu - 1, **link)
+    found = priced(Mode(data=8), step, small, stock_rates(step, small))
+    assert (found.home, found.lacks) == ("cpu", "")
+    assert found.ram > 16 * SHAPE.parameters
+    assert found.offload[0] == found.offload[1] == pytest.approx(2 * SHAPE.parameters / 8, rel=1e-6)
+    less = here(gpu=1 * GB, **link)
+    assert "on each GPU, which has 1 GB" in priced(Mode(data=8), step, less, stock_rates(step, less)).lacks
+
+
+def test_seconds_of_products_links_and_bubbles() -> None:
+    """Without links that take time, all modes compute as long; a pipeline waits; a slow network is waited for."""
+    words = ("--accumulate", "8", "--micro-batch", "1", "model.checkpointing=off")
+    step = work(*words, nodes=2)
+    free = here(between_gpus=rate(1e20), network=rate(1e20))
+    stock = stock_rates(step, free)
+    assert stock.forward is not None
+    whole = priced(Mode(data=8, stage=3), step, free, stock)
+    assert whole.seconds is not None
+    assert whole.seconds["forward"] == pytest.approx(stock.forward, rel=1e-3)
+    piped = priced(Mode(pipeline=4, data=2), step, free, stock)
+    assert piped.seconds is not None
+    turns = piped.accumulate
+    assert piped.seconds["forward"] == pytest.approx(stock.forward * (turns + 3) / turns, rel=1e-3)
+    split = priced(Mode(tensor=4, data=2), step, free, stock)
+    assert split.seconds is not None
+    assert split.seconds["forward"] == pytest.approx(stock.forward * (1 + 3 * stock.head), rel=1e-3)
+    slow = here(between_gpus=rate(1e20), network=rate(1e8))
+    across = priced(Mode(tensor=8), step, slow, stock)
+    assert across.step is not None
+    assert across.step > across.network / 1e8 * 0.999
+    unknown = here(between_gpus=rate(1e20))
+    assert priced(Mode(tensor=4, data=2), step, unknown, stock).step is None
+    assert priced(Mode(tensor=4, data=2), work(*words), unknown, stock).step is not None
+
+
+# -- which there are --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_divided_is_named() -> None:
+    def told(mode: Mode, rows: int = 16, **changed: object) -> str:
+        return refusal(mode, replace(SHAPE, **changed), rows=rows, seq_len=512)  # type: ignore[arg-type]
+
+    assert told(Mode(tensor=8)) == ""
+    assert told(Mode(tensor=32)) == "16 attention heads are not a multiple of 32"
+    assert told(Mode(tensor=8), key_heads=4) == "4 heads of keys and values are not a multiple of 8"
+    assert told(Mode(sequence=3)) == "16 attention heads are not a multiple of 3"
+    assert "not a multiple of 3 data" in told(Mode(data=3))
+    assert told(Mode(pipeline=32)) == "24 blocks for 32 ranks"
+    experts = Weight("h.0.experts", (4, 8, 8), unit="h.0", block=True)
+    assert "experts" in told(Mode(tensor=2), weights=(*SHAPE.weights, experts))
+    assert told(Mode(sequence=16), heads=0) == ""
+
+
+def test_every_mode_uses_every_rank_once() -> None:
+    for world in (2, 4, 6, 8, 16):
+        found = list(modes(world))
+        assert len(found) == len(set(found))
+        assert {one.data * one.tensor * one.sequence * one.pipeline for one in found} == {world}
+        assert len({one.name for one in found}) == len(found)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+WORDS = ["plan", "--parallel", "--model", "gpt2-medium", "--micro-batch", "1", "--accumulate", "16"]
+
+
+def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of seconds, each with its bytes; JSON; ours among them."""
+    assert main([*WORDS, "--machine", "4xrtx4090-10gbe", "--nodes", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks"], found["nodes"], found["tokens_per_step"]) == (8, 2, 8 * 16 * 1024)
+    fit = [row for row in found["modes"] if not row["lacks"]]
+    assert [row["seconds"] for row in fit] == sorted(row["seconds"] for row in fit)
+    assert found["fastest"] == fit[0]["name"]
+    assert found["wins"][0]["tokens_per_step"] == 8 * 1024
+    by_name = {row["name"]: row for row in found["modes"]}
+    assert by_name["tiered, 8 ranks"]["words"] == "--engine tiered"
+    assert by_name["ZeRO-3 over 8"]["network_bytes"] > by_name["pipeline 2 x ZeRO-1 over 4"]["network_bytes"] > 0
+    assert by_name["ZeRO-3 over 8"]["link_bytes"] == 0 < by_name["ZeRO-3 over 8"]["pcie_bytes"]
+    assert main([*WORDS, "--machine", "8xh100-80gb"]) == 0
+    told = capsys.readouterr().out
+    assert "tensor 2 x ZeRO-1 over 4" in told
+    assert "fastest from 8.19 k tokens a step on: " in told
+    assert "assumed: between GPUs: 360 GB/s each way" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--machine", "8xh100-80gb", "--gpus", "1"], "there is one: add --gpus N"),
+        (["--machine", "8xh100-80gb", "--nodes", "1,2"], "--nodes 1,2: of --parallel a whole number"),
+        (["--machine", "8xh100-80gb", "--nodes", "0"], "--nodes 0"),
+    ],
+)
+def test_a_mistake_is_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, *words]) == 2
+    assert told in capsys.readouterr().err

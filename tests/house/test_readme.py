@@ -1,7 +1,8 @@
 """Every command of the README and of docs/ is understood, plans are made, and every file that they name is there.
 
 What is run as it stands: README's quickstart from a wheel (tests/tools/test_newcomer.py), docs/scaling.md
-(test_scaling_docs.py), the Python of docs/library.md, docs/integrations.md and the README (tests/library), and here
+(test_scaling_docs.py), docs/parallel.md (test_parallel_docs.py), the Python of docs/library.md,
+docs/integrations.md and the README (tests/library), and here
 what needs no run and no drive. The others are parsed with today's keys: PARSED says why that is all.
 """
 
@@ -20,7 +21,8 @@ from offload_trainer.run.recipes import recipes
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-ELSEWHERE = {"docs/scaling.md", "docs/log.md"}  # run by a test of its own; what was tried, not what to do
+# Run by tests of their own; what was tried, not what to do.
+ELSEWHERE = {"docs/scaling.md", "docs/parallel.md", "docs/log.md"}
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES if page not in ELSEWHERE}
 COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?(offload-train (?:.*\\\n)*.*)$|`(offload-train [^`]+)`", re.MULTILINE)

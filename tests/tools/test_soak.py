@@ -20,8 +20,8 @@ from trials import Difference, compare_file, verify_checkpoint  # noqa: E402
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    """Two rounds; `bench` and `tune` take too long here."""
-    words = ["--seed", "3", "--rounds", "2", "--kinds", "gpt2-fp16-accumulate,experts-bf16-moments"]
+    """One round; `bench` and `tune` take too long here."""
+    words = ["--seed", "3", "--rounds", "1", "--kinds", "gpt2-fp16-accumulate"]
     done = subprocess.run(
         [sys.executable, SCRIPTS / "soak.py", *words, "--without", "bench,tune", "--directory", tmp_path],
         capture_output=True,
@@ -31,7 +31,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "| rounds | 2 |" in done.stdout
+    assert "| rounds | 1 |" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,7 @@
-"""A device and a drive whose copies and reads complete late and out of order: whoever does not wait reads old bytes."""
+"""A device and a drive whose copies and reads complete late and out of order: whoever does not wait reads old bytes.
+
+`HeldWrites` holds some writes back, and sees who asks for their bytes before they have arrived.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 
 from offload_trainer.offloading.device import Read, Return
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, bytes_of
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of
 
 
 def late(work: Callable[[], None]) -> Future:
@@ -49,6 +52,57 @@ class LateTransfers:
 
     def close(self) -> None:
         pass
+
+
+class HeldWrites(ThreadedTransfers):
+    """The next `hold[name]` writes to files of that name are carried out after `patience` seconds, or at `go`.
+
+    `crossed`: requests in between for the same bytes of a file or of memory, which nobody must make.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hold: dict[str, int] = {}
+        self.patience = 0.5
+        self.go = threading.Event()
+        self.crossed: list[str] = []
+        self.held: list[tuple[DriveFile, int, torch.Tensor]] = []
+        self._lock = threading.Lock()
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        with self._lock:
+            self._look("read", file, offset, buffer)
+        return super().read(file, offset, buffer)
+
+    def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        with self._lock:
+            self._look("written", file, offset, buffer)
+            held = self.hold.get(file.path.name, 0)
+            if held:
+                self.hold[file.path.name] = held - 1
+                self.held.append((file, offset, buffer))
+        return self._held_back(file, offset, buffer) if held else super().write(file, offset, buffer)
+
+    def _held_back(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        future = Future()
+
+        def later() -> None:
+            self.go.wait(self.patience)
+            with self._lock:
+                self.held = [one for one in self.held if one[2] is not buffer]
+                arrived = ThreadedTransfers.write(self, file, offset, buffer)
+            arrived.then(future.finish_part)
+
+        threading.Thread(target=later, daemon=True).start()
+        return future
+
+    def _look(self, verb: str, file: DriveFile, offset: int, buffer: torch.Tensor) -> None:
+        for its, start, memory in self.held:
+            if its is file and start < offset + buffer.nbytes and offset < start + memory.nbytes:
+                self.crossed.append(f"{file.path.name}: {verb} at {offset}")
+            first, other = memory.data_ptr(), buffer.data_ptr()
+            if first < other + buffer.nbytes and other < first + memory.nbytes:
+                self.crossed.append(f"{file.path.name}: the memory of a write is {verb}")
 
 
 class LateDevice:

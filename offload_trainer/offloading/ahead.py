@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from offload_trainer.offloading.decision import Decision
+from offload_trainer.offloading.moving import Sent
 from offload_trainer.plan.layout import Page
-from offload_trainer.storage.transfer import Future
 
 _RECENT, _AT_MOST = 8, 2  # steps; that were other than expected
 
@@ -29,9 +29,7 @@ class Ahead:
 
     def __init__(self, expected: Decision) -> None:
         self.expected = expected
-        self.written: dict[
-            int, Future
-        ] = {}  # pages that were computed: all of them is home, the state in its other place
+        self.written: dict[int, Sent] = {}  # pages that were computed, their state on its way to its other place
         self.began: float | None = None  # when the first came, by the clock of seconds that are hidden
         self.error: BaseException | None = None  # that ended it
 

@@ -70,7 +70,6 @@ class OffloadedModel:
         self.taken = 0  # gradients, ever
         self.closed = False
         self.adds_up = True  # whether several micro-batches may be added up
-        self._expected: Decision | None = None  # what the next step is taken to be, before it is decided
         self._reads_ahead = False  # when the backward begins
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
@@ -227,7 +226,7 @@ class OffloadedModel:
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one master: fp32, whole, on the CPU. `state.put_away` follows the last one."""
-        self.renewal.wait(self.places[name][0].index)
+        self.settle()  # its weight may be home before it is
         return self.state.master(name)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -248,8 +247,7 @@ class OffloadedModel:
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
-                self.updater.begin_ahead(self._expected)
-                self._expected = None
+                self.updater.begin_ahead()
             return_now()  # a forward leaves holes in the heap, and the first gradient, the head's, is a large one
             yield
             self.gradients.end_of_backward(last=last)
@@ -287,7 +285,7 @@ class OffloadedModel:
     def expect(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """Pages on drives are updated in the last backward that follows, as if the step were to be this one."""
         steps = {name: count + 1 for name, count in self.steps.items()}
-        self._expected = self._decision(rules, steps, scale=scale)
+        self.updater.expect(self._decision(rules, steps, scale=scale))
 
     def norm(self) -> float:
         """Global norm of the sums as they are; infinite or NaN if one of them is."""

@@ -4,7 +4,9 @@
 
 Slots are host buffers, each with one page on its way in, ready, or on its way out. A slot whose bytes have left is
 filled again at once, on the thread that saw them leave. Pages come once all gradients are made, in the order of the
-next forward; before that those on drives may be offered, unit by unit, as their gradients are (`offloading/ahead`).
+next forward; before that those on drives may be offered, unit by unit, as their gradients are (`offloading/ahead`), and
+of these, too, what the next forward needs first comes first. Slots that would be empty hold the state of pages whose
+gradients are still to come.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.weights import Weights
 from offload_trainer.plan.routes import Route, host_slot
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import Future, together
+from offload_trainer.storage.transfer import Future, done, together
 
 
 @dataclass
@@ -38,6 +41,14 @@ class Arrived:
     loaded: list[Future]
     slot: int
     after: Any = None  # the device's mark: its gradients are made, and the old weights not needed any more
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A page that was computed, on its way home."""
+
+    weights: Future  # the new ones are where the model finds them
+    whole: Future  # and its state as well
 
 
 class MovingPages:
@@ -63,11 +74,20 @@ class MovingPages:
             for _ in range(min(slots, len(self._routes)))
         ]
         self._free = list(range(len(self._slots)))
-        self._waiting: deque[Route] = deque()
+        self._on_drives: dict[int, list[Route]] = {}  # of each unit
+        for route in self._routes:
+            if route.page.home >= 0:
+                self._on_drives.setdefault(route.page.unit, []).append(route)
+        self._waiting: deque[Route] = deque()  # their gradients are made
+        self._expected: deque[Route] = deque()  # their gradients may come later
+        self._early: list[Arrived] = []  # those of the latter that are in slots, or on their way there
+        self._is_early = False  # whether gradients are still to come
         self._ready: queue.SimpleQueue[Arrived | BaseException | None] = queue.SimpleQueue()
         self._inside: set[int] = set()  # pages in slots that nobody has computed
-        self._early: list[Arrived] | None = None  # pages read before their gradients were known
         self._offered_to: object = None  # the step whose pages are offered before it is decided
+        self._order: list[int] = []  # of its units, or the last such step's
+        self._turns: dict[int, int] = {}  # of each unit, when it was offered to the step before
+        self._overdue: list[Future] = []  # reads of pages whose unit was expected, and has not come
         self._made: dict[int, Any] = {}  # of each unit that was: the device's mark at which its gradients are made
         self._after: Any = None  # that of all the step's gradients
         self._lock = threading.Lock()
@@ -77,11 +97,12 @@ class MovingPages:
 
     def read_ahead(self) -> None:
         """Fill the slots with the first pages' state, while the gradients are still being computed."""
-        if self._early is not None:
-            return  # the last step was skipped: they are still there
+        if not self._is_early:  # or the last step was skipped, and they are still there
+            self._read_early(self._routes)
+
+    def _read_early(self, routes: Sequence[Route]) -> None:
         with self._lock:
-            self._early = []
-            self._waiting.extend(self._routes)
+            self._is_early, self._expected = True, deque(routes)
             free, self._free = self._free, []
         for slot in free:
             self._fill(slot)
@@ -89,26 +110,26 @@ class MovingPages:
     def forget_ahead(self) -> None:
         """Let go of what was read ahead: the state will be another."""
         with self._lock:
-            early, self._early = self._early or [], None
+            early, self._early = self._early, []
+            self._is_early = False
+            self._expected.clear()
             self._waiting.clear()
+            overdue, self._overdue = self._overdue, []
+        together(overdue).wait()
         for page in early:
             together(page.loaded).wait()
             self._let_go(page)
 
     def begin(self, *, after: Any, but: Container[int] = ()) -> None:
         """The gradients are known, once the device has passed `after`: all pages come now, `but` these."""
-        if self._offered_to is None:
-            self.read_ahead()
         with self._lock:
-            early, self._early = self._early or [], None
-            self._after = after
-            free: list[int] = []
-            if self._offered_to is not None:
-                self._offered_to = None
-                self._made.clear()
-                left = (one for one in self._routes if one.number not in self._inside and one.number not in but)
-                self._waiting = deque(left)
-                free, self._free = self._free, []
+            self._after, self._offered_to, self._is_early = after, None, False
+            self._made.clear()
+            self._expected.clear()
+            early, self._early = self._early, []
+            left = (one for one in self._routes if one.number not in self._inside and one.number not in but)
+            self._waiting = deque(left)
+            free, self._free = self._free, []
         for page in early:
             self._complete(page)
         for slot in free:
@@ -124,22 +145,27 @@ class MovingPages:
             raise arrived
         return arrived
 
-    def send(self, page: Arrived, computed: Future, home: Callable[[BaseException | None], None]) -> None:
-        """Start what has changed on its way, once it is computed. `home` is told, then the slot is filled again."""
+    def send(self, page: Arrived, computed: Future) -> Sent:
+        """Start what has changed on its way, once it is computed; when all has left the slot is filled again."""
         with self._lock:
             self._inside.discard(page.route.number)
-        sent = Future()
-        sent.then(home)
-        sent.then(lambda error: self._refill(page.slot, error))
+        sent = Sent(Future(), Future())
+        sent.whole.then(lambda error: self._refill(page.slot, error))
         computed.then(lambda error: self._leave(page, sent, error))
+        return sent
 
     # -- before the step is decided -----------------------------------------------------------------------------------
 
     def expect(self, step: object) -> None:
-        """From now on pages may be offered to this step. `interrupt`, then `begin` or `withdraw`, ends that."""
+        """From now on pages may be offered to this step, and their state is read in the order of the last one's offers.
+        `interrupt`, then `begin` or `withdraw`, ends that.
+        """
         self.forget_ahead()
         with self._lock:
             self._offered_to = step
+            order, self._order = self._order, []
+            self._turns = {unit: turn for turn, unit in enumerate(order)}
+        self._read_early([route for unit in order for route in self._on_drives.get(unit, ())])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
         """A unit's gradients are at home, once the device has passed `made`: its pages on drives come now."""
@@ -150,10 +176,31 @@ class MovingPages:
             if step is not self._offered_to:
                 return  # it is decided, and all pages come
             self._made[unit] = made
-            self._waiting += [one for one in self._routes if one.page.unit == unit and one.page.home >= 0]
+            self._order.append(unit)
+            early = [page for page in self._early if page.route.page.unit == unit]
+            self._early = [page for page in self._early if page.route.page.unit != unit]
+            new = [route for route in self._on_drives.get(unit, ()) if route.number not in self._inside]
+            self._waiting = deque(sorted([*self._waiting, *new], key=lambda route: route.number))
+            overdue = self._not_come(self._turns.get(unit, -1))
             free, self._free = self._free, []
+        for page in early:
+            self._complete(page)
         for slot in free:
             self._fill(slot)
+        for page, read in overdue:
+            read.then(partial(self._refill, page.slot))
+
+    def _not_come(self, turn: int) -> list[tuple[Arrived, Future]]:
+        """Early pages that no gradients came for by that turn, and their reads: others have their slots, if need be."""
+        late = {unit for unit, its in self._turns.items() if its <= turn}
+        self._expected = deque(route for route in self._expected if route.page.unit not in late)
+        if self._free or not self._waiting:
+            return []
+        overdue = [(page, together(page.loaded)) for page in self._early if page.route.page.unit in late]
+        self._early = [page for page in self._early if page.route.page.unit not in late]
+        self._inside.difference_update(page.route.number for page, _ in overdue)
+        self._overdue += [read for _, read in overdue]
+        return overdue
 
     def interrupt(self) -> None:
         """Whoever waits for the next page gets None, after those that are there."""
@@ -164,7 +211,7 @@ class MovingPages:
         with self._lock:
             self._offered_to = None
             self._made.clear()
-            self._waiting.clear()
+        self.forget_ahead()
         while self._inside:
             page = self.next(wait=True)
             assert page is not None
@@ -187,11 +234,20 @@ class MovingPages:
     def _fill(self, slot: int) -> None:
         """Start the next page on its way into a slot, or put the slot aside."""
         with self._lock:
-            if not self._waiting:
+            early = not self._waiting
+            coming = self._expected if early else self._waiting
+            if not coming:
                 self._free.append(slot)
                 return
-            route = self._waiting.popleft()
-            self._inside.add(route.number)
+            page = self._begun(coming.popleft(), slot)
+            if early:
+                self._early.append(page)
+                return
+        self._complete(page)
+
+    def _begun(self, route: Route, slot: int) -> Arrived:
+        """A page whose state is on its way into a slot."""
+        self._inside.add(route.number)
         state, gradient, out = self._slots[slot]
         count, through = route.page.elements, route.through_host
         page = Arrived(
@@ -204,11 +260,7 @@ class MovingPages:
         )
         if "state" in through:
             page.loaded.append(self._store.read(route.number, page.state))
-        with self._lock:
-            if self._early is not None:
-                self._early.append(page)
-                return
-        self._complete(page)
+        return page
 
     def _complete(self, page: Arrived) -> None:
         """Read the gradient as well, and where masters need it the old weight; report the page when all is there."""
@@ -221,20 +273,24 @@ class MovingPages:
             page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=page.after))
         together(page.loaded).then(lambda error: self._ready.put(error or page))
 
-    def _leave(self, page: Arrived, sent: Future, error: BaseException | None) -> None:
+    def _leave(self, page: Arrived, sent: Sent, error: BaseException | None) -> None:
         """Runs on a transfer's thread where the device computed the page."""
+        route = page.route
+        where, through = route.page, route.through_host
+        weights = state = done()
         try:
             if error is not None:
                 raise error
-            leaving, route = [], page.route
-            where, through = route.page, route.through_host
-            if "state" in through:
-                leaving.append(self._store.write(route.number, page.state))
             if "weights" in through:
-                leaving.append(self._weights.commit(where.unit, where.start, page.out, after=page.after))
-            together(leaving).then(sent.finish_part)
+                weights = self._weights.commit(where.unit, where.start, page.out, after=page.after)
+            if "state" in through:
+                state = self._store.write(route.number, page.state)
         except BaseException as caught:
-            sent.finish_part(caught)
+            sent.weights.finish_part(caught)
+            sent.whole.finish_part(caught)
+            return
+        weights.then(sent.weights.finish_part)
+        together([weights, state]).then(sent.whole.finish_part)
 
     def _refill(self, slot: int, error: BaseException | None) -> None:
         """Where a transfer's thread must not die of what goes wrong, since who asks for `next` would wait for ever."""

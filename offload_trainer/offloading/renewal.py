@@ -69,7 +69,7 @@ class Renewal:
             self._fail(error)
 
     def told_by(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
-        """What is to be called when so many of a unit's pages are home, or with what went wrong on the way."""
+        """What is to be called when the new weights of so many of a unit's pages are home, or with what went wrong."""
 
         def told(error: BaseException | None) -> None:
             if error is not None:
@@ -113,6 +113,11 @@ class Renewal:
             self._thread.close(patience=1.0)
 
     # -- who needs new weights ----------------------------------------------------------------------------------------
+
+    @property
+    def of_all_ranks(self) -> bool:
+        """Whether a unit is home once other ranks' pages of it are, too."""
+        return self._agree is not None
 
     @property
     def hidden(self) -> float:

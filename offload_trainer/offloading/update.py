@@ -27,7 +27,7 @@ from offload_trainer.offloading.decision import Decision
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.exchange import AnyGradients
 from offload_trainer.offloading.gradients import Gradients
-from offload_trainer.offloading.moving import Arrived, MovingPages
+from offload_trainer.offloading.moving import Arrived, MovingPages, Sent
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.snapshot import PageSnapshot
 from offload_trainer.offloading.store import PageStore
@@ -92,6 +92,8 @@ class Updater:
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
         assert not ahead or (behind and not store.format.remainders)  # their old weights would be gone
+        self._leaving: list[Sent] = []  # of the update under way
+        self._coming: tuple[Ahead, Future] | None = None  # the next step, and that pages may be offered to it
         self._ahead: Ahead | None = None  # what is done of the step that is not decided
         self._thread = Workers(1, "update") if behind else None
         if self._thread is not None and not device.is_cuda:
@@ -139,8 +141,10 @@ class Updater:
     @torch.no_grad()
     def _carry_out(self, step: _Step, at_end: Callable[[], None], ahead: Ahead | None) -> None:
         try:
+            self._leaving = []
             self._walk(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
             self._renewal.wait_for_pages()
+            together([sent.whole for sent in self._leaving]).wait()
             at_end()
         except BaseException as error:
             self._renewal.end(error)
@@ -165,14 +169,19 @@ class Updater:
                 continue
             left -= 1
             path = self._paths[page.route.number]
-            home = self._renewal.told_by(page.route.page.unit)
             if page.route.on_device:
                 with self._device.beside(after=step.after):
                     self._compute_on_device(path, page, step)
-                    self.moving.send(page, self._device.reached(), home)
+                    self._goes_home(page.route, self.moving.send(page, self._device.reached()))
             else:
                 self._compute(path, page, step)
-                self.moving.send(page, done(), home)
+                self._goes_home(page.route, self.moving.send(page, done()))
+
+    def _goes_home(self, route: Route, sent: Sent) -> None:
+        """A forward needs the weights, and the update's end all of it; so do other ranks before they see the unit."""
+        self._leaving.append(sent)
+        home = sent.whole if self._renewal.of_all_ranks else sent.weights
+        home.then(self._renewal.told_by(route.page.unit))
 
     def close(self) -> None:
         """No update is under way when this returns, whatever became of it."""
@@ -182,19 +191,29 @@ class Updater:
 
     # -- before the step is decided -----------------------------------------------------------------------------------
 
-    def begin_ahead(self, expected: Decision | None) -> None:
+    def expect(self, decision: Decision) -> None:
+        """The next step is taken to be this one: state that its backward needs first is read from now on, or once the
+        update under way is over.
+        """
+        assert self._thread is not None
+        ahead, told = Ahead(decision), Future()
+        self._coming = ahead, told
+        self._thread.put(ending(told, partial(self.moving.expect, ahead)))
+
+    def begin_ahead(self) -> None:
         """A step's last backward begins: the first pages are read, or, where it is known what to expect of the step,
         pages on drives are updated as their gradients are complete. `start` or `skip` follows.
         """
-        if expected is None:
+        coming, self._coming = self._coming, None
+        if coming is None:
             self.moving.read_ahead()
             return
         assert self._thread is not None
         assert isinstance(self._gradients, Gradients)
-        self._ahead = ahead = Ahead(expected)
-        self.moving.expect(ahead)
-        self._gradients.watch(partial(self.moving.offer, ahead))
-        self._thread.put(partial(self._go_ahead, ahead))
+        self._ahead, told = coming
+        told.wait()  # or it would hear of the first units too late
+        self._gradients.watch(partial(self.moving.offer, self._ahead))
+        self._thread.put(partial(self._go_ahead, self._ahead))
 
     def skip(self) -> bool:
         """There is no such step: all is as it was when this returns. Whether weights were other ones in between."""
@@ -221,8 +240,7 @@ class Updater:
             while (page := self.moving.next(wait=True)) is not None:
                 ahead.began = ahead.began or time.perf_counter()
                 self._compute(self._paths[page.route.number], page, step)
-                written = ahead.written[page.route.number] = Future()
-                self.moving.send(page, done(), written.finish_part)
+                ahead.written[page.route.number] = self.moving.send(page, done())
         except BaseException as error:
             ahead.error = error
 
@@ -231,9 +249,9 @@ class Updater:
         if ahead.error is not None:
             raise ahead.error
         kept = ahead.kept(step.decision, self._store.pages)
-        together([written for number, written in ahead.written.items() if number not in kept]).wait()
+        together([sent.whole for number, sent in ahead.written.items() if number not in kept]).wait()
         for number in kept:
-            ahead.written[number].then(self._renewal.told_by(self._store.pages[number].unit))
+            self._goes_home(self._paths[number].route, ahead.written[number])
         return kept
 
     def _undo(self, ahead: Ahead) -> None:
@@ -241,7 +259,7 @@ class Updater:
         if ahead.error is not None:
             raise ahead.error
         self.moving.withdraw()
-        together(list(ahead.written.values())).wait()
+        together([sent.whole for sent in ahead.written.values()]).wait()
         self._store.forget_written()
         for number, data in self.moving.read_back(sorted(ahead.written)):
             page = self._store.pages[number]

@@ -129,8 +129,13 @@ def pages_of(
     speeds: Sequence[float],
     gpu_fraction: float = 0.0,
     ranks: int = 1,
+    ahead: bool = False,
 ) -> tuple[Page, ...]:
-    """The pages of all ranks in the order of the elements: each rank's stretches cut, and divided by the shares."""
+    """The pages of all ranks in the order of the elements: each rank's stretches cut, and divided by the shares.
+
+    `ahead`: those on drives are updated as the backward goes on, so RAM takes those first whose gradients come last.
+    """
+    last = next((unit.index for unit in units if unit.block), 0) if ahead else 0
     found = [
         one
         for rank in range(ranks)
@@ -139,29 +144,34 @@ def pages_of(
             ram_fraction=ram_fraction,
             speeds=speeds,
             gpu_fraction=gpu_fraction,
+            last=last,
         )
     ]
     return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
 
 
 def _pages_of_rank(
-    bare: list[Page], *, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float
+    bare: list[Page], *, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float, last: int
 ) -> tuple[Page, ...]:
     """`bare` with homes: `gpu_fraction` of all elements on the device, `ram_fraction` of all in RAM, the rest divided
     as `speeds`.
 
     The device holds the first units, whole but for the last of them, so that their gradients can stay there, and what
-    the next forward needs first is updated where it is needed. RAM and the drives alternate, so that the arithmetic of
-    pages in RAM hides the drives. Both shares are exact to ALIGN elements, rounded up: a page is cut for each. `speeds`
-    has one number a drive and may be empty where the shares make 1.
+    the next forward needs first is updated where it is needed. RAM holds the first `last` units as far as it reaches;
+    then it and the drives alternate, so that the arithmetic of pages in RAM hides the drives. Both shares are exact to
+    ALIGN elements, rounded up: a page is cut for each. `speeds` has one number a drive and may be empty where the
+    shares make 1.
     """
     total = sum(piece.elements for piece in bare)
     on_device = min(total, aligned(int(-(-total * gpu_fraction // 1))))
     left = total - on_device
     divided = round(1 - gpu_fraction - ram_fraction, 9) > 0
     in_ram = min(left, aligned(int(-(-total * ram_fraction // 1)))) if divided else left
-    pages, bare = _first(bare, on_device)
+    pages, bare = _first(bare, on_device, home=DEVICE)
     assert in_ram == left or speeds, "state outside memory needs a drive"
+    whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
+    inside, bare = _first(bare, whole, home=RAM)
+    left, in_ram = left - whole, in_ram - whole
     drives = sum(speeds)
     wanted = {RAM: in_ram / left if left else 1.0}
     wanted |= {drive: (1 - wanted[RAM]) * speed / drives for drive, speed in enumerate(speeds)}
@@ -173,20 +183,20 @@ def _pages_of_rank(
         home = max(wanted, key=lambda home: wanted[home] * done - held[home])
         held[home] += piece.elements
         others.append(replace(piece, home=home))
-    return (*pages, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
+    return (*pages, *inside, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
 
 
-def _first(pages: Sequence[Page], elements: int) -> tuple[list[Page], list[Page]]:
-    """The first `elements` of all pages on the device, and the pages that are left."""
+def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Page], list[Page]]:
+    """The first `elements` of all pages in that home, and the pages that are left."""
     inside: list[Page] = []
     for place, page in enumerate(pages):
         if page.elements > elements:
             if not elements:
                 return inside, list(pages[place:])
-            inside.append(replace(page, elements=elements, home=DEVICE))
+            inside.append(replace(page, elements=elements, home=home))
             rest = replace(page, start=page.start + elements, elements=page.elements - elements)
             return inside, [rest, *pages[place + 1 :]]
-        inside.append(replace(page, home=DEVICE))
+        inside.append(replace(page, home=home))
         elements -= page.elements
     return inside, []
 

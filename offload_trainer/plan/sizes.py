@@ -122,6 +122,7 @@ def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, n
         ram_fraction=sizes.ram_fraction,
         speeds=sizes.speeds,
         ranks=sizes.ranks,
+        ahead=sizes.ahead,
     )
     homes = homes_of(
         units,

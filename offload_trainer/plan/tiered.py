@@ -18,7 +18,15 @@ from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.layout import Homes, Unit, units_of
 from offload_trainer.plan.machine import MachineProfile, update_key
 from offload_trainer.plan.memory import Item
-from offload_trainer.plan.overlap import ahead_of, hidden_seconds, left_after, parts_of
+from offload_trainer.plan.overlap import (
+    ahead_of,
+    hidden_seconds,
+    left_after,
+    parts_left,
+    parts_of,
+    share_on_drives,
+    share_that_is_last,
+)
 from offload_trainer.plan.shares import shares_that_fit
 from offload_trainer.plan.sizes import GradientHome, TierSizes, homes_in, tier_sizes
 from offload_trainer.plan.tiered_items import tiered_items
@@ -288,11 +296,12 @@ class TieredCandidate:
         """With an update that begins behind the backward; `hidden`: seconds of one that does not."""
         micro, gpu = self.work.accumulate, self.machine.gpu is not None
         pages = self._laid_out.pages
-        share = sum(page.elements for page in pages if page.home >= 0) / (sum(page.elements for page in pages) or 1)
-        ahead = ahead_of(found, self.units, on_drives=share, micro_batches=micro, gpu=gpu)
+        share, last = share_on_drives(pages), share_that_is_last(self.units, pages)
+        ahead = ahead_of(found, self.units, on_drives=share, last=last, micro_batches=micro, gpu=gpu)
         left = left_after(found, ahead, on_drives=share)
         early = (found.seconds["update"] or 0.0) - (left.seconds["update"] or 0.0)
-        whole = hidden_seconds(left, parts_of(self.units), micro_batches=micro, gpu=gpu)
+        parts = parts_left(found, left, self.units, last=last)
+        whole = hidden_seconds(left, parts, micro_batches=micro, gpu=gpu)
         whole += max(0.0, early - (ahead.done - ahead.hidden))
         return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=max(0.0, whole - hidden))
 

@@ -13,7 +13,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.overlap import AheadOf, Part, ahead_of, hidden_seconds, left_after
+from offload_trainer.plan.overlap import AheadOf, Part, ahead_of, hidden_seconds, left_after, parts_left, parts_of
 from offload_trainer.plan.ratios import steady_ratios
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.sizes import TierSizes
@@ -120,11 +120,13 @@ def test_more_of_the_update_is_hidden_with_more_tokens() -> None:
 # -- behind the backward --------------------------------------------------------------------------------------------
 
 
-def behind_the_backward(update: float, *bounds: Bound, micro_batches: int = 1, on_drives: float = 1.0) -> AheadOf:
+def behind_the_backward(
+    update: float, *bounds: Bound, micro_batches: int = 1, on_drives: float = 1.0, last: float = 0.0
+) -> AheadOf:
     """Of a backward of 1 s over very many blocks."""
     shape = replace(SHAPES["gpt2"], weights=tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000)))
     found, units = forecast(update, 1.0, *bounds), units_of(shape)
-    return ahead_of(found, units, on_drives=on_drives, micro_batches=micro_batches, gpu=False)
+    return ahead_of(found, units, on_drives=on_drives, last=last, micro_batches=micro_batches, gpu=False)
 
 
 def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
@@ -134,6 +136,7 @@ def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
     little = replace(drive, seconds=0.5)
     assert behind_the_backward(0.5, little, cpu) == AheadOf(pytest.approx(0.5), pytest.approx(0.5))
     assert behind_the_backward(4.0, drive, cpu, on_drives=0.0) == AheadOf(0.0, 0.0)
+    assert behind_the_backward(0.5, little, cpu, last=0.2).done == pytest.approx(0.4)
 
 
 def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
@@ -154,6 +157,21 @@ def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
     left = left_after(forecast(2.0, 1.0, *bounds), AheadOf(0.5, 0.5), on_drives=0.4)
     assert left.seconds["update"] == pytest.approx(1.5)
     assert [bound.seconds for bound in left.bounds] == [pytest.approx(1.5), pytest.approx(0.75)]
+
+
+def test_a_forward_waits_for_all_that_is_complete_last() -> None:
+    """Of 0.8 s that are left of 2.0 s embeddings on drives are 0.6 s; in RAM what their arithmetic takes."""
+    units = units_of(SHAPES["gpt2-medium"])
+    found = forecast(2.0, 1.0, Bound("update", 2.0, "", "drive", "sda"), Bound("update", 0.4, "", "adamw"))
+    left = replace(found, seconds=found.seconds | {"update": 0.8})
+    for last, waits in (
+        (0.3, 0.6),
+        (0.0, 0.4 * sum(unit.trained for unit in units[:2]) / SHAPES["gpt2-medium"].trainable),
+    ):
+        parts = parts_left(found, left, units, last=last)
+        assert sum(part.update for part in parts) == pytest.approx(1.0)
+        assert 0.8 * sum(part.update for part in parts[:2]) == pytest.approx(waits, rel=0.01)
+        assert [part.forward for part in parts] == [part.forward for part in parts_of(units)]
 
 
 @pytest.mark.parametrize("share", ["0", "0.5"])

@@ -247,12 +247,13 @@ def test_a_node_holds_the_weights_whole_and_its_ranks_share_of_all_else() -> Non
 
 
 def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
-    """Every byte of the state is somewhere, once, for each share and number of drives."""
+    """Every byte of the state is somewhere, once, for each share and number of drives; what is complete last in RAM."""
     units = units_of(SHAPES["gpt2"])
     total = sum(unit.trained for unit in units)
     shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
-    for (gpu, ram), speeds in product([*shares, (0.7, 0.3)], ([1.0], [1.0, 2.0, 0.5])):
-        pages = pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=ram, speeds=speeds)
+    cases = product([*shares, (0.7, 0.3)], ([1.0], [1.0, 2.0, 0.5]), (False, True))
+    for (gpu, ram), speeds, ahead in cases:
+        pages = pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=ram, speeds=speeds, ahead=ahead)
         ends = dict.fromkeys(range(len(units)), 0)
         for page in pages:
             assert page.start == ends[page.unit]
@@ -267,6 +268,8 @@ def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
         for drive, speed in enumerate(speeds):
             held = sum(page.elements for page in pages if page.home == drive)
             assert held == pytest.approx((total - on_gpu - in_ram) * speed / sum(speeds), abs=250_000)
+        if ahead and any(page.home == RAM for page in pages if units[page.unit].block):
+            assert {page.home for page in pages if page.unit in (0, 1)} <= {DEVICE, RAM}
 
 
 def test_weights_of_a_unit_do_not_overlap() -> None:

@@ -155,7 +155,7 @@ def _bench(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    threads = prepare_process(config.process)
+    prepare_process(config.process)
     _quiet()
     from offload_trainer.run.bench import bench_here
 
@@ -165,7 +165,7 @@ def _bench(words: list[str]) -> None:
             output=config.save.output,
             dtype=config.model.dtype,
             page=config.tiered.page_size,
-            threads=threads,
+            ranks=config.placement.gpus,
             drive_bytes=gigabytes * 10**9 or None,
             say=_say,
         )

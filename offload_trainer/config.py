@@ -240,6 +240,11 @@ class PlacementSection(_Section):
     )
     gpus: PositiveInt = Field(1, description="processes to start, one a GPU (on a machine without: gloo on the CPU)")
     threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
+    hung_seconds: Count = Field(
+        1800,
+        description="with several ranks: how long one thread of a rank may be in one and the same wait within the "
+        "kernel (a driver, a drive, a network's filesystem) before the run ends; 0: for ever",
+    )
     force: bool = Field(False, description="run even where the plan says that it does not fit")
 
 
@@ -276,6 +281,11 @@ class TieredSection(_Section):
     page_buffers: Annotated[int, Field(ge=2)] = Field(6, description="pages in memory on their way to or from a drive")
     unit_buffers: Annotated[int, Field(ge=1)] = Field(
         3, description="blocks whose weights are on the device at a time, where they live elsewhere"
+    )
+    take: Literal["auto", "direct", "gather"] = Field(
+        "auto",
+        description="how each of several GPUs of a node gets weights that live in RAM; direct: all of a unit from "
+        "there; gather: its part, and the others' from their GPUs; auto: as is forecast to be faster",
     )
     overlap: Literal["auto", "off", "forward", "full"] = Field(
         "auto",
@@ -333,6 +343,7 @@ class ProcessWish:
     threads: int | Auto
     deterministic: bool
     names: tuple[str, ...]  # of what may be on the hub
+    hung_seconds: int = 0  # for which a thread may be in one wait within the kernel; 0: for ever
 
 
 class TrainConfig(_Section):
@@ -350,4 +361,4 @@ class TrainConfig(_Section):
     @property
     def process(self) -> ProcessWish:
         names = (self.model.name, self.data.tokenizer)
-        return ProcessWish(self.placement.threads, self.train.deterministic, names)
+        return ProcessWish(self.placement.threads, self.train.deterministic, names, self.placement.hung_seconds)

@@ -106,15 +106,16 @@ def nodes() -> tuple[range, ...]:
     return tuple(range(first, first + each) for first in range(0, world, each))
 
 
-def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True) -> Any:
+def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, backend: str = "gloo") -> Any:
     """The one of several groups of ranks that this rank is in, or one of all. All ranks call, alike.
 
-    `in_step`: what is sent there is sent within a step, and not waited for as long as a start.
+    `in_step`: what is sent there is sent within a step, and not waited for as long as a start. `backend`: "nccl" for
+    what is on GPUs.
     """
     patience = timedelta(seconds=STALLED + _LATER) if in_step else _SETTING_UP
     if not members:
-        return dist.new_group(backend="gloo", timeout=patience)
-    made, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members], backend="gloo", timeout=patience)
+        return dist.new_group(backend=backend, timeout=patience)
+    made, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members], backend=backend, timeout=patience)
     return made
 
 
@@ -149,6 +150,17 @@ def spread(values: torch.Tensor, *, source: int, group: Any = None) -> None:
     if _several() and values.numel():
         with _noticing():
             dist.broadcast(values.view(torch.uint8), src=source, group=group)
+
+
+def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
+    """Fill `values` (1-D, contiguous) with equal parts, of which each rank of the group has its `number`'s in place.
+
+    On a GPU it is queued on the current stream.
+    """
+    parts = values.view(torch.uint8)
+    size = parts.numel() // dist.get_world_size(group)
+    with _noticing():
+        dist.all_gather_into_tensor(parts, parts[number * size : (number + 1) * size], group=group)
 
 
 def trade(

@@ -51,7 +51,8 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
         "time this machine and each --nvme, for later plans",
         _CONFIG,
         (("--json", "print JSON"), ("--drive-gigabytes N", "gigabytes that each drive is timed with")),
-        "What was timed is kept in the cache directory, and every later plan here takes it.",
+        "What was timed is kept in the cache directory, and every later plan here takes it. Links between GPUs, or "
+        "with --gpus N between ranks on the CPU, are timed too.",
     ),
     "tune": (
         "short real runs around the plan; keeps the fastest",

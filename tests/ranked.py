@@ -57,6 +57,7 @@ class Case:
     drives: tuple[str, ...] = ()
     load: str = ""
     skip: int = 0  # steps that were done before
+    evaluate: bool = False  # each rank a batch of its own before the last step, whose losses are among the steps
     meanwhile: int = 0  # steps that are trained while the state after `steps` is written, slowly
 
     def run(self) -> None:
@@ -69,9 +70,16 @@ class Case:
         ) as made:
             if self.load:
                 made.load(Path(self.load))
-            before = tuple(_moved)
-            done = train(made, data[rank::world], accumulate=self.micro // world)
-            moved = gather([after - start for start, after in zip(before, _quiet(made), strict=True)])
+            start = tuple(_moved)
+            losses: list[float] = []
+
+            def before(step: int) -> None:
+                if self.evaluate and step == self.steps:
+                    losses.extend(made.eval_loss(batch) for batch in data[rank : self.micro : world])
+
+            done = train(made, data[rank::world], accumulate=self.micro // world, before=before)
+            done += [(loss, None) for each in zip(*gather(losses), strict=True) for loss in each]
+            moved = gather([after - first for first, after in zip(start, _quiet(made), strict=True)])
             Path(self.out).mkdir(parents=True, exist_ok=True)
             snapshot, group = made.snapshot(), ranks.beside() if self.meanwhile else ranks.everybody()
             with ThreadPoolExecutor(1) as thread, patch.object(TieredSnapshot, "_put", slow if more else put):

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
 from offload_trainer.offloading.exchange import SharedGradients
+from offload_trainer.offloading.gathers import Copy, Gather
 from offload_trainer.offloading.node import Node
-from offload_trainer.offloading.rounds import Exchange
+from offload_trainer.offloading.rounds import Exchange, Rounds
 
 counts: Counter[str] = Counter()
 
@@ -39,7 +40,9 @@ def count() -> None:
     """From now on."""
     lay_out, add_up, send = SharedGradients._lay_out, SharedGradients._add_up, SharedGradients._sent_and_received
     meet, trade, across, exchange = Node.meet, Node.trade, Node.across, Node.exchange
-    sending: list[bool] = []  # whether what is traded are gradients; parts of norms are not counted
+    fill, join_parts, rounds = Gather.fill, ranks.join_parts, Node.rounds
+    of_rounds: list[bool] = []  # whether an exchange is made for rounds, which are no agreements
+    sending: list[bool] = []  # whether what is traded are gradients; else they are parts of norms
 
     def laying_out(self: Any, name: str, flat: torch.Tensor) -> None:
         counts["laid_out"] += flat.nbytes
@@ -55,12 +58,21 @@ def count() -> None:
 
     def exchanging(self: Node) -> Exchange:
         told = exchange(self)
+        if of_rounds:
+            return told
 
         def telling(number: int) -> list[int]:
             counts["agreements"] += 1
             return told(number)
 
         return telling
+
+    def making_rounds(self: Node) -> Rounds:
+        of_rounds.append(True)
+        try:
+            return rounds(self)
+        finally:
+            of_rounds.clear()
 
     def sent_and_received(self: Any, *args: Any) -> Any:
         sending.append(True)
@@ -73,6 +85,10 @@ def count() -> None:
         if sending:
             counts["gradients_out"] += sum(values.nbytes for _, values in out)
             counts["gradients_in"] += sum(values.nbytes for _, values in into)
+        else:
+            for way, parts in (("in", into), ("out", out)):
+                counts["norms_among"] += sum(values.nbytes for rank, values in parts if rank in self.here)
+                counts[f"norms_{way}"] += sum(values.nbytes for rank, values in parts if rank not in self.here)
         return trade(self, out, into)
 
     def crossing(self: Node, values: torch.Tensor, *, source: int, **words: Any) -> None:
@@ -82,12 +98,27 @@ def count() -> None:
             counts["weights_in"] += values.nbytes
         across(self, values, source=source, **words)
 
+    def filling(self: Gather, into: torch.Tensor, copy: Copy) -> None:
+        def copying(values: torch.Tensor, target: torch.Tensor) -> None:
+            counts["from_ram"] += values.nbytes
+            copy(values, target)
+
+        fill(self, into, copying)
+
+    def joining(values: torch.Tensor, number: int, *, group: Any) -> None:
+        each = torch.distributed.get_world_size(group)
+        counts["from_others"] += values.nbytes // each * (each - 1)
+        join_parts(values, number, group=group)
+
     for owner, name, counting in (
+        (Gather, "fill", filling),
+        (ranks, "join_parts", joining),
         (SharedGradients, "_lay_out", laying_out),
         (SharedGradients, "_add_up", adding),
         (SharedGradients, "_sent_and_received", sent_and_received),
         (Node, "meet", meeting),
         (Node, "exchange", exchanging),
+        (Node, "rounds", making_rounds),
         (Node, "trade", trading),
         (Node, "across", crossing),
     ):
@@ -104,6 +135,7 @@ def main(rank: int, world: int, folder: Path, *, nodes: int) -> None:
     def counted(*args: Any, **words: Any) -> Any:
         counts.clear()
         done = train(*args, **words)
+        ranked._quiet(args[0])  # what is on its way for the next step has come
         found.append(dict(counts))
         return done
 

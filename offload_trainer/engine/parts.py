@@ -64,7 +64,7 @@ def opened(
     units, dtype = units_of(work.shape), DTYPES[work.dtype]
     device = device or _device(units, placement, itemsize=dtype.itemsize)
     stack.callback(device.close)
-    node = Node(together=work.world > 1)
+    node = Node(together=work.world > 1, by_parts=sizes.by_parts)
     assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
     assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
     drives = Drives(directories, _transfers(sizes, node))

@@ -19,7 +19,7 @@ from pydantic import with_config
 
 from offload_trainer.errors import UserError
 from offload_trainer.places import cache_directory
-from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rates, Ratio
+from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
 from offload_trainer.plan.ratios import correction
 from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, parsed, shown
 from offload_trainer.storage.durable import make_directories, write_text
@@ -40,6 +40,11 @@ def fingerprint(machine: MachineProfile) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
+def _links_key(machine: MachineProfile) -> str:
+    """What ranks reach each other by does not depend on the threads of each."""
+    return f"{machine.cpu}, {machine.gpu}"
+
+
 def _drive_key(drive: DriveFacts) -> str:
     return f"{drive.disk or drive.device} {drive.filesystem} {drive.throttle}".strip()
 
@@ -51,6 +56,7 @@ class _Kept:
 
     machines: dict[str, Any] = field(default_factory=dict)
     drives: dict[str, Any] = field(default_factory=dict)
+    links: dict[str, Any] = field(default_factory=dict)
 
 
 @with_config(LENIENT)
@@ -121,7 +127,10 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     corrections = {key: correction(ratios) for key, ratios in here.ratios.items()}
     drives = [replace(drive, rates=known(stored.drives, _drive_key(drive), DriveRates)) for drive in machine.drives]
     rates = replace(here.rates, corrections=corrections)
-    return replace(machine, rates=rates, drives=tuple(drives), notes=(*machine.notes, *dict.fromkeys(notes)))
+    links = known(stored.links, _links_key(machine), Links) or machine.links
+    return replace(
+        machine, rates=rates, links=links, drives=tuple(drives), notes=(*machine.notes, *dict.fromkeys(notes))
+    )
 
 
 def keep_rates(machine: MachineProfile) -> None:
@@ -130,6 +139,8 @@ def keep_rates(machine: MachineProfile) -> None:
     values.pop("corrections")
     with _changed() as stored:
         stored["machines"][fingerprint(machine)] = {"rates": values, "ratios": {}}
+        if machine.links != Links():
+            stored["links"][_links_key(machine)] = asdict(machine.links)
         for drive in machine.drives:
             if drive.rates is not None:
                 stored["drives"][_drive_key(drive)] = asdict(drive.rates)

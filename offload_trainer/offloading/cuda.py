@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from offload_trainer.offloading.device import Arrival, Read, Return
+from offload_trainer.offloading.gathers import Gather
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, ending
 
@@ -52,6 +53,8 @@ class CudaDevice:
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Arrival:
         if isinstance(source, torch.Tensor):
             return self._arrive(self._inward, None, source, into, after=after)
+        if isinstance(source, Gather):
+            return self._gathered(source, into, after=after)
         with self._lock:  # who computes fetches, and whoever saw new weights come home
             staging = self._stagings.pop(0)  # the one used longest ago is first
             self._stagings.append(staging)
@@ -73,6 +76,28 @@ class CudaDevice:
             self._stager.put(fill)
         return arrival
 
+    def _gathered(self, gather: Gather, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
+        """Queued at this rank's turn, by the thread that gathers: its part's copy, and NCCL's all-gather behind it."""
+
+        def queue() -> torch.cuda.Event:
+            with self._in_order(self._inward, after=after) as event:
+                gather.fill(into, lambda values, target: target.copy_(values, non_blocking=True))
+            return event
+
+        arrival = _CudaArrival(queue)
+        gather.when(arrival.queue)
+        return arrival
+
+    @contextmanager
+    def _in_order(self, stream: torch.cuda.Stream, *, after: torch.cuda.Event | None) -> Iterator[torch.cuda.Event]:
+        """What is told in here goes on `stream`, once the device has passed `after`; the event is passed behind it."""
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        with torch.cuda.device(self.place), torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            yield event
+            event.record(stream)
+
     def _arrive(
         self,
         stream: torch.cuda.Stream,
@@ -93,12 +118,8 @@ class CudaDevice:
     def _copy_in(
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
-        with torch.cuda.device(self.place), torch.cuda.stream(stream):
-            if after is not None:
-                stream.wait_event(after)
+        with self._in_order(stream, after=after) as event:
             into.copy_(source, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
-            event.record(stream)
         return event
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Future:

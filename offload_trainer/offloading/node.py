@@ -5,6 +5,7 @@
     spread   what one rank's device holds, to all devices: NCCL between GPUs, gloo where CPUs stand for them
     across   what one rank has written into its node's memory, to the ranks of the same number on the other nodes
     trade    what ranks have for each other, in host memory
+    joining  what the devices of a node's ranks have a part of each, whole on all of them
 
 A node holds the state of its own ranks, and all weights. With one rank all of it is what it always was: memory of its
 own, and nobody to wait for.
@@ -30,11 +31,15 @@ Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on 
 class Node:
     """This process alone, or `together` with the other ranks of its process group."""
 
-    def __init__(self, *, together: bool = False, stalled: float = ranks.STALLED) -> None:
-        """`stalled`: seconds after which a rank that does not `meet` ends the run."""
+    def __init__(self, *, together: bool = False, by_parts: bool = False, stalled: float = ranks.STALLED) -> None:
+        """`by_parts`: whether its ranks bring weights of its memory to their devices by parts, where there are several.
+
+        `stalled`: seconds after which a rank that does not `meet` ends the run.
+        """
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self.nodes = ranks.nodes() if together else (range(1),)
         self.number = next(number for number, its in enumerate(self.nodes) if self.rank in its)
+        self.by_parts = by_parts and len(self.here) > 1
         self._stalled = stalled
         self._between_gpus: Any = None
         self._rounds: Rounds | None = None
@@ -138,6 +143,14 @@ class Node:
             self._between_gpus = dist.new_group(backend="nccl")
         between = self._between_gpus if values.is_cuda else beside.group if beside else None
         ranks.spread(values, source=source, group=between)
+
+    def joining(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
+        """What fills memory on the device with equal parts of this node's ranks, its number's being there already.
+
+        For a thread of each rank, over connections of its own. All ranks of all nodes call this.
+        """
+        group = ranks.group_of(self.nodes, backend="nccl" if gpus else "gloo")
+        return lambda values, number: ranks.join_parts(values, number, group=group)
 
     @property
     def all_alike(self) -> list[tuple[int, ...]]:

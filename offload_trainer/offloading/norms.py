@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import torch
 
-_NORM_PIECE = 1 << 17  # elements
-_CHUNK = 1 << 20  # elements whose squares are added up by halves
+from offload_trainer.plan.norm_parts import piece_width
+
 _CHUNKS_ON_GPU = 8  # at a time; 32 MiB of squares
 
 
@@ -36,8 +36,9 @@ def norm_of(flat: torch.Tensor) -> torch.Tensor:
     """
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32)
-    pieces = flat.split(_NORM_PIECE)
-    return torch.linalg.vector_norm(_norms_of(pieces, count=len(pieces), largest=min(_NORM_PIECE, flat.numel())))
+    width = piece_width(flat.numel(), ordered=False)
+    pieces = flat.split(width)
+    return torch.linalg.vector_norm(_norms_of(pieces, count=len(pieces), largest=min(width, flat.numel())))
 
 
 def _norms_of(pieces: Iterable[torch.Tensor], *, count: int, largest: int) -> torch.Tensor:
@@ -54,15 +55,10 @@ def ordered_norm(flat: torch.Tensor, *, chunks: int | None = None) -> torch.Tens
     in the same way. Each step is one fp32 operation an element, rounded once, which every device does alike; filling
     up with zeros changes none of them. `chunks` are taken at a time: one in the CPU's cache, several on a GPU.
     """
-    width = _chunk(flat.numel())
+    width = piece_width(flat.numel(), ordered=True)
     at_a_time = chunks or (1 if flat.device.type == "cpu" else _CHUNKS_ON_GPU)
     sums = torch.cat([_sums_of_squares(part, width) for part in flat.split(width * at_a_time)])
     return _root_of_sum(sums)
-
-
-def _chunk(count: int) -> int:
-    """Elements whose squares are added up by halves, of so many."""
-    return min(_CHUNK, _power_of_two(count))
 
 
 def _root_of_sum(sums: torch.Tensor) -> torch.Tensor:
@@ -80,7 +76,7 @@ class PiecewiseNorm:
     def __init__(self, numel: int, *, ordered: bool) -> None:
         """`ordered`: as `ordered_norm`, else as `norm_of` on the CPU."""
         self._ordered = ordered
-        self.width = _chunk(numel) if ordered else _NORM_PIECE
+        self.width = piece_width(numel, ordered=ordered)
         self.pieces, self._largest = -(-numel // self.width), min(numel, self.width)
 
     def of(self, pieces: Iterable[torch.Tensor], *, count: int) -> torch.Tensor:

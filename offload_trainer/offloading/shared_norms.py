@@ -16,24 +16,19 @@ import torch
 
 from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.norms import PiecewiseNorm
-from offload_trainer.plan.layout import Place, Unit, rank_of, stretch_of
-
-Part = tuple[int, int, int]  # rank; elements [first, end) of the unit, which lie in its stretch
+from offload_trainer.plan.layout import Place, Unit
+from offload_trainer.plan.norm_parts import NormParts, norm_parts
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank has to do with the norm of one weight. Elements are counted from the unit's start."""
+    """What a rank has to do with the norm of one weight."""
 
     unit: int
     norm: PiecewiseNorm
     numbers: slice  # of all ranks' numbers those that are the weight's
     first: int  # of these the first that the rank takes
-    starts: range  # of its pieces, which begin in its stretch
-    ends: int  # the element behind the weight's last
-    has: int  # the element behind the last that lies in its stretch
-    gives: Part | None  # to a rank before it
-    gets: tuple[Part, ...]  # from ranks behind it
+    parts: NormParts
 
 
 class SharedNorms:
@@ -59,11 +54,11 @@ class SharedNorms:
         for name, share in self._shares.items():
             if share.unit != unit or name not in arrived:
                 continue
-            starts = share.starts[:-1] if share.gets else share.starts
-            pieces = (sums[start : min(start + share.norm.width, share.ends)] for start in starts)
+            starts = share.parts.starts[:-1] if share.parts.gets else share.parts.starts
+            pieces = (sums[start : min(start + share.norm.width, share.parts.ends)] for start in starts)
             self._numbers[share.first : share.first + len(starts)] = share.norm.of(pieces, count=len(starts))
-            given = sums[share.gives[1] : share.gives[2]] if share.gives else sums[:0]
-            begun = sums[share.starts[-1] : share.has] if share.gets else sums[:0]
+            given = sums[share.parts.gives[1] : share.parts.gives[2]] if share.parts.gives else sums[:0]
+            begun = sums[share.parts.starts[-1] : share.parts.has] if share.parts.gets else sums[:0]
             self._cut[name] = (given.clone(), begun.clone()) if leaves else (given, begun)
 
     def of(self, arrived: Container[str]) -> dict[str, torch.Tensor]:
@@ -73,17 +68,19 @@ class SharedNorms:
         """
         shares = {name: share for name, share in self._shares.items() if name in arrived}
         ends = {
-            name: [torch.empty(end - first, dtype=self._dtype) for _, first, end in share.gets]
+            name: [torch.empty(end - first, dtype=self._dtype) for _, first, end in share.parts.gets]
             for name, share in shares.items()
         }
-        out = [(share.gives[0], self._cut[name][0]) for name, share in shares.items() if share.gives]
-        into = [(part[0], end) for name in shares for part, end in zip(shares[name].gets, ends[name], strict=True)]
+        out = [(share.parts.gives[0], self._cut[name][0]) for name, share in shares.items() if share.parts.gives]
+        into = [
+            (part[0], end) for name in shares for part, end in zip(shares[name].parts.gets, ends[name], strict=True)
+        ]
         self._node.trade(out, into)()
         numbers = self._numbers.clone()
         for name, share in shares.items():
-            if share.gets:
+            if share.parts.gets:
                 piece = torch.cat([self._cut[name][1], *ends[name]])
-                last = share.first + len(share.starts) - 1
+                last = share.first + len(share.parts.starts) - 1
                 numbers[last : last + 1] = share.norm.of([piece], count=1)
         self._node.add_up(numbers)
         return {name: share.norm.total(numbers[share.numbers]) for name, share in shares.items()}
@@ -96,26 +93,6 @@ class SharedNorms:
 
 def _share(unit: Unit, place: Place, norm: PiecewiseNorm, *, node: Node, numbers: int) -> _Share:
     """`numbers`: how many go before the weight's."""
-    width, ends = norm.width, place.start + place.weight.numel
-    first, has = _within(unit, place, node.rank, ranks=node.world)
-    into = (first - place.start) % width  # elements of a piece that began before
-    piece = first - into
-    gives = (rank_of(unit, piece, ranks=node.world), first, min(has, piece + width)) if into and first < has else None
-    starts = range(piece + width * (into > 0), has, width)
-    gets: list[Part] = []
-    if starts:
-        last = min(starts[-1] + width, ends)
-        for rank in range(node.rank + 1, node.world):
-            begin, end = _within(unit, place, rank, ranks=node.world)
-            if begin < min(end, last):
-                gets.append((rank, begin, min(end, last)))
-    taken = numbers + (starts.start - place.start) // width
-    its = slice(numbers, numbers + norm.pieces)
-    return _Share(unit.index, norm, its, taken, starts, ends, has, gives, tuple(gets))
-
-
-def _within(unit: Unit, place: Place, rank: int, *, ranks: int) -> tuple[int, int]:
-    """The elements [first, end) of a weight that lie in a rank's stretch; first = end where none does."""
-    first, end = stretch_of(unit, rank, ranks=ranks)
-    first = max(first, place.start)
-    return first, max(first, min(end, place.start + place.weight.numel))
+    parts = norm_parts(unit, place, width=norm.width, rank=node.rank, ranks=node.world)
+    taken = numbers + (parts.starts.start - place.start) // norm.width
+    return _Share(unit.index, norm, slice(numbers, numbers + norm.pieces), taken, parts)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device, Read
+from offload_trainer.offloading.gathers import Gathers
 from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.rounds import Beside
 from offload_trainer.offloading.shared_reads import SharedReads
@@ -46,6 +47,9 @@ class Weights:
         self._reads: SharedReads | None = None
         if node.world > 1 and any(home >= 0 for home in places):
             self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), meet=Beside().meet)
+        self._gathers: Gathers | None = None
+        if node.by_parts and any(away):
+            self._gathers = Gathers(node, rounds=node.rounds(), join=node.joining(gpus=device.is_cuda))
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
@@ -92,23 +96,25 @@ class Weights:
     def source(self, unit: int) -> torch.Tensor | Read:
         """Where the weights of a unit that is away come from: host memory, or what reads them, for which this asks now.
 
-        Several ranks read from a drive together what all of them need next.
+        Several ranks read from a drive together what all of them need next, and bring it by parts from host memory.
         """
         host = self.store.host(unit)
         if host is not None:
-            return host
+            return self._gathers.want(unit, host) if self._gathers else host
         return self._reads.want(unit) if self._reads else lambda buffer: self.store.read(unit, 0, buffer)
 
     def abandon(self) -> None:
         """Nobody waits any more for what other ranks need not come to."""
-        if self._reads is not None:
-            self._reads.abandon()
+        for together in (self._reads, self._gathers):
+            if together is not None:
+                together.abandon()
 
     def close(self) -> None:
         self.abandon()
-        if self._reads is not None:
-            self._reads.close()
-            self._node.close()  # its rounds are for these reads
+        for together in (self._reads, self._gathers):
+            if together is not None:
+                together.close()
+        self._node.close()  # its rounds are for these
 
     # -- with several ranks -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from offload_trainer.plan.memory import Item, saved_items
 from offload_trainer.plan.plain import Plain
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.take import at_once
 from offload_trainer.plan.tiered import Tiered
 from offload_trainer.plan.time import forecast, stands_for, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
@@ -163,6 +164,7 @@ def make_plan(
     """
     engine = engine_of(config)
     work = workload(config, shape, world=world, nodes=nodes, saves=saves)
+    machine = at_once(machine, ranks=work.here)
     refuse_card(machine, dtype=work.dtype)
     for wish, package in engine.packages():
         if machine.lacks(package):

@@ -107,7 +107,8 @@ def assumptions(plan: Plan, machine: MachineProfile) -> list[str]:
     links = machine.links
     found = [
         "all machines are alike, each rank has a GPU and its own rows, and tiers and bytes are of one machine",
-        "the way to each GPU is its own; memory, drives, cores and network are the machine's, divided by its ranks",
+        "the way to each GPU is its own, as far as memory can feed all at once, where that was not timed; memory, "
+        "drives, cores and network are the machine's, divided by its ranks",
         "checkpoints are counted whole, on one filesystem that all machines see",
     ]
     if plan.engine == "tiered":
@@ -130,14 +131,12 @@ def assumptions(plan: Plan, machine: MachineProfile) -> list[str]:
             "ZeRO's collectives are rings, hidden behind the products as far as these last: (N - 1) / N of what is "
             "gathered and scattered passes each GPU, and each network once; worked out, not counted",
         ]
-    if links.between_gpus is None:
+    if (links.between_gpus or links.all_to_all) is None:
         found.append("GPUs have no links of their own: what they send each other goes through host memory")
-    for name in ("between_gpus", "network"):
-        rate = getattr(links, name)
+    for name in ("between_gpus", "network", "to_device_at_once", "from_device_at_once", "all_gather", "all_to_all"):
+        rate, way = getattr(links, name), " each way" if name in ("between_gpus", "network") else ""
         if rate is not None:
-            found.append(
-                f"{name.replace('_', ' ')}: {format_bytes(rate.value)}/s each way; {rate.origin}: {rate.source}"
-            )
+            found.append(f"{name.replace('_', ' ')}: {format_bytes(rate.value)}/s{way}; {rate.origin}: {rate.source}")
     if links.message is not None:
         found.append(f"a message: {links.message.origin}: {links.message.source}")
     return found
@@ -145,7 +144,12 @@ def assumptions(plan: Plan, machine: MachineProfile) -> list[str]:
 
 def describe_links(plan: Plan) -> str:
     """Bytes between ranks, link by link."""
-    names = {"outboxes": "gradients in RAM", NETWORK: "network", "gpus": "between GPUs, each"}
+    names = {
+        "outboxes": "gradients in RAM",
+        NETWORK: "network",
+        "gpus": "between GPUs, each",
+        "norms": "pieces of norms in RAM",
+    }
     return "\n".join(
         f"  {names[one.place]}, {one.phase}: {format_bytes(one.read)} {'read' if one.place == 'outboxes' else 'in'}, "
         f"{format_bytes(one.written)} {'written' if one.place == 'outboxes' else 'out'}"

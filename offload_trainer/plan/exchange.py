@@ -8,14 +8,17 @@ weights of e bytes, sums of g. Of a unit T elements are trained, of which S are 
     network     a (N - n) e S in                 of the gradients of all other nodes' ranks; a n e (T - S) out
                 a n (N - n) w each way           whether each of w weights has got one, from each rank to each
                 e (T - S) in, e (K - 1) S out    new weights, which are whole on each node
+    norms       g (parts of pieces) each way     what a stretch's border cuts off a piece of a weight's norm
+                                                 (`norm_parts.py`): among a node's ranks, and over the network
     gpus        e (T - R) into each GPU          new weights where they live on the device
+                (n - 1) / n of a fetch           of weights in RAM that come by parts (`take.py`), each time
     meets       a U + D + 5                      for each of U units, D of them with sums on drives, whose norms are
                                                  taken on the way; for targets and losses, at the sums, the norm, the
                                                  step
     agreements  U                                that a unit is home on all ranks, beside the update
 
-Norms, and what is told at the begin of a step, are little, and not counted. The order of additions is one rank's, so
-nothing is added up before it is sent: n times what a reduction would move.
+Numbers, one for each piece of a norm and what is told at the begin of a step, are little, and not counted. The order of
+additions is one rank's, so nothing is added up before it is sent: n times what a reduction would move.
 
 Stock ZeRO (Rajbhandari et al. 2020, section 7; not counted here): stage 3 gathers P weights in forward and backward of
 each micro-batch and scatters T gradients, stage 2 scatters them and gathers T new weights once. A ring moves
@@ -24,18 +27,20 @@ each micro-batch and scatters T gradients, stage 2 scatters them and gathers T n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.layout import DEVICE, Homes, Unit, stretch_of
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.norm_parts import given
+from offload_trainer.plan.take import Taken
 from offload_trainer.plan.time import Bound
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
 MEETS = 5  # of a step, beside those of units
-OUTBOX, NETWORK, GPUS = "outboxes", "network", "gpus"
+OUTBOX, NETWORK, GPUS, NORMS = "outboxes", "network", "gpus", "norms"
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,19 @@ class Exchange:
         return sum(one.read for one in found), sum(one.written for one in found)
 
 
-def exchange_of(work: Workload, units: Sequence[Unit], homes: Homes, *, node: int = 0) -> Exchange:
-    """What the ranks of a node move in a step, each weight having got its gradients; nothing where a rank is alone."""
+def exchange_of(
+    work: Workload,
+    units: Sequence[Unit],
+    homes: Homes,
+    *,
+    ordered: bool,
+    by_parts: Mapping[str, Taken] | None = None,
+    node: int = 0,
+) -> Exchange:
+    """What the ranks of a node move in a step, each weight having got its gradients; nothing where a rank is alone.
+
+    `ordered`: whether norms are taken as for a GPU; `by_parts`: weights that come so to each device, by phase.
+    """
     if work.world == 1:
         return Exchange((), sums=0, meets=0, agreements=0)
     e, micro, here, away = work.item_bytes, work.accumulate, work.here, work.world - work.here
@@ -75,7 +91,9 @@ def exchange_of(work: Workload, units: Sequence[Unit], homes: Homes, *, node: in
     links = [
         Traffic(OUTBOX, "backward", read=micro * here * e * own, written=micro * here * e * every),
         Traffic(GPUS, "update", read=e * on_gpus, written=0),
+        *(Traffic(GPUS, phase, size.from_others, size.from_others) for phase, size in (by_parts or {}).items()),
     ]
+    links += _norms(work, units, range(node * here, (node + 1) * here), ordered=ordered)
     if away:
         marks = micro * here * away * weights
         given, taken = micro * here * e * (whole - held), micro * away * e * held
@@ -88,6 +106,17 @@ def exchange_of(work: Workload, units: Sequence[Unit], homes: Homes, *, node: in
     return Exchange(moving, sums=sums, meets=meets, agreements=len(turns))
 
 
+def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool) -> list[Traffic]:
+    """Parts of pieces of norms that the ranks of a node get and give: among themselves, and over the network."""
+    among, got, sent = 0, 0, 0
+    for giver, taker, elements in given(units, ranks=work.world, ordered=ordered):
+        size = work.gradient_bytes * elements
+        among += size if giver in mine and taker in mine else 0
+        got += size if giver not in mine and taker in mine else 0
+        sent += size if giver in mine and taker not in mine else 0
+    return [Traffic(NORMS, "update", among, among), Traffic(NETWORK, "norm", got, sent)]
+
+
 def waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Bound]:
     """What backward and update wait for on top of all else, one after the other.
 
@@ -98,6 +127,7 @@ def waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Boun
     if work.world == 1:
         return []
     bounds, meets = [_adding(moved, machine)], {"backward": moved.meets - MEETS, "update": MEETS}
+    bounds += _over_network(moved.bytes(NETWORK, "norm"), machine, phase="update")
     return bounds + [bound for phase, count in meets.items() for bound in _meetings(count, work, machine, phase=phase)]
 
 
@@ -141,7 +171,7 @@ def _over_network(ways: tuple[int, int], machine: MachineProfile, *, phase: str)
 
 def _between_gpus(size: int, machine: MachineProfile, *, phase: str, what: str) -> Bound:
     """By their own links, or, where they have none, through host memory."""
-    rate = machine.links.between_gpus or machine.rates.both_ways
+    rate = machine.links.between_gpus or machine.links.all_to_all or machine.rates.both_ways
     return Bound(phase, None if rate is None else size / rate.value, f"{format_bytes(size)} {what}", "gpus")
 
 

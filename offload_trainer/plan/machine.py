@@ -124,11 +124,19 @@ class Latency:
 @with_config(EXACT)
 @dataclass(frozen=True)
 class Links:
-    """What ranks reach each other by; None where there is nothing, or nothing is known. `bench` times none of it."""
+    """What ranks reach each other by, and memory when all do; None where there is nothing, or nothing is known.
+
+    `bench` times what goes on between ranks of one machine.
+    """
 
     between_gpus: Rate | None = None  # bytes/s each way of one GPU; None: through host memory
     network: Rate | None = None  # bytes/s each way of a machine to others like it, all its adapters together
     message: Latency | None = None  # from one rank to another, as ranks tell each other that they have come
+    ranks: Several | None = None  # of one machine, that the following was timed with
+    to_device_at_once: Rate | None = None  # bytes/s into each device from pinned memory, while all copy
+    from_device_at_once: Rate | None = None  # bytes/s from each device into pinned memory, while all copy
+    all_gather: Rate | None = None  # bytes/s that come to each device, from those of the other ranks
+    all_to_all: Rate | None = None  # the same, of what each has for each
 
 
 @with_config(EXACT)
@@ -213,6 +221,8 @@ def describe_rates(machine: MachineProfile) -> str:
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")
     for name in ("to_device", "from_device", "pageable_to_device", "pageable_from_device", "both_ways"):
         add(name.replace("_", " "), getattr(rates, name), 1e9, "GB/s")
+    for name in ("to_device_at_once", "from_device_at_once", "all_gather", "all_to_all"):
+        add(name.replace("_", " "), getattr(machine.links, name), 1e9, "GB/s")
     for drive in machine.drives:
         if drive.rates is None:
             continue

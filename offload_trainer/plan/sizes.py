@@ -13,6 +13,7 @@ from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.formats import StateFormat, state_format
 from offload_trainer.plan.layout import RAM, Homes, Unit, homes_of, on_node, pages_of, stretch_of
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.take import is_by_parts
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
 
@@ -51,6 +52,7 @@ class TierSizes:
     remainders: bool = False  # of masters, instead of masters in fp32
     ranks: int = 1  # that divide the update
     nodes: int = 1  # that have as many of them each
+    by_parts: bool = False  # whether the ranks of a node bring weights in RAM to their devices by parts
 
     @property
     def here(self) -> int:
@@ -110,6 +112,7 @@ def tier_sizes(
         remainders=tiered.masters == "remainder",
         ranks=work.world,
         nodes=work.nodes,
+        by_parts=placement.params == "cpu" and is_by_parts(tiered.take, machine, ranks=work.here),
     )
 
 

@@ -29,8 +29,9 @@ from offload_trainer.plan.overlap import (
 )
 from offload_trainer.plan.shares import shares_that_fit
 from offload_trainer.plan.sizes import GradientHome, TierSizes, homes_in, tier_sizes
+from offload_trainer.plan.take import Take, Taken, bounds_by_parts, describe_take
 from offload_trainer.plan.tiered_items import tiered_items
-from offload_trainer.plan.tiered_traffic import bytes_of_additions, tiered_traffic
+from offload_trainer.plan.tiered_traffic import bytes_of_additions, taken_by_parts, tiered_traffic
 from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.wishes import mistakes_of_shares
@@ -136,7 +137,9 @@ class Tiered:
         found: list[TieredCandidate] = []
         for placement, gradients in self._homes(work, machine):
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
-            one = TieredCandidate(work, machine, placement, sizes, may_overlap=self.section.overlap == "auto")
+            one = TieredCandidate(
+                work, machine, placement, sizes, take=self.section.take, may_overlap=self.section.overlap == "auto"
+            )
             if placement.optimizer != "gpu":
                 one = self._with_shares(one)
             if one.sizes.gpu_fraction == 1:
@@ -186,6 +189,7 @@ class TieredCandidate:
     machine: MachineProfile
     placement: Placement
     sizes: TierSizes
+    take: Take = "auto"  # how weights in RAM were asked to come to several devices
     may_overlap: bool = False  # the update may run behind the next forward, where that is worth it
 
     title, cannot_save = "tiered engine", None
@@ -233,7 +237,12 @@ class TieredCandidate:
 
     @cached_property
     def _exchange(self) -> Exchange:
-        return exchange_of(self.work, self.units, self._laid_out)
+        ordered = self.machine.gpu is not None
+        return exchange_of(self.work, self.units, self._laid_out, ordered=ordered, by_parts=self._by_parts)
+
+    @cached_property
+    def _by_parts(self) -> dict[str, Taken]:
+        return taken_by_parts(self.work, self.units, self._laid_out, self.sizes)
 
     def links(self) -> tuple[Traffic, ...]:
         return self._exchange.links
@@ -249,6 +258,7 @@ class TieredCandidate:
         """
         memory, added = self.machine.rates.memory, bytes_of_additions(self.work, self.units, self._laid_out)
         bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
+        bounds += bounds_by_parts(self._by_parts, self.machine, ranks=self.work.here)
         bounds += [wait for wait in self._waits if wait.seconds is None]
         if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
             # Where the CPU computes it takes turns with that, as it was seen to.
@@ -324,12 +334,23 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"
                 )
+        notes += self._note_of_take()
         for phase in ("backward", "update"):
             held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
             parts = [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]
             if parts:
                 notes.append(f"in the {phase}, on top of what it waits for else, ranks wait {', '.join(parts)}")
         return notes
+
+    def _note_of_take(self) -> list[str]:
+        """How weights in RAM come to the devices of a node, or why they do not as was asked."""
+        ranks, largest = self.work.here, max(unit.elements for unit in self.units)
+        if self.placement.params == "cpu" and ranks > 1 and (self.machine.gpu is not None or self.sizes.by_parts):
+            size, by_parts = self.work.item_bytes, self.sizes.by_parts
+            return [describe_take(self.take, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts)]
+        if self.take != "auto":
+            return [f"tiered.take={self.take} says nothing here: one rank a node, or weights that do not live in RAM"]
+        return []
 
     def tunable(self) -> list[tuple[str, ...]]:
         groups: list[tuple[str, ...]] = []

@@ -25,6 +25,7 @@ from offload_trainer.plan.sizes import (
     exchange_bytes,
     gradient_ring,
 )
+from offload_trainer.plan.take import NCCL_BYTES
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
@@ -140,6 +141,8 @@ def _weight_items(
     words = f"{len(blocks)} blocks and {len(others)} other module{'s' * (len(others) != 1)}"
     in_use = sizes.here * e * (sum(blocks) + sum(others))
     items.append(Item(tiers[DEVICE], "weights in use", in_use, words))
+    if sizes.by_parts and tiers[DEVICE] == "gpu":
+        items.append(Item("gpu", "all-gather", sizes.here * NCCL_BYTES, "assumed: NCCL's buffers for weights by parts"))
     stored = max((e * unit.elements for unit, home in zip(units, homes, strict=True) if home >= 0), default=0)
     if sizes.nodes > 1 and stored:
         through = sizes.here * e * largest_stretch(away, ranks=sizes.ranks)

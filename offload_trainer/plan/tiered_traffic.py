@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.kept import KeptInputs, inputs_of
-from offload_trainer.plan.layout import DEVICE, ELSEWHERE, Homes, Unit
+from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Homes, Unit
 from offload_trainer.plan.rings import fetches
 from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.take import Taken, taken
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 
@@ -69,20 +70,37 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
 def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> None:
     """Weights to the device, and gradients from it."""
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
-    forward, backward = _orders(units)
-    away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
-    for unit, place in fetches(away, [*forward, *backward] * micro, blocks=sizes.unit_buffers):
-        phase = "forward" if place % (len(forward) + len(backward)) < len(forward) else "backward"
-        move(homes.weights[unit], phase, read=e * units[unit].elements)
-        move(DEVICE, phase, read=e * units[unit].elements)
+    for one, phase in fetched(work, units, homes, sizes):
+        by_parts = sizes.by_parts and homes.weights[one.index] == RAM
+        move(homes.weights[one.index], phase, read=e * one.elements)
+        move(DEVICE, phase, read=taken(one.elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram)
     collected = {unit.index for unit in units if homes.gradients[unit.index] >= 0}
     written: set[int] = set()
-    for unit in _visits(units, collected, list(reversed(forward)) * micro):
+    for unit in _visits(units, collected, list(reversed(_orders(units)[0])) * micro):
         size = g * sizes.trained_here(units[unit])
         move(homes.gradients[unit], "backward", read=size if unit in written else 0, written=size)
         written.add(unit)
     handed_over = [place.weight for unit in units if homes.gradients[unit.index] != DEVICE for place in unit.places]
     move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
+
+
+def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> list[tuple[Unit, str]]:
+    """(unit, phase) of each time that a rank brings a unit's weights to its device in a step."""
+    forward, backward = _orders(units)
+    away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
+    needed = fetches(away, [*forward, *backward] * work.accumulate, blocks=sizes.unit_buffers)
+    passes = len(forward) + len(backward)
+    return [(units[unit], "forward" if place % passes < len(forward) else "backward") for unit, place in needed]
+
+
+def taken_by_parts(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> dict[str, Taken]:
+    """Weights that come to each device by parts, by phase; nothing where it takes all of them from RAM."""
+    found: dict[str, Taken] = {}
+    for unit, phase in fetched(work, units, homes, sizes) if sizes.by_parts else ():
+        if homes.weights[unit.index] == RAM:
+            size = taken(unit.elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
+            found[phase] = found.get(phase, Taken(0, 0)) + size
+    return found
 
 
 def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, times: int, ranks: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from offload_trainer.errors import reason
+from offload_trainer.errors import UserError, reason
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.units import format_bytes
 
@@ -18,14 +18,15 @@ def bench_here(
     output: str,
     dtype: str,
     page: int,
-    threads: int,
+    ranks: int,
     drive_bytes: int | None,
     say: Callable[[str], None],
 ) -> MachineProfile:
-    """Time this machine and each of `drives` with `threads` CPU threads, and keep the rates for later plans.
+    """Time this machine and each of `drives`, and keep the rates for later plans.
 
     `dtype`: of a run's products; `page`: parameters updated at a time; `drive_bytes`: written in one direction, however
-    long it takes; None: as much as goes in some seconds.
+    long it takes; None: as much as goes in some seconds; `ranks`: between how many links are timed, one a GPU; 1:
+    as many as there are GPUs. CPU threads are the process's.
     """
     import torch
 
@@ -34,12 +35,13 @@ def bench_here(
     from offload_trainer.engine.updates import available_updates
     from offload_trainer.machine.bench import Budget, bench_machine, dtypes_to_time
     from offload_trainer.machine.cache import keep_rates, refuse_unwritable
+    from offload_trainer.machine.links import bench_links
     from offload_trainer.machine.probe import probe_machine
     from offload_trainer.model.source import DTYPES
 
-    torch.set_num_threads(threads)
     refuse_unwritable()
     machine = probe_machine(drives=drives, output=output)
+    count = _ranks_to_time(ranks, gpus=torch.cuda.device_count() if machine.gpu is not None else None)
     if machine.gpu is None:
         use_fp32_products(DTYPES[dtype])  # what is timed is what a run does
     budget = Budget(update_page=page)
@@ -57,11 +59,20 @@ def bench_here(
         budget=budget,
         say=say,
     )
+    if count > 1:
+        timed = replace(timed, links=bench_links(timed.links, ranks=count, say=say))
     try:
         keep_rates(timed)
     except OSError as error:  # it could be written when the bench began; what was measured is shown all the same
         say(f"note: these rates could not be kept for later plans: {reason(error)}")
     return timed
+
+
+def _ranks_to_time(wish: int, *, gpus: int | None) -> int:
+    """As many as asked for, or one a GPU; without GPUs each is on the CPU."""
+    if gpus is not None and wish > gpus:
+        raise UserError(f"--gpus {wish}: there are {gpus} here")
+    return gpus if gpus is not None and wish == 1 else wish
 
 
 def _ways_to_drives(*, kernel: bool) -> dict[str, Callable[[], Any]]:

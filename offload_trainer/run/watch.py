@@ -1,11 +1,17 @@
-"""What the ranks of a node would wait for without end: one of them that is stopped, or a launcher that has gone.
+"""What the ranks of a node would wait for without end: one of them that is stopped or hangs, a launcher that has gone.
 
     a thread of each, each second ── the launcher's children, by name ── stopped? ──> counted ──> told, and killed
+                      each 10 s   ── their threads ── in the same wait within the kernel? ──> the same
 
 A rank that is stopped (SIGSTOP) answers nobody and closes no connection. The kernel says which are, whatever they were
 at, and never says it of one that is merely slow: in a long step or save, in C with Python's lock held, on a machine
 that swaps. So no rank has to show that it lives. The lowest of the others kills it, and the run ends as it does where
 a rank dies. Looks are counted and not seconds: a machine that has slept has stopped nobody. A debugger's stop is none.
+
+Slow or hung, in a set-up or a save that may well take a day, is told as the kernel tells it of its own tasks
+(`khungtaskd`): a thread that is in an uninterruptible wait and has not been switched to since the last look is in the
+same one. A transfer that goes on, however slowly, wakes its thread now and then; one that a driver has lost does not.
+Who waits for another rank is in no such wait, so nobody is blamed for that.
 """
 
 from __future__ import annotations
@@ -16,12 +22,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # in the environment: its process, which may be gone before a rank can look
 
 _EVERY = 1.0  # seconds from one look to the next
 _LOOKS = 10  # at which a rank must have been stopped, in a row
+_INTO_KERNEL = 10  # looks from one at the ranks' threads to the next
 _GRACE = 30  # looks after SIGTERM for want of a launcher; as many seconds as torchrun gives ranks that it ends
 _GONE = ("Z", "X")
 ON_AGAIN = "The same command goes on from the newest checkpoint"
@@ -32,31 +41,35 @@ def _name(rank: str) -> str:
     return f"rank {rank}:{os.environ['MASTER_PORT']}"
 
 
-def begin_watch(say: Callable[[str], None]) -> None:
+def begin_watch(say: Callable[[str], None], *, hung: float = 0) -> None:
     """Look after the other ranks of this node from now on, and be found by them; nothing where there is one alone.
 
-    `say` is called in a thread.
+    `say` is called in a thread. `hung`: seconds in one wait within the kernel that end the run; 0: none do.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         Path("/proc/self/comm").write_text(_name(os.environ["RANK"]))
-        threading.Thread(target=_Watch(say).look_on, name="watch", daemon=True).start()
+        threading.Thread(target=_Watch(say, hung=hung).look_on, name="watch", daemon=True).start()
 
 
 class _Watch:
     """One rank's looks at the others."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], *, hung: float = 0) -> None:
+        self._say, self._hung = say, hung
         self._rank, self._launcher = int(os.environ["RANK"]), int(os.environ.get(LAUNCHER, os.getppid()))
         self._is_theirs = "TORCHELASTIC_RUN_ID" in os.environ  # a shell may go, and its children go on
         self._stopped: dict[int, int] = {}  # looks in a row, by process
+        self._waits: dict[_Wait, int] = {}  # looks in a row
 
     def look_on(self) -> None:
-        while True:
+        for number in count(1):
             time.sleep(_EVERY)
             if self._is_theirs and os.getppid() != self._launcher:
                 self._end_alone()
-            self._look(self._found())
+            found = self._found()
+            self._look(found)
+            if self._hung and number % _INTO_KERNEL == 0:
+                self._look_into_kernel({pid: rank for pid, (rank, _) in found.items()})
 
     def _found(self) -> dict[int, tuple[int | None, str]]:
         """{process: (rank, the kernel's letter for its state)} of this run's ranks on this machine that live.
@@ -86,6 +99,31 @@ class _Watch:
                 )
                 os.kill(pid, signal.SIGKILL)
 
+    def _look_into_kernel(self, found: dict[int, int | None]) -> None:
+        """`found`: the rank of each process."""
+        waits = [wait for pid in found for wait in _waits_of(pid)]
+        self._waits = {wait: self._waits.get(wait, 0) + 1 for wait in waits}
+        hung = {wait.pid: wait for wait, looks in self._waits.items() if self._seconds(looks) >= self._hung}
+        others = [rank for pid, rank in found.items() if rank is not None and pid not in hung]
+        if not hung or min(others, default=self._rank) != self._rank:
+            return
+        for pid, wait in hung.items():
+            told = _text(Path(f"/proc/{pid}/task/{wait.thread}/wchan")).strip()
+            where = told if told.isidentifier() else "it does not say where"
+            self._say(
+                f"rank {found[pid]} (process {pid}) has been in one wait within the kernel for "
+                f"{self._seconds(self._waits[wait]):g} s ({where}), "
+                "as where a driver or a filesystem of a network hangs: it is killed, and the run ends with it "
+                f"(placement.hung_seconds={self._hung:g}). {ON_AGAIN}"
+            )
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOKS * _EVERY)
+        os._exit(1)  # the kernel may never let go of the other, whose connections are open until then
+
+    def _seconds(self, looks: int) -> float:
+        """From the first of so many into the kernel to the last."""
+        return (looks - 1) * _INTO_KERNEL * _EVERY
+
     def _end_alone(self) -> None:
         """SIGTERM to this process, and SIGKILL where that does not end it."""
         if int(os.environ["LOCAL_RANK"]) == 0:
@@ -95,6 +133,25 @@ class _Watch:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE * _EVERY)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """One that cannot be interrupted, of one thread; with its next one it has been switched to more often."""
+
+    pid: int
+    thread: int
+    switches: tuple[str, ...]
+
+
+def _waits_of(pid: int) -> list[_Wait]:
+    """Of all threads of a process that are in one."""
+    found = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        if _text(stat).rpartition(")")[2].split()[:1] == ["D"]:
+            switches = re.findall(r"ctxt_switches:\s*([0-9]+)", _text(stat.with_name("status")))
+            found.append(_Wait(pid, int(stat.parent.name), tuple(switches)))
+    return found
 
 
 def _text(path: Path) -> str:

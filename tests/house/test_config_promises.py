@@ -121,6 +121,8 @@ ELSEWHERE = {
     "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
     "save.project": "run/test_trackers.py::test_a_run_as_trackers_see_it",
     "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
+    "placement.hung_seconds": "run/test_watch.py::test_a_rank_that_hangs_within_the_kernel_is_named_and_killed",
+    "tiered.take": "offloading/test_rank_bytes.py::test_bytes_are_the_plans",
     "tiered.masters": "offloading/test_tiered_remainders.py::test_bytes_are_the_planned_ones",
     "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
     "tiered.checksums": "offloading/test_tiered.py::test_a_changed_block_is_found_with_checksums",

@@ -19,6 +19,7 @@ from offload_trainer.offloading.exchange import AnyGradients, SharedGradients
 from offload_trainer.offloading.node import Addressed, Node
 from offload_trainer.offloading.shared_norms import SharedNorms
 from offload_trainer.offloading.store import UnitStore
+from offload_trainer.plan import norm_parts
 from offload_trainer.plan.layout import RAM, stretch_of, units_of
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.storage.host_memory import host_buffer
@@ -106,7 +107,7 @@ def test_sums_are_those_of_one_rank(
     world: int, nodes: int, piece: int, home: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In RAM and on a node's drive; norms of `piece` elements, of which some lie on several ranks and nodes."""
-    monkeypatch.setattr(norms, "_NORM_PIECE", piece)
+    monkeypatch.setattr(norm_parts, "_PIECE", piece)
     units, micro = model(tied=True), MICRO * world
     place = Place(world, nodes=nodes)
 
@@ -156,8 +157,8 @@ def test_sums_are_those_of_one_rank(
 def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces within a stretch, over two of them and over all; weights without a gradient, ranks without elements."""
     world = 5
-    monkeypatch.setattr(norms, "_NORM_PIECE", width)
-    monkeypatch.setattr(norms, "_CHUNK", width)
+    monkeypatch.setattr(norm_parts, "_PIECE", width)
+    monkeypatch.setattr(norm_parts, "_CHUNK", width)
     shapes = {"a.large": (50_000,), "a.none": (9000,), "a.small": (300,), "a.last": (70, 301), "b.tiny": (7,)}
     weights = [Weight(name, shape, unit=name[0]) for name, shape in shapes.items()]
     units = units_of(ModelShape(tuple(weights), layers=1, hidden=1, vocabulary=1, context=1))

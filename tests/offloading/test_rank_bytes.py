@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ import offload_trainer.plan.layout as layout
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.exchange import NETWORK, OUTBOX, exchange_of
+from offload_trainer.plan.exchange import GPUS, NETWORK, NORMS, OUTBOX, exchange_of
 from offload_trainer.plan.layout import Unit, units_of
 from offload_trainer.plan.sizes import TierSizes, homes_in
-from offload_trainer.plan.tiered_traffic import tiered_traffic
+from offload_trainer.plan.take import Taken
+from offload_trainer.plan.tiered_traffic import taken_by_parts, tiered_traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.settings import load_config
 
@@ -27,15 +29,17 @@ MICRO, STEPS = 4, 3
 
 @pytest.mark.parametrize(("world", "nodes"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outboxes written and read, sums, the network, and drives: half of the state there, weights in RAM."""
+    """Outboxes, sums, norms, the network, weights by parts, drives: half of the state there, weights in RAM."""
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
     (drive := tmp_path / "drive").mkdir()
     words = ["--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.5", "--dtype", "bf16"]
-    words += ["--accumulate", str(MICRO // world)]
+    words += ["--accumulate", str(MICRO // world), "tiered.take=gather"]
     case = Case(str(model), tuple(words), str(tmp_path / "out"), steps=STEPS, micro=MICRO, drives=(str(drive),))
-    run_ranks([case], count=world, nodes=nodes, folder=tmp_path / "ranks", script=ranked_bytes.__file__)
-    found = [json.loads(path.read_text())[0] for path in (tmp_path / "ranks").glob("counts-*.json")]
+    longer = replace(case, steps=STEPS + 1, out=str(tmp_path / "longer"))
+    run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", script=ranked_bytes.__file__)
+    both = [json.loads(path.read_text()) for path in (tmp_path / "ranks").glob("counts-*.json")]
+    found, more = ([of_rank[number] for of_rank in both] for number in (0, 1))
     assert len(found) == world
 
     config = load_config(["--model", str(model), "--scratch", "--engine", "tiered", "--nvme", str(drive), *words])
@@ -45,7 +49,11 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     sizes, units = plan.sizes, units_of(shape)
     assert isinstance(sizes, TierSizes)
     homes = [homes_in(units, plan.placement, sizes, node=node) for node in range(nodes)]
-    moved = [exchange_of(work, units, of_node, node=node) for node, of_node in enumerate(homes)]
+    by_parts = taken_by_parts(work, units, homes[0], sizes)
+    moved = [
+        exchange_of(work, units, of_node, ordered=False, by_parts=by_parts, node=node)
+        for node, of_node in enumerate(homes)
+    ]
     assert moved[0].links == plan.links
     traffic = [tiered_traffic(work, units, of_node, sizes, drives=[str(drive)]) for of_node in homes]
     assert tuple(traffic[0]) == plan.traffic
@@ -65,6 +73,24 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
         if read == "added":  # from inboxes too, but for the marks there, and what no weight fills
             planned[0] += sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
         assert [counted(read), counted(written)] == [STEPS * size for size in planned], link
+    among = [sum(way) for way in zip(*(one.bytes(NORMS, "update") for one in moved), strict=True)]
+    across = [sum(way) for way in zip(*(one.bytes(NETWORK, "norm") for one in moved), strict=True)]
+    assert counted("norms_among") == STEPS * sum(among)
+    assert [counted("norms_in"), counted("norms_out")] == [STEPS * size for size in across]
+    assert (sum(among) > 0, sum(across) > 0) == (world > 1, nodes > 1)
+    in_a_step = [
+        (
+            after.get("from_ram", 0) - before.get("from_ram", 0),
+            after.get("from_others", 0) - before.get("from_others", 0),
+        )
+        for before, after in zip(found, more, strict=True)
+    ]  # a run ends with what the next step would have begun with
+    taken = sum(by_parts.values(), Taken(0, 0))
+    assert in_a_step == [(taken.from_ram, taken.from_others)] * world
+    device = [one for one in plan.traffic if one.place == "device" and one.phase in ("forward", "backward")]
+    assert world == 1 or sum(one.read for one in device) == taken.from_ram
+    assert sum(moved[0].bytes(GPUS, phase)[0] for phase in ("forward", "backward")) == taken.from_others
+    assert (taken.from_others > 0) == (world > 1)
     assert counted("sums") == STEPS * sum(one.sums for one in moved)
     assert (counted("laid_out") > 0) == (world > 1)
     assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)

@@ -11,7 +11,7 @@ from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.cli import main
 from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.exchange import GPUS, MEETS, NETWORK, OUTBOX, exchange_of
+from offload_trainer.plan.exchange import GPUS, MEETS, NETWORK, NORMS, OUTBOX, exchange_of
 from offload_trainer.plan.layout import homes_of, pages_of, stretch_of, units_of
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
 from offload_trainer.plan.plan import Plan
@@ -60,11 +60,11 @@ def test_bytes_on_the_network_are_those_that_leave_and_enter_a_node() -> None:
             weights["in"] += 2 * held * (owner // gpus != node)
             weights["out"] += 2 * held * (nodes - 1) * (owner // gpus == node)
         marks = micro * gpus * (world - gpus) * every_weight
-        moved = exchange_of(work, units, homes, node=node)
+        moved = exchange_of(work, units, homes, ordered=False, node=node)
         assert moved.bytes(NETWORK, "backward") == (gradients["in"] + marks, gradients["out"] + marks)
         assert moved.bytes(NETWORK, "update") == (weights["in"], weights["out"])
-    together = [exchange_of(work, units, homes, node=node) for node in range(nodes)]
-    for phase in ("backward", "update"):  # what some send, others receive
+    together = [exchange_of(work, units, homes, ordered=False, node=node) for node in range(nodes)]
+    for phase in ("backward", "norm", "update"):  # what some send, others receive
         ways = list(zip(*(one.bytes(NETWORK, phase) for one in together), strict=True))
         assert sum(ways[0]) == sum(ways[1])
     outboxes = sum(one.bytes(OUTBOX, "backward")[0] + one.bytes(NETWORK, "backward")[0] for one in together)
@@ -78,7 +78,7 @@ def test_one_rank_moves_nothing_for_others() -> None:
 
 def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> None:
     found = by_link(planned(cluster(), "--params", "gpu", nodes=1, gpus=4))
-    assert {place for place, _ in found} == {OUTBOX, GPUS}
+    assert {place for place, _ in found} == {OUTBOX, GPUS, NORMS}
     assert found[GPUS, "update"][0] == pytest.approx(3 / 4 * 2 * SHAPES["gpt2-medium"].trainable, rel=0.01)
 
 
@@ -88,7 +88,8 @@ def test_seconds_of_the_links() -> None:
     found = by_link(plan)
     seconds = plan.forecast.seconds
     assert seconds["backward"] == pytest.approx(max(found[NETWORK, "backward"]) / 1e9, rel=1e-3)
-    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9, rel=1e-3)
+    norms = max(found[NETWORK, "norm"]) / 1e9  # before the update begins
+    assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms, rel=1e-3)
     slow = cluster(network=rate(1e9))
     slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
     computing = planned(slow, "--params", "gpu", nodes=2).forecast
@@ -97,7 +98,7 @@ def test_seconds_of_the_links() -> None:
     later = planned(told, "--params", "gpu", nodes=2).forecast
     units, each = len(units_of(SHAPES["gpt2-medium"])), 2 * 3 * 1e-3
     assert later.seconds["backward"] - computing.seconds["backward"] == pytest.approx(units * each)
-    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + MEETS * each)
+    assert later.seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms + MEETS * each)
     assert any("meetings" in note for note in planned(told, "--params", "gpu", nodes=2).notes)
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import run_script
 
 from offload_trainer.run import watch
-from offload_trainer.run.watch import _LOOKS, _Watch
+from offload_trainer.run.watch import _LOOKS, _Wait, _Watch
 
 HERE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
 
@@ -127,3 +127,69 @@ def test_a_process_alone_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None
     before = Path("/proc/self/comm").read_text()
     watch.begin_watch(print)
     assert Path("/proc/self/comm").read_text() == before
+
+
+HUNG = """
+import os, signal, sys, time
+from offload_trainer.run import watch
+
+watch._EVERY, watch._INTO_KERNEL = 0.02, 2
+fifo = sys.argv[1]
+
+def rank(number, port, hangs=False):
+    pid = os.fork()
+    if not pid:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+        watch.begin_watch(lambda line: print(number, line, flush=True), hung=0.2)
+        while not hangs:
+            time.sleep(600)
+        # until somebody opens the FIFO the kernel has this thread, and Python's lock, wait for its child's exec
+        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)])
+    return pid
+
+ours = [rank(0, 29513, hangs=True), rank(1, 29513), rank(2, 29513)]
+ended = dict(os.waitpid(-1, 0) for _ in range(2))
+codes = {ours.index(pid): os.waitstatus_to_exitcode(status) for pid, status in ended.items()}
+assert codes == {0: -signal.SIGKILL, 1: 1}, codes
+assert not os.waitpid(ours[2], os.WNOHANG)[0], "one that waits for others is blamed"
+os.kill(ours[2], signal.SIGKILL)
+os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+"""
+
+
+def test_a_rank_that_hangs_within_the_kernel_is_named_and_killed(tmp_path: Path) -> None:
+    """Whatever it was at, with Python's lock held; who sleeps, as those do that wait for it, is not."""
+    (tmp_path / "hung.py").write_text(HUNG)
+    os.mkfifo(tmp_path / "fifo")
+    done = run_script(tmp_path / "hung.py", tmp_path / "fifo")
+    assert done.returncode == 0, done.stderr
+    (told,) = done.stdout.splitlines()
+    assert told.startswith("1 rank 0 (process ")
+    assert "placement.hung_seconds=0.2" in told
+
+
+def test_a_wait_that_goes_on_is_none_that_hangs(
+    looks: tuple[_Watch, list[str], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a slow drive: the thread is in a wait at each look, and has been switched to in between."""
+    watched, said, killed = looks
+    watched._hung = 60.0
+    switches = [0]
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(watch, "_waits_of", lambda pid: [_Wait(pid, pid, (str(switches[0]),))] if pid == 102 else [])
+    found: dict[int, int | None] = {101: 1, 102: 2}
+    for _ in range(100):
+        switches[0] += 1
+        watched._look_into_kernel(found)
+    assert (said, killed, ends) == ([], [], [])
+    for _ in range(5):
+        watched._look_into_kernel(found)
+    assert (said, killed, ends) == ([], [], [])  # 50 s
+    watched._look_into_kernel(found)
+    assert (killed, ends) == ([102], [1])
+    assert "rank 2 (process 102) has been in one wait within the kernel for 60 s" in said[0]
+    said.clear()
+    watched._look_into_kernel({100: 0, **found})
+    assert not said  # rank 0 does it

@@ -1,0 +1,148 @@
+"""How weights in RAM come to several GPUs: by hand, as the plan forecasts it, and as it was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plans import GB, SHAPES, machine, wish
+from test_cluster import rate
+
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.exchange import GPUS
+from offload_trainer.plan.layout import ALIGN, units_of
+from offload_trainer.plan.machine import Links, MachineProfile, Rates
+from offload_trainer.plan.norm_parts import given, norm_parts, piece_width
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.take import Taken, at_once, is_by_parts, seconds_of, taken
+from offload_trainer.units import format_seconds
+
+MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3e10}
+
+
+def node(gpu: int = 80 * GB, **links: float) -> MachineProfile:
+    """GPUs of 50 GB/s each in a machine of 400 GB/s, products and updates that take no time."""
+    rates = Rates(matmul={"bf16": rate(1e24)}, update={"native": rate(1e18)}, **{k: rate(v) for k, v in MEMORY.items()})
+    found = {name: rate(value) for name, value in links.items()}
+    return replace(machine(gpu=gpu, ram=900 * GB), rates=rates, links=Links(**found))
+
+
+def planned(here: MachineProfile, *words: str, gpus: int = 8) -> Plan:
+    config = wish("--engine", "tiered", "--params", "cpu", "--dtype", "bf16", *words)
+    return make_plan(config, SHAPES["gpt2-xl"], here, world=gpus)
+
+
+def by_parts(plan: Plan) -> bool:
+    assert isinstance(plan.sizes, TierSizes)
+    return plan.sizes.by_parts
+
+
+def test_bytes_of_a_unit() -> None:
+    """Each of 3 copies 2 of 8 pieces, and the 2 that are left; 4 come from the others."""
+    piece = 2 * ALIGN
+    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == Taken(4 * piece, 4 * piece)
+    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=False) == Taken(8 * piece, 0)
+    assert taken(2 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == Taken(2 * piece, 0)  # smaller than the ranks
+
+
+def test_rates_of_all_at_once() -> None:
+    """As they were timed; else one's, or its part of the memory that all read."""
+    alone = at_once(node(), ranks=1).rates
+    assert alone == node().rates
+    few, many = at_once(node(), ranks=8).rates, at_once(node(), ranks=16).rates
+    assert (few.to_device, few.from_device, few.both_ways) == (alone.to_device, alone.from_device, alone.both_ways)
+    assert many.to_device is not None
+    assert many.both_ways is not None
+    assert (many.to_device.value, many.to_device.origin) == (4e11 / 16, "assumed")
+    assert many.both_ways.value == 3e10 / 2
+    timed = at_once(node(to_device_at_once=1e10, from_device_at_once=2e10), ranks=8).rates
+    assert timed.to_device is not None
+    assert timed.from_device is not None
+    assert (timed.to_device.value, timed.from_device.value) == (1e10, 2e10)
+
+
+@pytest.mark.parametrize(
+    ("links", "parts"),
+    [
+        ({}, False),  # nobody knows what a gather takes
+        ({"between_gpus": 3e11}, True),  # NVLink
+        ({"between_gpus": 3e11, "all_gather": 2e10}, False),  # what was timed counts, and not the data sheet
+        ({"all_gather": 4.9e10}, False),  # 7/8 at 49 GB/s take longer than 7/8 at 50
+        ({"all_gather": 5.1e10}, True),
+        ({"all_gather": 2e10, "to_device_at_once": 1e10}, True),  # PCIe switches: the way to memory is shared
+    ],
+)
+def test_the_faster_way_is_taken(links: dict[str, float], parts: bool) -> None:
+    plan = planned(node(**links))
+    assert by_parts(plan) == parts
+    (told,) = [note for note in plan.notes if note.startswith("weights: each of 8 GPUs")]
+    assert told.endswith("by parts" if parts else "all of it directly")
+    assert ("not known" in told) == (not links)
+    assert by_parts(planned(node(**links), "tiered.take=gather"))
+    assert not by_parts(planned(node(**links), "tiered.take=direct"))
+    assert any("(tiered.take=direct)" in note for note in planned(node(**links), "tiered.take=direct").notes)
+
+
+def test_both_numbers_are_the_arithmetics() -> None:
+    """The largest unit of gpt2-xl is its embedding: 50257 x 1600 weights of 2 bytes and the positions'."""
+    plan = planned(node(between_gpus=3e11, to_device_at_once=2.5e10))
+    largest = 2 * max(unit.elements for unit in units_of(SHAPES["gpt2-xl"]))
+    whole, parts = largest / 2.5e10, largest / 8 / 2.5e10 + largest * 7 / 8 / 3e11
+    (told,) = [note for note in plan.notes if note.startswith("weights: each of 8 GPUs")]
+    assert told.endswith(
+        f"from RAM, {format_seconds(whole)}; by parts and all-gather, {format_seconds(parts)}: by parts"
+    )
+
+
+def test_seconds_and_bytes_of_a_plan() -> None:
+    """Forward and backward wait for the weights: what comes from RAM, and the other GPUs' parts behind it."""
+    direct = planned(node(between_gpus=3e11), "tiered.take=direct")
+    parts = planned(node(between_gpus=3e11))
+    for phase in ("forward", "backward"):
+        (whole,) = [one.read for one in direct.traffic if (one.place, one.phase) == ("device", phase)]
+        (mine,) = [one.read for one in parts.traffic if (one.place, one.phase) == ("device", phase)]
+        (others,) = [one.read for one in parts.links if (one.place, one.phase) == (GPUS, phase)]
+        assert mine + others == whole
+        assert mine == pytest.approx(whole / 8, rel=1e-2)  # and what does not divide
+        if phase == "forward":  # the backward waits for gradients' way out too
+            assert direct.forecast.seconds[phase] == pytest.approx(whole / 5e10, rel=1e-3)
+            assert parts.forecast.seconds[phase] == pytest.approx(mine / 5e10 + others / 3e11, rel=1e-3)
+    assert parts.tiers["gpu"]["need"] - direct.tiers["gpu"]["need"] == 8 * (512 << 20)
+
+
+def test_without_gpus_it_is_done_where_it_is_asked_for() -> None:
+    here = node(gpu=0, all_gather=1e12)
+    assert not by_parts(planned(here))
+    assert by_parts(planned(here, "tiered.take=gather"))
+    assert not is_by_parts("gather", here, ranks=1)
+    assert seconds_of(Taken(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
+    assert seconds_of(Taken(10**9, 10**9), node(gpu=0), ranks=2) is None
+
+
+def test_a_wish_that_says_nothing_is_told() -> None:
+    for words, gpus in ((("--params", "gpu"), 8), ((), 1)):
+        plan = planned(node(), *words, "tiered.take=gather", gpus=gpus)
+        assert not by_parts(plan)
+        assert any("tiered.take=gather says nothing here" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_every_piece_of_a_norm_is_one_ranks(ordered: bool) -> None:
+    """Element by element: a piece is taken by the rank in whose stretch it begins, which gets the rest of it."""
+    units, ranks = units_of(SHAPES["gpt2-mini"]), 3
+    sent = 0
+    for unit in units:
+        for place in unit.places:
+            width = piece_width(place.weight.numel, ordered=ordered)
+            parts = [norm_parts(unit, place, width=width, rank=rank, ranks=ranks) for rank in range(ranks)]
+            for rank, its in enumerate(parts):
+                for start in its.starts:
+                    end = min(start + width, its.ends)
+                    got = sum(last - first for _, first, last in its.gets if start == its.starts[-1])
+                    assert min(end, its.has) - start + got == end - start
+                gets = [(other, its_rank, first, end) for its_rank in [rank] for other, first, end in its.gets]
+                assert all(parts[other].gives == (rank, first, end) for other, _, first, end in gets)
+            assert sum(len(its.starts) for its in parts) == -(-place.weight.numel // width)
+            sent += sum(its.gives[2] - its.gives[1] for its in parts if its.gives)
+    assert sent == sum(elements for _, _, elements in given(units, ranks=ranks, ordered=ordered)) > 0

@@ -1,23 +1,27 @@
 """SIGKILL runs without checkpoints at random moments: each start goes on from the page files, to the same bits.
 
-    python soak/kill_page_files.py --kills 300 --seed 0
+    python soak/kill_page_files.py --kills 300 --seed 0 --ranks 2
 
 All state is on drives, in pages of two places, and nothing is ever saved. A run is killed while it starts, trains,
 goes on or exports, and started again by the same command; at times other runs start on its drive meanwhile. After each
 kill the files must be of one whole step, never an earlier one than before, and the next start must say that it goes on
-from that step. When a run gets to its end, its lines and its weights must be those of the run left alone, bit for bit.
+from that step. Of several ranks one is killed. When a run gets to its end, its lines and its weights
+must be those of the run left alone, of one rank, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from kill_ranks import Ranks
 from trials import Command, Difference, compare_file, finish, lines, rows, soak_of_kills
 
 from offload_trainer.errors import UserError
@@ -37,14 +41,18 @@ KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    soak_of_kills(parser, lambda folder, dice, wishes: Trial(folder, dice).carry_out(wishes.kills), kills=300)
+    parser.add_argument("--ranks", type=int, default=1)
+    soak_of_kills(
+        parser, lambda folder, dice, wishes: Trial(folder, dice, ranks=wishes.ranks).carry_out(wishes.kills), kills=300
+    )
 
 
 class Trial:
     """Runs, kills and comparisons under one directory."""
 
-    def __init__(self, folder: Path, dice: random.Random) -> None:
-        self.folder, self.dice = folder, dice
+    def __init__(self, folder: Path, dice: random.Random, *, ranks: int) -> None:
+        self.folder, self.dice, self.ranks = folder, dice, ranks
+        self.kinds = [kind for kind in KINDS if ranks == 1 or "tiered.overlap=full" not in kind]
         self.log = folder / "log.txt"
         self.found: Counter[str] = Counter()  # what a kill left
         self.runs = 0
@@ -54,10 +62,10 @@ class Trial:
     def carry_out(self, kills: int) -> None:
         start = time.monotonic()
         while self.killed < kills:
-            kind = self.runs % len(KINDS)
+            kind = self.runs % len(self.kinds)
             alone = self.folder / f"alone-{kind}"
             if not alone.exists():
-                finish([*self.words(kind, alone), "tiered.places=1"], log=self.log)
+                finish([*self.words(kind, alone, ranks=1), "tiered.places=1"], log=self.log)
             self.runs += 1
             self.one_run(self.folder / f"run-{self.runs}", kind, most=kills)
             self.compare(self.folder / f"run-{self.runs}", alone)
@@ -69,11 +77,12 @@ class Trial:
     def killed(self) -> int:
         return sum(self.found.values())
 
-    def words(self, kind: int, output: Path) -> list[object]:
+    def words(self, kind: int, output: Path, *, ranks: int) -> list[object]:
         small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
         state = ["--optimizer", "nvme", "tiered.places=2", "tiered.page_size=16384", "--save-every", 0]
-        named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in KINDS[kind] else [])]
-        more = [word for word in KINDS[kind] if word != "TWO"]
+        named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in self.kinds[kind] else [])]
+        more = [word for word in self.kinds[kind] if word != "TWO"]
+        more += ["--engine", "tiered", "--accumulate", self.ranks // ranks]
         where = ["--output", output, f"data.cache={self.folder / 'cache'}", "placement.threads=1"]
         return [
             *small,
@@ -91,18 +100,27 @@ class Trial:
         """Killed until it gets to its end, or enough were."""
         step = 0
         while True:
-            command = Command(self.words(kind, output), log=self.log)
+            command = self.start(self.words(kind, output, ranks=self.ranks))
             if self.killed < most and command.wait_for(self.moment(output)):
-                command.send(signal.SIGKILL)
+                self.kill(command)
             code = command.wait()
             self.told(command.text, step)
             if code == 0:
                 return
-            if code != -signal.SIGKILL:
+            if code not in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 raise Difference(f"exit {code}: {command}")
             step = self.left(output, step)
             if self.dice.random() < 0.1:
                 self.another()
+
+    def start(self, words: list[object]) -> Command:
+        return Command(words, log=self.log) if self.ranks == 1 else Ranks(words, count=self.ranks, log=self.log)
+
+    def kill(self, command: Command) -> None:
+        """All of it, where it is one process; without their launcher ranks would end in order, and save."""
+        ranks = command.ranks if isinstance(command, Ranks) else []
+        with suppress(ProcessLookupError):
+            os.kill(self.dice.choice(ranks or [command.pid]), signal.SIGKILL)
 
     def moment(self, output: Path) -> Callable[[], bool]:
         """A random moment: of the start, or so many steps on and a part of one."""
@@ -154,7 +172,7 @@ class Trial:
     def another(self) -> None:
         """Another run on the same drives, which removes what dead runs have left."""
         place = self.folder / f"another-{self.killed}"
-        finish([*self.words(2, place), "--steps", 1], log=self.log)
+        finish([*self.words(2, place, ranks=1), "--steps", 1], log=self.log)
 
     def compare(self, output: Path, alone: Path) -> None:
         for name, keys in (("metrics.jsonl", None), ("evaluations.jsonl", ("step", "validation_loss"))):

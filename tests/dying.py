@@ -1,6 +1,7 @@
-"""dying.py WHERE NUMBER WORDS...: the command, which SIGKILL ends at an exact moment.
+"""dying.py [RANK:]WHERE NUMBER WORDS...: the command, which SIGKILL ends at an exact moment, or that rank of it.
 
 page N     before the Nth write into page files
+flip N     before the Nth time that what a rank has written is what holds: all ranks' pages are home
 half N     amid the Nth record, of which half is written
 record N   after the Nth record
 line N     after the line of step N in metrics.jsonl
@@ -18,7 +19,9 @@ from typing import Any
 
 from offload_trainer.cli import main
 
-where, number = sys.argv[1], int(sys.argv[2])
+(rank, _, where), number = sys.argv[1].rpartition(":"), int(sys.argv[2])
+if rank not in ("", os.environ.get("RANK")):
+    raise SystemExit(main(sys.argv[3:]))
 
 
 def die(*_: Any) -> None:
@@ -47,6 +50,10 @@ def half(descriptor: int, data: bytes, at: int) -> None:
 
 if where == "page":
     os.pwritev = before(os.pwritev, of("state"))
+elif where == "flip":
+    from offload_trainer.offloading.store import PageStore
+
+    PageStore.flip = before(PageStore.flip, lambda *_: True)  # type: ignore[method-assign]
 elif where == "half":
     pwrite = os.pwrite
     os.pwrite = before(pwrite, of("record"), half)

@@ -369,9 +369,10 @@ class OffloadedModel:
 
     @torch.no_grad()
     def go_on(self, state: EngineState, newest: Sequence[int]) -> None:
-        """Go on from what lies in the files, all of the state: each page in the place that `newest` says."""
+        """Go on from what lies in the files, all of the state, each page where `newest` says. All ranks call it."""
         self.store.places.begin(newest)
-        self.state.make_weights()
+        self.node.each(self.state.make_weights)
+        self.weights.spread()
         self.steps = {name: state.steps_of(name) for name in self.trained}
 
     @torch.no_grad()

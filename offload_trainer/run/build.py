@@ -6,6 +6,7 @@ Setup ── build_job ──> Job        (an ExitStack closes what was opened, 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.lease import PAGES, DriveLease
+from offload_trainer.storage.lease import PAGES, DriveLease, hold
 from offload_trainer.storage.removal import Workplace
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.screen import Screen
@@ -102,7 +103,7 @@ def build_job(
 
 
 def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[Workplace]) -> list[Path]:
-    """This node's private directories on the drives, which its first rank leases."""
+    """This node's private directories on the drives, which its first rank leases and the others hold."""
     drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
     rank, leases = place_here()[0], list[DriveLease]()
     first = next(its.start for its in nodes() if rank in its)
@@ -111,7 +112,11 @@ def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[Workplace]) -> 
             place = instead[number] if instead else None
             lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
             leases.append(stack.enter_context(lease))
-    return gather([lease.path for lease in leases])[first]
+    swaps: list[Path] = gather([lease.path for lease in leases])[first]
+    if rank != first and isinstance(setup.planned.plan.sizes, TierSizes):
+        for swap in swaps:
+            stack.callback(os.close, hold(swap))
+    return swaps
 
 
 def _plain_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Engine:

@@ -6,7 +6,12 @@
 
 Where all state is on drives and pages have two places, the files always hold one whole step. They are gone on from
 where they lie, if they are newer than the newest checkpoint and hold the same pages; 16-bit weights are made from the
-masters. Otherwise what differs is said, and the run goes on from its checkpoint.
+masters. Otherwise what differs is said, and the run goes on from its checkpoint; but where the number of ranks is
+another, which is easily mended, it stops and says so.
+
+Several ranks of one node have the files and the record in common. The first rank looks at them, writes the record once
+all ranks' pages of a step are home, and before that no rank writes a page of the next one. Where a rank of the dead run
+may still write in the files, that is waited for (`lease.wait_for_ranks`).
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +40,11 @@ from offload_trainer.offloading.page_account import (
 )
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.sizes import TierSizes, homes_in
-from offload_trainer.ranks import nodes, place_here
-from offload_trainer.readback import LENIENT, as_kind, file_bytes, parsed, read_back, shown
+from offload_trainer.ranks import nodes, on_rank_zero, place_here, share_from_zero
+from offload_trainer.readback import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.run.build import Setup
 from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.lease import clear, folders_in, keep_listed, keep_none, root_of
+from offload_trainer.storage.lease import clear, folders_in, keep_listed, keep_none, root_of, wait_for_ranks
 from offload_trainer.storage.lease import take_over as taken_over
 from offload_trainer.storage.removal import Workplace
 from offload_trainer.trainer import Job
@@ -55,19 +60,24 @@ class _Made:
     identity: dict[str, Any]
     layout: dict[str, Any]
     config: dict[str, dict[str, Any]]
+    ranks: Count = 1
+
+
+class Lost(UserError):
+    """Page files that can be gone on from, which this start would remove."""
 
 
 @dataclass(frozen=True)
 class PageFiles:
     """A dead run's page files, now this run's."""
 
-    places: Sequence[Workplace]
+    places: Sequence[Workplace]  # none on ranks other than the first
     train: TrainState  # where its loop stood
     newest: Newest
     pages: int
 
     def go_on(self, job: Job) -> None:
-        """Make the engine stand where they do."""
+        """Make the engine stand where they do. All ranks call it."""
         assert isinstance(job.engine, TieredEngine)
         assert self.newest.engine is not None
         job.engine.go_on(self.newest.engine, self.newest.places(self.pages))
@@ -77,15 +87,22 @@ class PageFiles:
 
 
 def keep(setup: Setup, job: Job) -> None:
-    """From now on, where the plan allows it, page files are of one step, and a kill or an error leaves them."""
-    if _why_never(setup) or not job.swaps:
+    """From now on, where the plan allows it, page files are of one step, and a kill or an error leaves them.
+
+    The first rank says so for all, since the record is its own; and where two places were asked for, why not.
+    """
+    if not setup.log.loud:
+        return
+    if why := _why_never(setup):
+        if setup.planned.config.tiered.places == 2:
+            setup.log.say(f"note: a kill will leave no page files to go on from: {why}")
         return
     engine, record = job.engine, setup.record
     assert isinstance(engine, TieredEngine)
     assert engine.offloaded.account is not None
     engine.offloaded.account.commits = True
-    made = {"identity": record.identity, "layout": record.layout, "config": record.run["config"]}
-    write_text(job.swaps[0] / _RUN, json.dumps(made))
+    made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.planned.plan.world)
+    write_text(job.swaps[0] / _RUN, json.dumps(asdict(made)))
     keep_listed(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
 
@@ -119,8 +136,8 @@ def _why_never(setup: Setup) -> str:
         return "this run keeps remainders of masters (tiered.masters=remainder), which are nothing without its weights"
     if sizes.places < 2:
         return "this run's pages have one place (tiered.places=1)"
-    if plan.world > 1:
-        return f"this run has {plan.world} ranks, and only one goes on from page files"
+    if plan.nodes > 1:
+        return f"this run has {plan.nodes} nodes, each with page files of its own, and one alone goes on from them"
     if any(page.home < 0 for page in _pages(setup)):
         return "this run keeps some of its state in memory; --ram-fraction 0 keeps all of it on drives"
     if sizes.checksums:
@@ -142,31 +159,45 @@ def _pages(setup: Setup) -> Sequence[Any]:
 def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
     """The page files that this run goes on from, where they are newer than the checkpoint of `begins`; said if so.
 
-    None, and said why, where it cannot. They are locked until `stack` closes.
+    None, and said why, where it cannot. They are locked until `stack` closes. All ranks call it, and the first one
+    looks. UserError where they would be lost for what can be mended.
     """
-    if not setup.log.loud or setup.planned.config.save.resume != "auto":
+    if setup.planned.config.save.resume != "auto":
         return None
+    found: list[PageFiles] = []
+    on_rank_zero(lambda: found.extend(_taken_over(setup, stack, begins=begins)))
+    told: list[PageFiles] = share_from_zero([replace(one, places=()) for one in found])
+    return next(iter(found or told), None)
+
+
+def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> list[PageFiles]:
+    """One, or none."""
     with ExitStack() as locks:
         try:
-            found = _found(setup, locks)
-            if found is None or (begins and found.train.step <= begins.step):
-                return None
+            found = _found(setup, locks, begins=begins)
+            if found is None:
+                return []
+        except Lost:
+            raise
         except (OSError, ValueError, TrainerError) as error:
             setup.log.say(f"note: page files that were left are not gone on from: {_sentence(error)}")
-            return None
+            return []
         stack.push(locks.pop_all())
     where = ", ".join(str(place.path) for place in found.places)
     than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
     setup.log.say(f"going on from the page files in {where}, step {found.train.step}; they are newer than {than}")
-    return found
+    return [found]
 
 
 def _sentence(error: BaseException) -> str:
     return reason(error) if isinstance(error, OSError) else str(error)
 
 
-def _found(setup: Setup, locks: ExitStack) -> PageFiles | None:
-    """What the run's list names, locked. ValueError, UserError, TrainerError, OSError with why it cannot be used."""
+def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
+    """What the run's list names, locked; None where that is no newer than `begins`.
+
+    ValueError, TrainerError, OSError with why it cannot be used, Lost.
+    """
     folders = folders_in(setup.listed)
     if not folders:
         return None
@@ -182,12 +213,23 @@ def _found(setup: Setup, locks: ExitStack) -> PageFiles | None:
     newest = read_newest(told)
     if newest is None or newest.train is None or newest.engine is None:
         return None  # no step of the run was whole yet
-    _refuse_others(setup, folders, told)
-    return PageFiles(places, as_kind(newest.train, TrainState), newest, len(told.pages))
+    train = as_kind(newest.train, TrainState)
+    if begins and train.step <= begins.step:
+        return None
+    _refuse_others(setup, folders, told, step=train.step)
+    for folder in folders:
+        try:
+            wait_for_ranks(folder, say=setup.log.say)
+        except TrainerError as error:
+            raise Lost(f"page files of step {train.step} may still be written by a rank of the run: {error}") from error
+    return PageFiles(places, train, newest, len(told.pages))
 
 
-def _refuse_others(setup: Setup, folders: Sequence[Path], told: Told) -> None:
-    """ValueError where they are another run's, or lie otherwise; lines for settings that steer it differently."""
+def _refuse_others(setup: Setup, folders: Sequence[Path], told: Told, *, step: int) -> None:
+    """ValueError where they are another run's, or lie otherwise, Lost where only the number of ranks is another.
+
+    Lines for settings that steer it differently.
+    """
     made = read_back(folders[0] / _RUN, _Made, fix="The run goes on from its newest checkpoint")
     others = differences(made.identity, _in_json(setup.record.identity))
     others += differences(made.layout, _in_json(setup.record.layout))
@@ -203,6 +245,12 @@ def _refuse_others(setup: Setup, folders: Sequence[Path], told: Told) -> None:
     )
     theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
     differ = [key for key, told in _in_json(ours).items() if told != theirs.get(key)]
+    if "pages" in differ and made.ranks != setup.planned.plan.world:
+        raise Lost(
+            f"the page files in {folders[0]}, of step {step} and newer than any checkpoint, are laid out for "
+            f"{made.ranks} rank(s), and this run has {setup.planned.plan.world}: give --gpus {made.ranks}, or let go "
+            "of them by --resume never or --resume CHECKPOINT"
+        )
     if differ:
         raise ValueError(f"they are laid out otherwise than this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
     for line in changed_settings("the page files' run", made.config, setup.record.run["config"]):

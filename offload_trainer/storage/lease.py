@@ -3,6 +3,7 @@
 DIR/offload-trainer/              this user's; DIR/offload-trainer-NUMBER where another user has that name
     run-0123abcd/.lock            its mark, locked as long as its run lives; the kernel lets go of it even after kill -9
     run-0123abcd/.for             of page files that a run goes on from once it was killed: where that run lists them
+    run-0123abcd/.ranks           locked too as long as another rank lives that writes there
     run-0123abcd/...              the run's own
 
 A run's list names its directories, one a line. What it names stays until that run itself has begun again, whatever
@@ -19,14 +20,14 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.readback import file_bytes
 from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.locks import NoLocks, open_lock, take
+from offload_trainer.storage.locks import NoLocks, open_lock, take, turn
 from offload_trainer.storage.removal import (
     MARK,
     NotOurs,
@@ -43,6 +44,7 @@ _NAME = re.compile(r"run-[0-9a-f]{8}")
 _WHAT = "page files of"
 PAGES = "pages"  # a list's name in the run directory
 _FOR, _LONGEST = ".for", 1 << 16  # name; bytes of it, and of a list
+_RANKS = ".ranks"
 
 
 class DriveLease:
@@ -133,6 +135,20 @@ def _make_root(drive: Path) -> Path:
 def take_over(folder: Path, *, say: Callable[[str], None]) -> Workplace:
     """A dead run's private directory, with its files. As `Workplace.taken_over`."""
     return Workplace.taken_over(folder, what=_WHAT, say=say)
+
+
+def hold(folder: Path) -> int:
+    """As a rank that writes there beside the one whose directory it is: a descriptor, to be kept as long as it does."""
+    descriptor = open_lock(folder / _RANKS, create=True)
+    with suppress(NoLocks):  # then nobody takes the directory over
+        take(descriptor, shared=True)
+    return descriptor
+
+
+def wait_for_ranks(folder: Path, *, say: Callable[[str], None], patience: float = 60.0) -> None:
+    """No rank of the run that has died holds its directory when this returns. TrainerError where one does not end."""
+    with turn(folder / _RANKS, say=say, patience=patience):
+        pass
 
 
 def keep_listed(listed: Path, folders: Sequence[Path]) -> None:

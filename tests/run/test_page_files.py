@@ -153,6 +153,9 @@ def test_what_differs_is_said_and_the_run_begins_from_its_checkpoint(
     run = call("--nvme", place, *ALL, *words, output=tmp_path / "run")
     said = next(line for line in run.text.splitlines() if "page files that were left are not gone on from" in line)
     assert re.search(why, said), said
+    never = re.search("a kill will leave no page files to go on from: (.*)", run.text)
+    assert bool(never) == any(word.startswith(("--ram", "tiered.checksums", "model.freeze")) for word in words)
+    assert never is None or never[1] in said
     assert gone_on(run) is None
     assert [row[0] for row in lines(run.output)] == [1, 2, 3, 4, 5, 6]
     assert not list((place / "offload-trainer").iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zlib
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage.lease import DriveLease
+from offload_trainer.storage.lease import DriveLease, hold, wait_for_ranks
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 
@@ -38,6 +39,16 @@ def test_a_dead_run_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
         assert not left[0].exists()
         with DriveLease(tmp_path):
             assert mine.path.exists()
+
+
+def test_a_directory_is_free_once_no_rank_holds_it(tmp_path: Path) -> None:
+    with DriveLease(tmp_path) as lease:
+        ranks = [hold(lease.path), hold(lease.path)]
+        for rank in ranks:
+            with pytest.raises(TrainerError, match=r"\.ranks: another process has held this lock"):
+                wait_for_ranks(lease.path, say=print, patience=0)
+            os.close(rank)
+        wait_for_ranks(lease.path, say=print, patience=0)
 
 
 def test_no_place_for_a_lease() -> None:

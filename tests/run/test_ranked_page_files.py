@@ -1,0 +1,119 @@
+"""Page files of several ranks, gone on from without a checkpoint: no bit depends on which rank is killed, and when."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import call, start
+from forks import COMMAND
+from ranked import call_ranks
+from test_page_files import ALL, DYING, gone_on, left, place  # noqa: F401  # a fixture
+from test_page_files import killed as killed_alone
+
+from offload_trainer.offloading.page_account import read_description, read_newest
+from offload_trainer.storage.lease import folders_in, hold
+
+TIERED = [*ALL, "--engine", "tiered"]
+MOMENTS = [  # whose, before or after what, and by how many steps the files go on
+    ("1:page", 3, [0]),
+    ("0:flip", 2, [1]),
+    ("1:flip", 1, [0, 1]),
+    ("1:page", 16, [0, 1]),
+    ("0:half", 1, [0]),
+    ("0:record", 1, [1]),
+    ("0:line", 5, [0, 1, 2]),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """What one rank leaves with so many micro-batches a step."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    @cache
+    def made(count: int) -> dict[str, Any]:
+        return left(call("--nvme", drive, *ALL, "--accumulate", count, output=folder / str(count)).output)
+
+    return made
+
+
+def killed(moment: str, number: int, *words: object, output: Path, count: int) -> None:
+    """One rank is; the others end without a word, and what they were writing is."""
+    rank = int(moment.split(":")[0])
+    ended = call_ranks(*words, output=output, count=count, script=[DYING, moment, number])
+    codes = [run.code for run in ended]
+    assert codes == [-9 if one == rank else 69 for one in range(count)], [run.text[-2000:] for run in ended]
+
+
+@pytest.mark.parametrize(("count", "overlap"), [(2, "forward"), (3, "off")])
+def test_whichever_rank_is_killed(
+    count: int,
+    overlap: str,
+    place: Path,  # noqa: F811
+    tmp_path: Path,
+    alone: Callable[[int], dict[str, Any]],
+) -> None:
+    """Amid its pages, once all ranks' are home, amid the record and after it: on from the step that all have."""
+    words = ["--nvme", place, *TIERED, f"tiered.overlap={overlap}"]
+    output, before = tmp_path / "run", 0
+    for moment, number, expected in MOMENTS:
+        killed(moment, number, *words, output=output, count=count)
+        folders = folders_in(output / "pages")
+        assert len(folders) == len(list((place / "offload-trainer").iterdir())) == 1
+        newest = read_newest(read_description(folders[0]))
+        step = newest.step if newest else 0
+        assert step - before in expected
+        before = step
+    if overlap == "forward":
+        _refused_by_another_number(*words, output=output)
+    ended = call_ranks(*words, output=output, count=count)
+    assert [run.code for run in ended] == [0] * count, ended
+    assert gone_on(ended[0]) == before == 4
+    assert left(output) == alone(count)
+    assert not list((place / "offload-trainer").iterdir())
+
+
+def _refused_by_another_number(*words: object, output: Path) -> None:
+    (folder,) = folders_in(output / "pages")
+    for count in (1, 3):
+        ended = call_ranks(*words, output=output, count=count)
+        assert [run.code for run in ended] == [2] * count, ended
+        assert f"2 rank(s), and this run has {count}: give --gpus 2" in ended[0].text
+        assert folders_in(output / "pages") == [folder]
+
+
+def test_pages_that_no_number_of_ranks_cuts_go_on_with_another(
+    place: Path,  # noqa: F811
+    tmp_path: Path,
+    alone: Callable[[int], dict[str, Any]],
+) -> None:
+    """Of the smallest size, they are the same for each."""
+    words, output = ["--nvme", place, *TIERED, "tiered.page_size=4096"], tmp_path / "run"
+    killed("1:flip", 3, *words, output=output, count=2)
+    killed_alone("record", 2, *words, "--accumulate", 2, output=output)
+    (ended, _) = call_ranks(*words, output=output, count=2)
+    assert gone_on(ended) in (4, 5)
+    assert left(output) == alone(2)
+
+
+def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> None:  # noqa: F811
+    """It may write into what the next run would go on from."""
+    words = ["--nvme", place, *ALL, "--output", tmp_path / "run"]
+    killed_alone("record", 2, *words[:-2], output=tmp_path / "run")
+    (folder,) = folders_in(tmp_path / "run/pages")
+    rank, told = hold(folder), tmp_path / "told"
+    command = start(COMMAND, *words, stdout=told, stderr=told)
+    end = time.monotonic() + 50  # it waits for 60 s
+    while "waiting for" not in told.read_text() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert "going on from" not in told.read_text()
+    os.close(rank)
+    assert command.wait(100) == 0
+    assert f"waiting for {folder}/.ranks" in told.read_text()
+    assert "going on from the page files" in told.read_text()

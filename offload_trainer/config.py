@@ -274,6 +274,17 @@ class SaveSection(_Section):
         return tuple(dict.fromkeys((*(["tensorboard"] if self.tensorboard else []), *self.trackers)))
 
 
+class ParallelSection(_Section):
+    """How ranks divide the model; `plan --parallel` compares it with dividing the data alone."""
+
+    tensor: PositiveInt = Field(
+        1,
+        description="with --engine deepspeed: ranks that share each product of a block, by DeepSpeed's AutoTP with "
+        "ZeRO-1, weights on the GPU; the other ranks have rows of their own. For architectures that transformers has "
+        "rules for, such as Llama and Qwen3; without checkpoints, whole weights are exported at the end",
+    )
+
+
 class TieredSection(_Section):
     """Sizes inside the tiered engine."""
 
@@ -355,6 +366,7 @@ class TrainConfig(_Section):
     train: TrainSection = TrainSection()
     placement: PlacementSection = PlacementSection()
     save: SaveSection = SaveSection()
+    parallel: ParallelSection = ParallelSection()
     tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
 

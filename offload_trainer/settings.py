@@ -68,6 +68,11 @@ _GONE_VALUES = {
     "optim.name=adamw8bit": "8-bit moments are optim.states=8bit; with --engine deepspeed they are bitsandbytes'",
     "optim.kernel=deepspeed": "native and torch are faster; leave it at auto",
 }
+# What people look for, and nothing carries out yet.
+_NOT_YET = {
+    "parallel.pipeline": "pipelines are not carried out yet; `plan --parallel` says what one would bring",
+    "parallel.sequence": "sequence parallel is not carried out yet; `plan --parallel` says what it would bring",
+}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -201,6 +206,8 @@ def _is_list(annotation: Any) -> bool:
 
 
 def _unknown(spelled: str, word: str, *, known: Iterable[str]) -> str:
+    if word in _NOT_YET:
+        return f"{spelled}: {_NOT_YET[word]}"
     known = list(known)
     # A key in the wrong section is a mistake that nearness of spelling does not find.
     leaf = word.rpartition(".")[2]

@@ -23,6 +23,7 @@ from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.gather import full_shape, gathered, write_weight
 from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
+from offload_trainer.engine.tensor import parts_of
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
@@ -66,7 +67,9 @@ class DeepSpeedEngine:
     ) -> None:
         import deepspeed
 
-        self.rank, self.world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        self._rank, self._world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        tensor = words.get("tensor_parallel", {}).get("autotp_size", 1)
+        self.rank, self.world = self._rank // tensor, self._world // tensor  # of those with rows of their own
         self._placement = placement
         self._dtype = DTYPES[model.dtype]
         load_kernels(placement)
@@ -96,12 +99,15 @@ class DeepSpeedEngine:
             optimizer=None if "optimizer" in words else _device_optimizer(groups, optim),
             config=words,
         )
+        self._parts = parts_of(source.shape, count=tensor)
+        self._parts.check({name: full_shape(parameter) for name, parameter in self._parameters.items()})
         if load_weights:  # only now: before, DeepSpeed would make masters from what was rounded
             for name, value in source.weights():
                 if name in trained:
                     self._write(name, "master", value.float())
                 else:
-                    write_weight(name, self._parameters[name], as_parameter(value, self._dtype))
+                    part = self._parts.of(name, value)
+                    write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
         _restore_buffers(module.model, source.buffers())
         self._module = module
         self._betas = optim.betas
@@ -163,15 +169,15 @@ class DeepSpeedEngine:
 
     def _weights(self, counts: Sequence[int]) -> list[float]:
         """Of this rank's micro-batches in the mean over all targets that all ranks count in the step."""
-        own = len(counts) * self.rank
+        own = len(counts) * self._rank  # ranks that share rows count them alike, and so weigh them as one would
         return weights_in_step([n for each in gather(list(counts)) for n in each])[own : own + len(counts)]
 
     def _mean(self, value: torch.Tensor) -> float:
         import deepspeed
 
-        if self.world > 1:
+        if self._world > 1:
             deepspeed.comm.all_reduce(value)
-            value = value / self.world
+            value = value / self._world
         return float(value)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -199,7 +205,7 @@ class DeepSpeedEngine:
             fixed={name: (full_shape(self._parameters[name]), self._dtype) for name in self._fixed},
             read_fixed=self._read_fixed,
         )
-        return StateNow(state, files, writes=self.rank == 0)
+        return StateNow(state, files, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
@@ -226,20 +232,22 @@ class DeepSpeedEngine:
             return torch.zeros(full_shape(parameter))
         else:
             tensor = safe_get_full_optimizer_state(parameter, kind)
-        return tensor.detach().float().cpu().reshape(full_shape(parameter))
+        part = tensor.detach().float().reshape(full_shape(parameter))
+        return self._parts.whole(name, part).cpu()
 
     def _read_fixed(self, name: str) -> torch.Tensor:
         with gathered(self._parameters[name]) as whole:
-            return whole.detach().to("cpu", copy=True)
+            return self._parts.whole(name, whole.detach()).to("cpu", copy=True)
 
     def _write(self, name: str, kind: str, tensor: torch.Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         parameter = self._parameters[name]
-        value = tensor.to(_device())
+        part = self._parts.of(name, tensor)
+        value = part.to(_device())
         if kind == "master":
             safe_set_full_fp32_param(parameter, value)
-            write_weight(name, parameter, as_parameter(tensor, self._dtype))
+            write_weight(name, parameter, as_parameter(part, self._dtype))
         else:
             safe_set_full_optimizer_state(parameter, value, kind)
 

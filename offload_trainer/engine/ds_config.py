@@ -5,9 +5,11 @@ Every key is written out, since DeepSpeed's defaults differ between versions and
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, OptimSection
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, ZeroSizes
 
@@ -31,7 +33,7 @@ def deepspeed_config(
     words: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulate,
-        "train_batch_size": work.micro_batch * work.accumulate * work.world,
+        "train_batch_size": work.micro_batch * work.accumulate * work.world,  # of ranks that share rows too
         "gradient_clipping": optim.clip,
         "steps_per_print": 1_000_000_000,  # our own loop reports
         "wall_clock_breakdown": False,
@@ -54,6 +56,13 @@ def deepspeed_config(
                 "adam_w_mode": True,
             },
         }
+    if work.tensor > 1:
+        words["zero_optimization"]["stage"] = 1
+        words["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False  # each rank gets its part, not all of it
+        words["tensor_parallel"] = {
+            "autotp_size": work.tensor,
+            "partition_config": {"use_default_specs": False, "strict_mode": False, "layer_specs": _specs(work.shape)},
+        }
     if swap_directory is not None:
         words["aio"] = {
             "block_size": section.aio_block_size,
@@ -63,6 +72,17 @@ def deepspeed_config(
             "overlap_events": True,
         }
     return words
+
+
+def _specs(shape: ModelShape) -> list[dict[str, Any]]:
+    """How each weight is divided, by its name; AutoTP's own guesses are not asked."""
+    kinds = {"column": ("column", False), "row": ("row", False), "summed": ("skip", True)}
+    found = []
+    for split, (kind, summed) in kinds.items():
+        names = [f".*{re.escape(w.name)}$" for w in shape.weights if w.split == split and not w.name.endswith(".bias")]
+        if names:
+            found.append({"patterns": names, "partition_type": kind, "grad_allreduce": summed})
+    return found
 
 
 def _precision(optim: OptimSection, *, dtype: str) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from offload_trainer.model.pretrained import (
     pretrained_order,
     pretrained_weights,
 )
+from offload_trainer.model.tensor import splits
 from offload_trainer.plan.activations import Activations
 from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -267,7 +268,7 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
         raise UserError(f"model.checkpointing=on: {type(model).__name__} has none in transformers; leave it auto")
     blocks = block_names(model)
     products = products_of(model)
-    spared = spared_names(model)
+    spared, divided = spared_names(model), splits(model, blocks)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     weights = []
     for name, parameter in model.named_parameters():
@@ -281,6 +282,7 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
                 block=block is not None,
                 uses=uses[id(parameter)],
                 spared=name in spared,
+                split=divided.get(name, ""),
                 products=products[name],
             )
         )

@@ -44,7 +44,7 @@ def engine_of(config: TrainConfig) -> Tiered | DeepSpeed | Plain:
     if name in ("auto", "tiered"):
         return Tiered(place, config.tiered, config.model.offload_activations)
     if name == "deepspeed":
-        return DeepSpeed(place, config.deepspeed, config.optim.states)
+        return DeepSpeed(place, config.deepspeed, config.optim.states, config.parallel.tensor)
     return Plain(place)
 
 
@@ -67,6 +67,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         kernel=optim.kernel,
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,
+        tensor=config.parallel.tensor,
     )
 
 
@@ -92,6 +93,11 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         mistakes.append("train.tokens_per_step chooses micro_batch and accumulate: leave those two out")
     if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
+    if config.parallel.tensor > 1 and not isinstance(engine, DeepSpeed):
+        mistakes.append(
+            f"parallel.tensor={config.parallel.tensor} is DeepSpeed's: add --engine deepspeed; the tiered engine "
+            "divides rows and state alone"
+        )
     return mistakes + _mistakes_of_rule(optim)
 
 
@@ -140,7 +146,8 @@ def settle_and_plan(
     """
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
     tried = []
-    for train in micro_batches(config.train, seq_len=row_length(config.data.seq_len, shape), world=world):
+    seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // config.parallel.tensor)
+    for train in micro_batches(config.train, seq_len=seq_len, world=rows):
         one = config.model_copy(update={"train": train})
         tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)))
     chosen = _choose([plan for _, plan in tried])

@@ -8,16 +8,17 @@ A GPU's way to the host carries what its rank owns: the rest comes from the othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload_trainer.config import DeepSpeedSection, PlacementSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.exchange import zero_bounds, zero_links
+from offload_trainer.plan.exchange import GPUS, NETWORK, zero_bounds, zero_links
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import Item, activation_items, cuda_process
-from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
+from offload_trainer.plan.parallel import Flow, Mode, divided, flows, link_seconds, refusal, weights_held
+from offload_trainer.plan.time import PHASES, UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement, ZeroSizes, drive_stretch, zero_sizes
@@ -51,11 +52,12 @@ _TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_siz
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """What is wished for. `moments`: bitsandbytes' on the GPU where they are 8-bit ones."""
+    """What is wished for. `moments`: bitsandbytes' on the GPU where they are 8-bit ones. `tensor`: AutoTP's ranks."""
 
     place: PlacementSection
     section: DeepSpeedSection
     moments: str
+    tensor: int = 1
 
     name = "deepspeed"
 
@@ -75,6 +77,13 @@ class DeepSpeed:
                 "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
                 "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
             )
+        if self.tensor > 1 and (place.params not in ("auto", "gpu") or place.optimizer == "nvme"):
+            mistakes.append(
+                f"parallel.tensor={self.tensor} divides the weights over GPUs, with the state there or in RAM: use "
+                "--params gpu, and --optimizer gpu or cpu"
+            )
+        if self.tensor > 1 and self.moments == "8bit":
+            mistakes.append(f"parallel.tensor={self.tensor} with optim.states=8bit was never tried: use fp32")
         return mistakes
 
     def packages(self) -> list[tuple[str, str]]:
@@ -89,10 +98,40 @@ class DeepSpeed:
                 "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
                 "tiered"
             )
+        if self.tensor > 1:
+            self._refuse_dividing(work)
+
+    def _refuse_dividing(self, work: Workload) -> None:
+        """UserError where the ranks, the model or the sums cannot be divided so."""
+        wish = f"parallel.tensor={self.tensor}"
+        if work.world % self.tensor:
+            raise UserError(f"{wish} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
+        if not any(weight.split for weight in work.shape.weights):
+            raise UserError(
+                f"{wish}: transformers has no rule for this architecture that divides each matrix of its blocks by "
+                "rows or columns alone; use 1"
+            )
+        if reason := refusal(Mode(tensor=self.tensor), work.shape, rows=1, seq_len=work.seq_len):
+            raise UserError(f"{wish}: {reason}")
+        if self._sums_need_ram(work) and self.place.optimizer == "gpu":
+            raise UserError(
+                f"{wish} --optimizer gpu with sums in fp32 of several bf16 micro-batches: DeepSpeed takes another "
+                "optimizer there, which was never tried; use --optimizer cpu, --accumulate 1, or "
+                "optim.accumulate_dtype=model"
+            )
+
+    def _sums_need_ram(self, work: Workload) -> bool:
+        """ZeRO-1 in bf16 with fp32 sums is another class in DeepSpeed, unless its state is in RAM."""
+        return work.tensor > 1 and work.dtype == "bf16" and work.accumulate > 1 and work.sums == "fp32"
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
         """From the fastest to the roomiest."""
-        return [DeepSpeedCandidate(work, machine, placement, self) for placement in self._placements(machine)]
+        found = self._placements(machine)
+        if self.tensor > 1:
+            found = [one for one in found if one.stage == 2] or [Placement("gpu", "cpu")]
+        if self._sums_need_ram(work):
+            found = [Placement("gpu", "cpu")]
+        return [DeepSpeedCandidate(work, machine, placement, self) for placement in found]
 
     def _placements(self, machine: MachineProfile) -> list[Placement]:
         params, optimizer = self.place.params, self.place.optimizer
@@ -138,6 +177,8 @@ class DeepSpeedCandidate:
 
     @property
     def title(self) -> str:
+        if self.work.tensor > 1:
+            return f"DeepSpeed's AutoTP over {self.work.tensor}, ZeRO-1"
         return f"DeepSpeed ZeRO-{self.placement.stage}"
 
     @property
@@ -154,6 +195,8 @@ class DeepSpeedCandidate:
             return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
         if self.wish.moments == "8bit":
             return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"
+        if self.work.tensor > 1:
+            return f"parallel.tensor={self.work.tensor} divides each weight's moments, which are not put together yet"
         return None
 
     @property
@@ -165,7 +208,23 @@ class DeepSpeedCandidate:
         return -(-count // self.work.nodes)
 
     @property
+    def _mode(self) -> Mode:
+        return Mode(data=self.work.data, tensor=self.work.tensor)
+
+    @cached_property
+    def _held(self) -> int:
+        """Weights of a rank where none are divided but by tensor parallel."""
+        return weights_held(self._mode, self.work.shape)
+
+    @property
+    def _held_trained(self) -> int:
+        return -(-self._held * self.work.shape.trainable // self.work.shape.parameters)
+
+    @property
     def _trained(self) -> int:
+        """Whose state lies on one node."""
+        if self.work.tensor > 1:
+            return -(-self._held_trained * self.work.here // self.work.data)
         return self._of_node(self.work.shape.trainable)
 
     def _tier(self, home: str) -> str:
@@ -183,16 +242,25 @@ class DeepSpeedCandidate:
             *self._gradients(),
             *self._state(),
             Item("ram", "seen beyond these", self._seen(), "measured (predictions.md); what it holds is not known"),
-            *activation_items(work, device=device),
+            *activation_items(self._dividing(work), device=device),
         ]
+
+    def _dividing(self, work: Workload) -> Workload:
+        """The work with what a rank holds of the activations."""
+        on_gpu, on_cpu = work.shape.on_gpu, work.shape.on_cpu
+        if work.tensor == 1 or on_gpu is None or on_cpu is None:
+            return work
+        on_gpu, on_cpu = divided(on_gpu, self._mode), divided(on_cpu, self._mode)
+        return replace(work, shape=replace(work.shape, on_gpu=on_gpu, on_cpu=on_cpu))
 
     def _weights(self) -> list[Item]:
         shape, world, e = self.work.shape, self.work.here, self.work.item_bytes
         device, sizes = self.machine.device, self.sizes
         if self.placement.stage == 2:
-            whole = Item(device, "weights", e * shape.parameters * world, f"{e} B a parameter, whole on each rank")
+            how = "whole on each rank" if self.work.tensor == 1 else f"{self._held:,} of them on each rank"
+            whole = Item(device, "weights", e * self._held * world, f"{e} B a parameter, {how}")
             why = "ZeRO-2 copies them into one buffer at the start"
-            return [whole, Item(device, "weights, flattened", e * shape.trainable * world, why)]
+            return [whole, Item(device, "weights, flattened", e * self._held_trained * world, why)]
         home = self._tier(self.placement.params)
         live = min(shape.parameters, sizes.max_live + sizes.prefetch_bucket)
         why = "gathered at a time: max_live_parameters and a prefetch bucket"
@@ -209,6 +277,12 @@ class DeepSpeedCandidate:
     def _gradients(self) -> list[Item]:
         e, device = self.work.item_bytes, self.machine.device
         buckets = 2 * e * self.sizes.reduce_bucket * self.work.here
+        if self.work.tensor > 1:
+            each = self.work.gradient_bytes * self._held_trained * self.work.here
+            return [
+                Item(device, "gradients", each, "whole on each rank"),
+                Item(device, "gradient buckets", buckets, "2"),
+            ]
         return [
             Item(device, "gradients", e * self._trained, f"{e} B a parameter before they are handed over"),
             Item(device, "gradient buckets", buckets, "2 reduce buckets"),
@@ -240,9 +314,10 @@ class DeepSpeedCandidate:
         """What a step moves: 16 bytes a parameter each way, since it swaps fp32 gradients with the state."""
         work, e, micro, drive = self.work, self.work.item_bytes, self.work.accumulate, self._drive
         trained, total = self._trained, self._of_node(work.shape.parameters)
-        own_trained, own = -(-work.shape.trainable // work.world), -(-work.shape.parameters // work.world)
+        own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
+        micro_out = 1 if work.tensor > 1 else micro
         found = [
-            Traffic("device", "backward", 0, e * own_trained * micro),
+            Traffic("device", "backward", 0, e * own_trained * micro_out),
             Traffic("device", "update", e * own_trained, 0),
         ]
         if self.placement.optimizer == "nvme" and drive:
@@ -255,11 +330,20 @@ class DeepSpeedCandidate:
         return found
 
     def links(self) -> tuple[Traffic, ...]:
+        if self.work.tensor > 1:
+            return tuple(_as_traffic(self._flows, here=self.work.here))
         return zero_links(self.work, stage=self.placement.stage)
+
+    @cached_property
+    def _flows(self) -> list[Flow]:
+        return list(flows(self._mode, self.work, held=self._held, trained=self._held_trained))
 
     def bounds(self) -> list[Bound]:
         """AdamW alone, on the CPU or on the device, and the collectives."""
-        return [*self._update(), *zero_bounds(self.links(), self.machine)]
+        moved = self.links()
+        if self.work.tensor > 1:  # the rest comes on top
+            moved = tuple(_as_traffic([one for one in self._flows if one.hides != "nothing"], here=self.work.here))
+        return [*self._update(), *zero_bounds(moved, self.machine)]
 
     def _update(self) -> list[Bound]:
         if self.machine.gpu is not None and self.placement.optimizer == "gpu":
@@ -272,7 +356,13 @@ class DeepSpeedCandidate:
         return drive_stretch(self.work.shape, self.wish.section, self.sizes)
 
     def on_top(self) -> Mapping[str, float]:
-        return {} if self.machine.gpu is not None else {"backward": _HOOKS * self.work.shape.trainable}
+        if self.machine.gpu is None:
+            return {"backward": _HOOKS * self.work.shape.trainable}
+        waits = dict.fromkeys(PHASES, 0.0)
+        for one in self._flows if self.work.tensor > 1 else ():
+            if one.hides == "nothing":
+                waits[one.phase] += link_seconds(one, self.machine, here=self.work.here) or 0.0
+        return waits
 
     def settled(self, found: Forecast) -> tuple[ZeroSizes, Forecast]:
         return self.sizes, found
@@ -285,7 +375,21 @@ class DeepSpeedCandidate:
             notes.append(
                 "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"
             )
+        if self.work.tensor > 1:
+            notes.append(
+                f"parallel.tensor={self.work.tensor}: {self.work.data} rank(s) have rows of their own; what AutoTP "
+                "holds of activations is assumed, and nothing of it was measured"
+            )
         return notes
 
     def tunable(self) -> list[tuple[str, ...]]:
         return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == "nvme" else ())]
+
+
+def _as_traffic(moved: Sequence[Flow], *, here: int) -> Iterator[Traffic]:
+    """Bytes through each GPU, and through each node's network."""
+    for one in moved:
+        size, through = round(one.bytes), round(one.network(here))
+        yield Traffic(GPUS, one.phase, size, size)
+        if through:
+            yield Traffic(NETWORK, one.phase, through, through)

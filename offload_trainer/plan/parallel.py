@@ -27,10 +27,12 @@ hide behind products, ZeRO-1's behind those of the last micro-batch; those of te
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.activations import Activations, Growth, Part
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.workload import Workload
 
 _PASSES = ("forward", "backward")
@@ -64,8 +66,11 @@ class Mode:
     @property
     def words(self) -> str:
         """What makes this package run it; nothing where nothing does."""
-        plain = self.sequence == self.pipeline == 1
-        return "--engine deepspeed" if plain and self.tensor == 1 and self.stage > 1 else ""
+        if self.sequence > 1 or self.pipeline > 1:
+            return ""
+        if self.tensor > 1:
+            return f"--engine deepspeed parallel.tensor={self.tensor}"
+        return "--engine deepspeed" if self.stage > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,8 @@ def refusal(mode: Mode, shape: ModelShape, *, rows: int, seq_len: int) -> str:
 
 def weights_held(mode: Mode, shape: ModelShape) -> int:
     """Weights of the rank that has most: matrices of blocks divided by T, blocks by P; embeddings and head whole."""
-    matrices = sum(weight.numel for weight in shape.weights if weight.block and len(weight.shape) > 1)
-    vectors = sum(weight.numel for weight in shape.weights if weight.block and len(weight.shape) == 1)
+    matrices = sum(weight.numel for weight in shape.weights if weight.block and _is_divided(weight))
+    vectors = sum(weight.numel for weight in shape.weights if weight.block and not _is_divided(weight))
     blocks = -(-shape.layers // mode.pipeline) / shape.layers * (matrices / mode.tensor + vectors)
     outside = [weight for weight in shape.weights if not weight.block]
     if mode.pipeline == 1:
@@ -149,9 +154,18 @@ def weights_held(mode: Mode, shape: ModelShape) -> int:
     return round(blocks) + max(sum(weight.numel for weight in end) for end in (before, after))
 
 
+def _is_divided(weight: Weight) -> bool:
+    return weight.split in ("column", "row") or len(weight.shape) > 1
+
+
 def columns(shape: ModelShape) -> int:
-    """Of the largest block's matrices those that divide their outputs: all but attention's and the MLP's last."""
+    """Of the largest block's matrices those that divide their outputs; all but two, where nobody knows."""
     counts: dict[str, int] = {}
+    for weight in shape.weights:
+        if weight.split == "column" and len(weight.shape) > 1:
+            counts[weight.unit] = counts.get(weight.unit, 0) + 1
+    if counts:
+        return max(counts.values())
     for weight in shape.weights:
         if weight.block and len(weight.shape) > 1 and weight.products:
             counts[weight.unit] = counts.get(weight.unit, 0) + 1
@@ -207,3 +221,48 @@ def _of_zero(mode: Mode, work: Workload, *, held: int, trained: float) -> Iterat
     yield Flow("scattered gradients", "backward", times * gradients, times, mode.alike, apart, hides=last)
     if mode.stage < 3:
         yield Flow("new weights", "update", gradients, 1, mode.alike, apart, hides="nothing")
+
+
+def divided(counted: Activations, mode: Mode) -> Activations:
+    """What a rank holds of them, with rows of length / S tokens: inside blocks 1 / T, and two hidden states whole.
+
+    Attention's matrices are of whole rows and 1 / S of the heads, masks between tokens of whole rows.
+    """
+
+    def in_block(one: Growth) -> Growth:
+        if mode.tensor == 1:
+            return one
+        inside = Growth(*(value / mode.tensor for value in one.values()))
+        left = (1 - 1 / mode.tensor) * 2
+        return inside + Growth(token=left * counted.hidden.token)
+
+    def by_row(one: Growth) -> Growth:
+        return replace(one, square=one.square * mode.sequence**2, pair=one.pair * mode.sequence)
+
+    def part(one: Part, *, block: bool = False) -> Part:
+        inside = in_block if block else by_row
+        return Part(
+            by_row(inside(one.kept)) if block else by_row(one.kept),
+            tuple(by_row(inside(moment)) if block else by_row(moment) for moment in one.forward),
+            tuple(by_row(inside(moment)) if block else by_row(moment) for moment in one.backward),
+        )
+
+    return Activations(
+        before=by_row(counted.before),
+        kinds=tuple(part(kind, block=True) for kind in counted.kinds),
+        blocks=counted.blocks[: -(-len(counted.blocks) // mode.pipeline)],
+        hidden=counted.hidden,
+        norm=part(counted.norm),
+        head=part(counted.head),
+        embedding=tuple(map(by_row, counted.embedding)),
+    )
+
+
+def link_seconds(flow: Flow, machine: MachineProfile, *, here: int) -> float | None:
+    """Inside a node and between nodes at once."""
+    inside = machine.links.between_gpus or machine.rates.both_ways
+    through = flow.network(here)
+    if (flow.bytes and inside is None and here > 1) or (through and machine.links.network is None):
+        return None
+    seconds = flow.bytes / inside.value if inside is not None and here > 1 else 0.0
+    return max(seconds, through / machine.links.network.value if through and machine.links.network else 0.0)

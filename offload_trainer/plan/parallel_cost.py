@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload_trainer.plan.activations import Activations, Growth, Part, peak_of
+from offload_trainer.plan.activations import peak_of
 from offload_trainer.plan.deepspeed import stock_update_rate
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import ALLOCATOR, CUDA_CONTEXT, PROCESS, cuda_process
-from offload_trainer.plan.parallel import Flow, Mode, flows, weights_held
+from offload_trainer.plan.parallel import Flow, Mode, divided, flows, link_seconds, weights_held
 from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.time import forecast
 from offload_trainer.plan.workload import Workload
@@ -199,41 +199,6 @@ def _memory(mode: Mode, work: Workload, held: Held, *, state: bool, device: str)
     return found
 
 
-def divided(counted: Activations, mode: Mode) -> Activations:
-    """What a rank holds of them, with rows of length / S tokens: inside blocks 1 / T, and two hidden states whole.
-
-    Attention's matrices are of whole rows and 1 / S of the heads, masks between tokens of whole rows.
-    """
-
-    def in_block(one: Growth) -> Growth:
-        if mode.tensor == 1:
-            return one
-        inside = Growth(*(value / mode.tensor for value in one.values()))
-        left = (1 - 1 / mode.tensor) * 2
-        return inside + Growth(token=left * counted.hidden.token)
-
-    def by_row(one: Growth) -> Growth:
-        return replace(one, square=one.square * mode.sequence**2, pair=one.pair * mode.sequence)
-
-    def part(one: Part, *, block: bool = False) -> Part:
-        inside = in_block if block else by_row
-        return Part(
-            by_row(inside(one.kept)) if block else by_row(one.kept),
-            tuple(by_row(inside(moment)) if block else by_row(moment) for moment in one.forward),
-            tuple(by_row(inside(moment)) if block else by_row(moment) for moment in one.backward),
-        )
-
-    return Activations(
-        before=by_row(counted.before),
-        kinds=tuple(part(kind, block=True) for kind in counted.kinds),
-        blocks=counted.blocks[: -(-len(counted.blocks) // mode.pipeline)],
-        hidden=counted.hidden,
-        norm=part(counted.norm),
-        head=part(counted.head),
-        embedding=tuple(map(by_row, counted.embedding)),
-    )
-
-
 # -- seconds ----------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +235,7 @@ def _moved(
     for flow in one.flows:
         if flow.phase != phase:
             continue
-        took = _link_seconds(flow, machine, here=one.here)
+        took = link_seconds(flow, machine, here=one.here)
         if took is None:
             return None
         if flow.hides == "all":
@@ -285,13 +250,3 @@ def _moved(
             return None
         hidden += size / rate.value
     return hidden, on_top
-
-
-def _link_seconds(flow: Flow, machine: MachineProfile, *, here: int) -> float | None:
-    """Inside a node and between nodes at once."""
-    inside = machine.links.between_gpus or machine.rates.both_ways
-    through = flow.network(here)
-    if (flow.bytes and inside is None and here > 1) or (through and machine.links.network is None):
-        return None
-    seconds = flow.bytes / inside.value if inside is not None and here > 1 else 0.0
-    return max(seconds, through / machine.links.network.value if through and machine.links.network else 0.0)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from offload_trainer.plan.activations import Activations, Growth, Part
+
+# How tensor parallel divides a weight: "column", by its products' outputs; "row", by their inputs; "summed": whole,
+# while each rank has part of its gradient; "": whole, or nobody knows.
+Split = Literal["", "column", "row", "summed"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Weight:
     block: bool = False  # whether that is one of the repeated blocks
     uses: int = 1  # modules that hold it: 2 for tied embeddings
     spared: bool = False  # a bias or part of a norm, although it is not a vector
+    split: Split = ""
     products: float = (
         1.0  # a token's with it: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
     )

@@ -27,6 +27,7 @@ class Workload:
     kernel: str  # of the update on the CPU: "auto" or its name
     checkpoints: int | None  # kept on the output's drive; 0: the weights are exported there instead; None: nothing is
     nodes: int = 1  # with as many ranks each
+    tensor: int = 1  # ranks that share each product, and so rows
 
     @property
     def item_bytes(self) -> int:
@@ -44,14 +45,19 @@ class Workload:
         return self.world // self.nodes
 
     @property
+    def data(self) -> int:
+        """Ranks with rows of their own."""
+        return self.world // self.tensor
+
+    @property
     def added(self) -> int:
         """Micro-batches whose gradients a step adds up, on all ranks."""
-        return self.accumulate * self.world
+        return self.accumulate * self.data
 
     @property
     def tokens(self) -> int:
         """Of a step, on all ranks."""
-        return self.micro_batch * self.accumulate * self.world * self.seq_len
+        return self.micro_batch * self.accumulate * self.data * self.seq_len
 
     @property
     def inputs_away(self) -> bool | Literal["cpu", "nvme"]:

@@ -120,6 +120,7 @@ ELSEWHERE = {
     "train.tokens_per_step": "plan/test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
     "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
     "save.project": "run/test_trackers.py::test_a_run_as_trackers_see_it",
+    "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
     "placement.hung_seconds": "run/test_watch.py::test_a_rank_that_hangs_within_the_kernel_is_named_and_killed",
     "tiered.take": "offloading/test_rank_bytes.py::test_bytes_are_the_plans",

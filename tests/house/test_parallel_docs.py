@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from write_parallel_docs import PAGE, filled  # noqa: E402
+
+from offload_trainer.settings import load_config  # noqa: E402
 
 PARTS = {part.splitlines()[0]: part for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)}
 
@@ -38,3 +41,8 @@ def test_the_answers_are_the_tables() -> None:
     assert slow[0].startswith("pipeline")
     assert slow.index("tensor 4 x ZeRO-1 over 2") < slow.index("ZeRO-3 over 8") < slow.index("tensor 8")
     assert slow[-1] == "tensor 8"
+
+
+def test_the_training_command_is_understood() -> None:
+    (words,) = re.findall(r"^ {4}offload-train (--gpus .+)$", PAGE.read_text(), re.MULTILINE)
+    assert load_config(shlex.split(words)).parallel.tensor == 2

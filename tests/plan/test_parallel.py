@@ -16,6 +16,7 @@ from offload_trainer.plan.exchange import zero_links
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.parallel import Flow, Mode, columns, flows, modes, refusal, weights_held
 from offload_trainer.plan.parallel_cost import priced, stock_rates
+from offload_trainer.plan.parallel_table import compare
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.workload import Workload
 
@@ -254,3 +255,15 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mistake_is_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_mode_that_runs_says_what_with() -> None:
+    """Tensor parallel only of weights that have a rule."""
+    step, fast = work("--micro-batch", "1"), here(between_gpus=rate(1e11))
+    ruled = replace(SHAPE, weights=tuple(replace(one, split="column" if one.block else "") for one in SHAPE.weights))
+    for shape, expected in ((SHAPE, ""), (ruled, "--engine deepspeed parallel.tensor=2")):
+        found = compare(replace(step, shape=shape), fast, ours=lambda _: None)
+        words = {row.name: row.words for row in found.rows}
+        assert words["tensor 2 x ZeRO-1 over 4"] == expected
+        assert words["ZeRO-3 over 8"] == "--engine deepspeed"
+        assert words["pipeline 8"] == words["sequence 2 x ZeRO-3 over 8"] == ""

@@ -511,9 +511,22 @@ def page(rows: Sequence[Row], *, parameters: int, options: argparse.Namespace, p
         "| --- | --- |",
         *(f"| {row.name} | {_cell(row.about)} |" for row in rows),
         "",
-        *(f"{row.name}: losses {row.losses}\n" for row in rows if row.losses),
+        *losses_table([row for row in rows if row.losses]),
+        "",
     ]
     return "\n".join(lines)
+
+
+def losses_table(rows: Sequence[Row]) -> list[str]:
+    """The loss of each step, side by side."""
+    steps = max((len(row.losses) for row in rows), default=0)
+    return [
+        "The rate has no warm-up, so what differs in the last digit at step 2 is magnified from step to step.",
+        "",
+        f"| loss of step | {' | '.join(str(step) for step in range(1, steps + 1))} |",
+        "| --- |" + " --- |" * steps,
+        *(f"| {row.name} | {' | '.join(f'{loss:.6f}' for loss in row.losses)} |" for row in rows),
+    ]
 
 
 def _machine() -> str:

@@ -39,7 +39,8 @@ from trials import (
     what_was_hit,
 )
 
-from offload_trainer.run.watch import LAUNCHER
+from offload_trainer.run.watch import LAUNCHER, begin_launchers_watch
+from offload_trainer.streams import write_now
 
 STEPS, EVERY, KEEP = 10, 2, 2
 MICRO_BATCHES = 6  # a step, over all ranks
@@ -92,6 +93,7 @@ class Launcher:
             if not pid:
                 return self._become(rank, port)
             self.ranks[pid] = rank
+        begin_launchers_watch(lambda line: write_now(f"offload-train: {line}"))
         signal.signal(signal.SIGTERM, self._pass_on)
         signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
         written = self.told.with_suffix(".new")

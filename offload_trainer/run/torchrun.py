@@ -17,11 +17,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import main as torchrun
 
 from offload_trainer.ranks import LOST
+from offload_trainer.run.watch import begin_launchers_watch
 
 
 def main(words: list[str]) -> int:
     """Start the ranks and wait for them; returns the exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    begin_launchers_watch(lambda line: print(f"offload-train: {line}", file=sys.stderr, flush=True))
     try:
         torchrun(words)
     except SignalException as stopped:

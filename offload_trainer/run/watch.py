@@ -21,7 +21,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -78,12 +78,10 @@ class _Watch:
         """
         found: dict[int, tuple[int | None, str]] = {}
         named = re.compile(_name("([0-9]+)"))
-        for listed in Path(f"/proc/{self._launcher}/task").glob("*/children"):
-            for pid in map(int, _text(listed).split()):
-                of_run = named.fullmatch(_text(Path(f"/proc/{pid}/comm")).strip())
-                state = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1]
-                if state and state[0] not in _GONE and (of_run or self._is_theirs):
-                    found[pid] = int(of_run[1]) if of_run else None, state[0]
+        for pid, name, state in _children(self._launcher):
+            of_run = named.fullmatch(name)
+            if of_run or self._is_theirs:
+                found[pid] = int(of_run[1]) if of_run else None, state
         return found
 
     def _look(self, found: dict[int, tuple[int | None, str]]) -> None:
@@ -160,3 +158,52 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def _children(process: int) -> Iterator[tuple[int, str, str]]:
+    """(process, name, the kernel's letter for its state) of all that live."""
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        for pid in map(int, _text(listed).split()):
+            name = _text(Path(f"/proc/{pid}/comm")).strip()
+            state = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1]
+            if state and state[0] not in _GONE:
+                yield pid, name, state[0]
+
+
+# -- the launcher's own ----------------------------------------------------------------------------------------------
+
+
+def begin_launchers_watch(say: Callable[[str], None]) -> None:
+    """Look, as the launcher, after a rank that is stopped when all others have ended: none of them sees it.
+
+    `say` is called in a thread.
+    """
+    threading.Thread(target=_LaunchersWatch(say).look_on, name="watch", daemon=True).start()
+
+
+class _LaunchersWatch:
+    """Its looks at the ranks that it has started."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._begun: set[int] = set()
+        self._stopped: dict[int, int] = {}  # looks in a row, by process
+
+    def look_on(self) -> None:
+        while True:
+            time.sleep(_EVERY)
+            ranks = (child for child in _children(os.getpid()) if re.fullmatch(r"rank [0-9]+:[0-9]+", child[1]))
+            self._look({pid: (name.partition(":")[0], state) for pid, name, state in ranks})
+
+    def _look(self, found: dict[int, tuple[str, str]]) -> None:
+        self._begun |= set(found)
+        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid, (_, state) in found.items() if state == "T"}
+        if self._begun == set(found) or set(self._stopped) != set(found):
+            return  # none has ended, or one that is left sees the others
+        for pid, looks in self._stopped.items():
+            if looks >= _LOOKS:
+                self._say(
+                    f"{found[pid][0]} (process {pid}) has been stopped for {looks * _EVERY:g} s, as by SIGSTOP, and "
+                    f"the others have ended: it is killed. {ON_AGAIN}"
+                )
+                os.kill(pid, signal.SIGKILL)

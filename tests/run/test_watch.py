@@ -9,7 +9,7 @@ import pytest
 from conftest import run_script
 
 from offload_trainer.run import watch
-from offload_trainer.run.watch import _LOOKS, _Wait, _Watch
+from offload_trainer.run.watch import _LOOKS, _LaunchersWatch, _Wait, _Watch
 
 HERE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
 
@@ -49,6 +49,51 @@ def test_a_rank_that_goes_on_again_is_let_live(looks: tuple[_Watch, list[str], l
     for _ in range(_LOOKS):
         watched._look({101: (1, "S")})
     assert (said, killed) == ([], [])
+
+
+def test_the_launcher_kills_a_rank_that_is_stopped_when_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none while another rank can see it, or while all are there: all may be paused."""
+    said: list[str] = []
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    watched = _LaunchersWatch(said.append)
+    for found in ({100: ("rank 0", "T"), 101: ("rank 1", "T")}, {100: ("rank 0", "S"), 101: ("rank 1", "T")}):
+        for _ in range(2 * _LOOKS):
+            watched._look(found)
+    for _ in range(_LOOKS):
+        watched._look({})
+        for _ in range(_LOOKS - 1):
+            watched._look({101: ("rank 1", "T")})
+    assert (said, killed) == ([], [])
+    watched._look({101: ("rank 1", "T")})
+    assert killed == [101]
+    assert said[0].startswith(
+        "rank 1 (process 101) has been stopped for 10 s, as by SIGSTOP, and the others have ended"
+    )
+
+
+LAST = """
+import os, signal, time
+from offload_trainer.run import watch
+
+watch._EVERY = 0.02
+
+def rank(number, port):
+    pid = os.fork()
+    if not pid:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        watch.begin_watch(print)
+        time.sleep(0.5)
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    return pid
+
+ours = [rank(0, 29513), rank(1, 29513)]
+watch.begin_launchers_watch(lambda line: print(line, flush=True))
+ended = dict(os.wait() for _ in ours)
+assert (ended[ours[0]], os.waitstatus_to_exitcode(ended[ours[1]])) == (0, -signal.SIGKILL), ended
+"""
 
 
 STOPPED = """
@@ -113,6 +158,10 @@ def carried_out(script: str, folder: Path) -> str:
 def test_the_kernel_tells_who_is_stopped(tmp_path: Path) -> None:
     """Of this run's ranks alone: another run's under the same launcher is left as it is."""
     assert carried_out(STOPPED, tmp_path).startswith("0 rank 1 (process ")
+
+
+def test_the_kernel_tells_the_launcher_too(tmp_path: Path) -> None:
+    assert carried_out(LAST, tmp_path).startswith("rank 1 (process ")
 
 
 def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:

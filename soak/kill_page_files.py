@@ -52,7 +52,6 @@ class Trial:
 
     def __init__(self, folder: Path, dice: random.Random, *, ranks: int) -> None:
         self.folder, self.dice, self.ranks = folder, dice, ranks
-        self.kinds = [kind for kind in KINDS if ranks == 1 or "tiered.overlap=full" not in kind]
         self.log = folder / "log.txt"
         self.found: Counter[str] = Counter()  # what a kill left
         self.runs = 0
@@ -62,7 +61,7 @@ class Trial:
     def carry_out(self, kills: int) -> None:
         start = time.monotonic()
         while self.killed < kills:
-            kind = self.runs % len(self.kinds)
+            kind = self.runs % len(KINDS)
             alone = self.folder / f"alone-{kind}"
             if not alone.exists():
                 finish([*self.words(kind, alone, ranks=1), "tiered.places=1"], log=self.log)
@@ -80,8 +79,8 @@ class Trial:
     def words(self, kind: int, output: Path, *, ranks: int) -> list[object]:
         small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
         state = ["--optimizer", "nvme", "tiered.places=2", "tiered.page_size=16384", "--save-every", 0]
-        named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in self.kinds[kind] else [])]
-        more = [word for word in self.kinds[kind] if word != "TWO"]
+        named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in KINDS[kind] else [])]
+        more = [word for word in KINDS[kind] if word != "TWO"]
         more += ["--engine", "tiered", "--accumulate", self.ranks // ranks]
         where = ["--output", output, f"data.cache={self.folder / 'cache'}", "placement.threads=1"]
         return [

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.gradients import Gradients, Uses
+from offload_trainer.offloading.gradients import Complete, Gradients, Uses
 from offload_trainer.offloading.node import Node
 from offload_trainer.offloading.shared_norms import SharedNorms
 from offload_trainer.offloading.store import UnitStore
@@ -85,6 +85,15 @@ class SharedGradients:
         self._under_way: _UnderWay | None = None
         self._last = False  # whether these are the step's last gradients
         self._taken: set[int] = set()  # units whose norms are those of their sums
+        self._complete: Complete | None = None
+
+    def watch(self, complete: Complete) -> None:
+        """Tell of each unit, in the step's last backward, once all ranks' gradients are in this rank's sums, and home.
+
+        Every rank is through with the unit's weights in this step then. On any thread. A unit of which one weight got
+        no gradient in the step, on no rank, is not told of.
+        """
+        self._complete = complete
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -176,6 +185,13 @@ class SharedGradients:
             leaves = self.store.host(unit.index) is None
             self._norms.take(unit.index, self._sums.collecting(unit.index), self._arrived, leaves=leaves)
             self._taken.add(unit.index)
+            if self._complete is not None and self._arrived.issuperset(self._names[unit.index]):
+                self._tell(unit, self._complete)
+
+    def _tell(self, unit: Unit, complete: Complete) -> None:
+        """Its sums go to their home, where they are not collected there."""
+        made = self._device.mark()
+        self._sums.send(unit.index).then(lambda error: complete(unit.index, made, error))
 
     def _add_up(self, unit: Unit, box: int, givers: Mapping[str, Sequence[int]]) -> None:
         """Add a unit's gradients to this rank's stretch of the sums: of each weight its givers', in their order."""

@@ -324,8 +324,10 @@ class OffloadedModel:
 
     def clear(self) -> None:
         """Let go of the sums: the next step begins. What was done of one that was not taken never was."""
-        if self.updater.skip() and self.stream:
-            self.stream.forget()
+        if self.updater.skip():
+            if self.stream:
+                self.stream.forget()
+            self.node.meet()  # on all ranks the weights are those of before, and the places
         self.gradients.clear()
 
     def drop(self) -> None:

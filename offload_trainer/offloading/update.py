@@ -26,7 +26,6 @@ from offload_trainer.offloading.ahead import Ahead
 from offload_trainer.offloading.decision import Decision
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.exchange import AnyGradients
-from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.moving import Arrived, MovingPages, Sent
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.snapshot import PageSnapshot
@@ -209,7 +208,6 @@ class Updater:
             self.moving.read_ahead()
             return
         assert self._thread is not None
-        assert isinstance(self._gradients, Gradients)
         self._ahead, told = coming
         told.wait()  # or it would hear of the first units too late
         self._gradients.watch(partial(self.moving.offer, self._ahead))

@@ -75,10 +75,6 @@ class Tiered:
             "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
             "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
             "placement.gradients=gpu": (place.gradients == "gpu", "sums are in RAM and on drives"),
-            "tiered.overlap=full": (
-                self.section.overlap == "full",
-                "no page is updated before all ranks' norms are known",
-            ),
         }
         return [
             f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"

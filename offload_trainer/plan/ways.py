@@ -40,7 +40,8 @@ def left_open(engine: Tiered, work: Workload) -> Iterator[tuple[str, str]]:
     if section.masters == "auto" and section.overlap != "full" and section.places != 2:
         yield REMAINDER, _why_not(asking(engine, REMAINDER), work)
     if section.overlap == "auto" and section.places != 1 and section.masters != "remainder":
-        yield FULL, _why_not(asking(engine, FULL), work)
+        alone = f"{FULL} with {work.world} ranks: auto takes it for one" if work.world > 1 else ""
+        yield FULL, _why_not(asking(engine, FULL), work) or alone
 
 
 def _why_not(engine: Tiered, work: Workload) -> str:

@@ -16,7 +16,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.auto import row_length
 from offload_trainer.plan.card import refuse_card, with_dtype_of_card
-from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
+from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan, workload
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.parallel_table import Comparison, compare
 from offload_trainer.plan.plan import Plan
@@ -47,7 +47,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1) -> Planned:
     """The plan of a run here, and on as many machines more as there are other nodes."""
     from offload_trainer.model.source import resolve_model
 
-    config = _as_left(config)
+    config = _as_left(config, nodes=nodes)
     machine = machine_here(config.placement.nvme, output=config.save.output)
     source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on")
     _refuse_nothing_trained(source.shape)
@@ -57,13 +57,15 @@ def plan_run(config: TrainConfig, *, nodes: int = 1) -> Planned:
     return Planned(settled, plan, machine, source)
 
 
-def _as_left(config: TrainConfig) -> TrainConfig:
+def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
     """With two places, where nothing is said of that and the run's own page files have them: they are gone on from."""
     from offload_trainer.offloading.page_account import read_description
     from offload_trainer.storage.lease import PAGES, folders_in
 
-    section, ranks = config.tiered, max(ranks_of_environment()[1], config.placement.gpus)
-    if section.places != "auto" or section.masters == "remainder" or config.save.resume != "auto" or ranks > 1:
+    section = config.tiered
+    if section.places != "auto" or section.masters == "remainder" or config.save.resume != "auto":
+        return config
+    if nodes > 1 or engine_of(config).name != "tiered":
         return config
     try:
         folders = folders_in(Path(config.save.output) / PAGES)

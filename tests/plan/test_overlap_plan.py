@@ -9,7 +9,6 @@ import pytest
 from plans import SHAPES, machine, wish
 from test_time import timed
 
-from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.machine import MachineProfile
@@ -174,13 +173,12 @@ def test_a_forward_waits_for_all_that_is_complete_last() -> None:
         assert [part.forward for part in parts] == [part.forward for part in parts_of(units)]
 
 
-@pytest.mark.parametrize("share", ["0", "0.5"])
-def test_full_is_counted_itemised_and_said(share: str) -> None:
+@pytest.mark.parametrize(("share", "ranks"), [("0", 1), ("0.5", 1), ("0.5", 2)])
+def test_full_is_counted_itemised_and_said(share: str, ranks: int) -> None:
+    words = ("--ram-fraction", share, "--engine", "tiered")
     plans = {
         how: make_plan(
-            wish("--ram-fraction", share, "tiered.masters=fp32", f"tiered.overlap={how}"),
-            SHAPES["gpt2-medium"],
-            timed(),
+            wish(*words, "tiered.masters=fp32", f"tiered.overlap={how}"), SHAPES["gpt2-medium"], timed(), world=ranks
         )
         for how in ("forward", "full")
     }
@@ -196,8 +194,3 @@ def test_full_is_counted_itemised_and_said(share: str) -> None:
     assert "go on behind the backward and the next forward" in said
     assert f"takes up to {format_seconds(full.if_clipped)} more" in said
     assert "takes up to" not in plans["forward"].describe()
-
-
-def test_full_is_refused_by_name_with_several_ranks() -> None:
-    with pytest.raises(UserError, match=r"tiered\.overlap=full with 2 ranks.*norms are known"):
-        make_plan(wish("--engine", "tiered", "tiered.overlap=full"), SHAPES["gpt2"], timed(), world=2)

@@ -119,6 +119,13 @@ def test_what_a_run_does_not_allow_is_left_out_and_named(
             planned(*words, way, on=here, **more)
 
 
+def test_several_ranks_begin_no_step_ahead_unless_they_are_told_to() -> None:
+    plan = planned(*BOTH[:4], world=2)
+    assert not sizes(plan).ahead
+    assert "auto leaves out tiered.overlap=full with 2 ranks" in plan.describe()
+    assert sizes(planned(*BOTH[:4], FULL, world=2)).ahead
+
+
 _DTYPES = ("bf16", "fp32")
 
 

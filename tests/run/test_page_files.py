@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from workplaces import dead_lease
 
 from offload_trainer.offloading.page_index import read_store
+from offload_trainer.run.planning import _as_left
+from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease, dead_runs, folders_in
 
 STEPS = 6
@@ -177,9 +179,13 @@ def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path
 def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """What `auto` takes now may be something else than what it took then."""
+    """What `auto` takes now may be something else than what it took then. Another engine has none."""
     words = [word for word in ["--nvme", place, *ALL] if word != "tiered.places=2"]
     killed("record", 3, *words, "tiered.places=2", output=tmp_path / "run")
+    for engine, places in (("deepspeed", "auto"), ("tiered", 2)):
+        wish = load_config(["--engine", engine, "--output", str(tmp_path / "run")])
+        assert _as_left(wish, nodes=1).tiered.places == places
+        assert _as_left(wish, nodes=2).tiered.places == "auto"
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 3
     assert left(run.output) == alone

@@ -1,0 +1,88 @@
+"""The update behind the backward with several ranks: one rank's bits, whatever is decided of a step that was begun."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ranked_ahead
+from bench_of_engines import model_directory
+from ranked import Case, run_ranks
+from test_ranks import AWAY, DROPOUT
+
+SCRIPT = ranked_ahead.__file__
+FULL = ("tiered.overlap=full", "tiered.unit_buffers=2")
+ON_DRIVES = {
+    "weights on the device": ("--params", "gpu", "--optimizer", "nvme"),
+    "a third in RAM": ("--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.3"),
+    "all on the drive": AWAY,
+}
+
+
+def begun(case: Case, *, count: int) -> list[list[list[int]]]:
+    """Of each rank, and each step that was begun ahead and taken: pages that counted, pages that were done."""
+    return [json.loads((Path(case.out) / f"ahead-{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.mark.parametrize(("count", "nodes", "steps"), [(3, 1, 12), (4, 2, 10)])
+def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path) -> None:
+    """bf16 with dropout; norms on both sides of the limit; three steps in which one rank's last gradient is NaN.
+
+    What was done ahead counts on all ranks or on none.
+    """
+    model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
+    (tmp_path / "drive").mkdir()
+    words = ("--dtype", "bf16", "optim.clip=2", "--accumulate", "1")
+    several = [
+        Case(
+            model,
+            (*home, *words, *FULL),
+            str(tmp_path / name),
+            steps=steps,
+            micro=count,
+            drives=(str(tmp_path / "drive"),),
+        )
+        for name, home in ON_DRIVES.items()
+    ]
+    in_line = (*ON_DRIVES["a third in RAM"], "--dtype", "bf16", "optim.clip=2", "--accumulate", str(count))
+    alone = replace(several[0], words=(*in_line, "tiered.overlap=off"), out=str(tmp_path / "alone"))
+    run_ranks([alone], count=1, folder=tmp_path / "one", script=SCRIPT)
+    run_ranks(several, count=count, folder=tmp_path / "ranks", nodes=nodes, script=SCRIPT)
+    norms = [norm for _, norm in alone.left[0]]
+    assert [step for step, norm in enumerate(norms) if norm is None] == list(ranked_ahead.PLANTED)
+    clipped = [norm > 2 for norm in norms if norm is not None]
+    assert set(clipped) == {True, False}
+    for case in several:
+        assert case.left == alone.left, case.words
+        for rank in begun(case, count=count):
+            assert len(rank) == len(clipped)
+            for was, (counted, done) in zip(clipped, rank, strict=True):
+                assert counted == (0 if was else done)
+                assert done
+
+
+def test_overflow_and_accumulation(tmp_path: Path) -> None:
+    """fp16 that finds its scale, two micro-batches a rank; 8-bit moments, which chance rounds by the step."""
+    model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
+    (tmp_path / "drive").mkdir()
+    words = ("--dtype", "fp16", "optim.initial_loss_scale=16777216", "optim.states=8bit", "optim.clip=0")
+    home = ON_DRIVES["a third in RAM"]
+    case = Case(
+        model,
+        (*home, *words, *FULL, "--accumulate", "2"),
+        str(tmp_path / "two"),
+        steps=16,
+        micro=4,
+        drives=(str(tmp_path / "drive"),),
+    )
+    alone = replace(case, words=(*home, *words, "tiered.overlap=off", "--accumulate", "4"), out=str(tmp_path / "one"))
+    run_ranks([alone], count=1, folder=tmp_path / "alone", script=SCRIPT)
+    run_ranks([case], count=2, folder=tmp_path / "ranks", script=SCRIPT)
+    skipped = [norm is None for _, norm in alone.left[0]]
+    assert set(skipped) == {True, False}
+    assert case.left[0] == alone.left[0]
+    ours, theirs = ({name: held for name, held in one.files.items() if "ahead" not in name} for one in (case, alone))
+    assert ours == theirs
+    assert all(counted == done > 0 for rank in begun(case, count=2) for counted, done in rank)

@@ -1,0 +1,103 @@
+"""A rank as in `ranked.py` whose steps are all begun ahead of their decision, with NaN planted in one micro-batch.
+
+python ranked_ahead.py RANK COUNT FOLDER NODES      OUT/ahead-RANK.json: of each such step pages that counted, and all
+
+A backward is held up before its first block until this rank has done its pages of all units that it was told of, so
+that what follows does not depend on luck. The last rank is late to undo a step that is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ranked
+import torch
+from bench_of_engines import engine as plain_engine
+
+import offload_trainer.plan.layout as layout
+from offload_trainer import ranks
+from offload_trainer.offloading.ahead import Ahead, Watch
+from offload_trainer.offloading.exchange import SharedGradients
+from offload_trainer.offloading.update import Updater
+
+PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has a NaN in its last gradient
+kept: list[tuple[int, int]] = []
+told: set[int] = set()
+
+
+def watch() -> None:
+    """Every step is begun ahead; what became of it."""
+    Watch.rarely = True  # type: ignore[method-assign, assignment]
+    its, tell, clear = Ahead.kept, SharedGradients._tell, SharedGradients.clear
+
+    def seen(ahead: Ahead, *given: Any) -> set[int]:
+        numbers = its(ahead, *given)
+        kept.append((len(numbers), len(ahead.written)))
+        return numbers
+
+    def telling(self: Any, unit: Any, *given: Any) -> None:
+        told.add(unit.index)
+        tell(self, unit, *given)
+
+    def clearing(self: Any) -> None:
+        told.clear()
+        clear(self)
+
+    Ahead.kept = seen  # type: ignore[method-assign]
+    SharedGradients._tell, SharedGradients.clear = telling, clearing  # type: ignore[method-assign]
+    undo, (rank, world) = Updater._undo, ranks.place_here()
+
+    def undoing(self: Any, ahead: Ahead) -> None:
+        time.sleep(0.2 if rank == world - 1 > 0 else 0.0)
+        undo(self, ahead)
+
+    Updater._undo = undoing  # type: ignore[method-assign]
+
+
+def plant(ours: Any, *, accumulate: int) -> None:
+    """And hold the backward up."""
+    updater, store, node = ours.offloaded.updater, ours.offloaded.store, ours.offloaded.node
+    seen = [0]
+
+    def last(gradient: torch.Tensor) -> torch.Tensor:
+        step, number = divmod(seen[0], accumulate)
+        seen[0] += 1
+        ahead, end = updater._ahead, time.monotonic() + 60
+        if ahead is not None:
+            wanted = {n for n in updater.numbers if store.pages[n].home >= 0 and store.pages[n].unit in told}
+            while not (ahead.error or wanted <= ahead.written.keys()):
+                assert time.monotonic() < end
+                time.sleep(0.0005)
+        its = number * node.world + node.rank == accumulate * node.world - 1
+        return gradient.fill_(float("nan")) if step in PLANTED and its else gradient
+
+    ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(last)
+
+
+@contextmanager
+def engine(model: Path, *words: str, **more: Any) -> Iterator[Any]:
+    accumulate = int(words[words.index("--accumulate") + 1])
+    with plain_engine(model, *words, **more) as made:
+        plant(made, accumulate=accumulate)
+        yield made
+
+
+if __name__ == "__main__":
+    layout.SMALL = 0
+    torch.set_num_threads(1)
+    rank, count, folder, nodes = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    ranked.engine = engine
+    ranked.join(rank, count, folder, nodes=nodes)
+    watch()
+    for case in json.loads((folder / "cases.json").read_text()):
+        kept.clear()
+        ranked.Case(**case).run()
+        (Path(case["out"]) / f"ahead-{rank}.json").write_text(json.dumps(kept))
+        ranks.wait_for_all()
+    torch.distributed.destroy_process_group()

@@ -191,11 +191,16 @@ class MovingPages:
             read.then(partial(self._refill, page.slot))
 
     def _not_come(self, turn: int) -> list[tuple[Arrived, Future]]:
-        """Early pages that no gradients came for by that turn, and their reads: others have their slots, if need be."""
+        """Early pages that no gradients came for by that turn, and their reads: others have their slots, if need be.
+
+        All early pages where they have all slots: units may come out of turn, and nothing else would empty one.
+        """
         late = {unit for unit, its in self._turns.items() if its <= turn}
         self._expected = deque(route for route in self._expected if route.page.unit not in late)
         if self._free or not self._waiting:
             return []
+        if len(self._early) == len(self._slots):
+            late |= {page.route.page.unit for page in self._early}
         overdue = [(page, together(page.loaded)) for page in self._early if page.route.page.unit in late]
         self._early = [page for page in self._early if page.route.page.unit not in late]
         self._inside.difference_update(page.route.number for page, _ in overdue)

@@ -244,3 +244,34 @@ def test_state_that_was_read_ahead_of_units_that_are_not_complete(skipped: bool,
             steps = train(ours, batches(5), before=before)
             found.append(str((steps, [tensor.tolist() for tensor in masters(ours).values()])))
     assert found[0] == found[1]
+
+
+# -- units that come out of turn ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swapped", [1, 3])
+def test_a_unit_that_comes_after_the_next_one_gets_slots(
+    swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums were longer on their way: the slots hold the state of units that come later still."""
+    model, offer, late = gpt2(folder), MovingPages.offer, list[tuple[Any, ...]]()
+    with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        first = train(ours, batches(1))
+        moving = ours.offloaded.updater.moving
+        moving._order = order = sorted(moving._order, reverse=True)
+
+        def out_of_turn(self: MovingPages, step: object, unit: int, *more: Any) -> None:
+            if unit == order[swapped]:
+                late.append((step, unit, *more))
+                return
+            offer(self, step, unit, *more)
+            if late and unit == order[swapped + 1]:
+                end = time.monotonic() + 5
+                while len(self._early) < len(self._slots) and time.monotonic() < end:
+                    time.sleep(0.0005)
+                offer(self, *late.pop())
+
+        monkeypatch.setattr(MovingPages, "offer", out_of_turn)
+        assert first + train(ours, batches(2)[1:]) == plain(model, 2, NOT_CLIPPED)[0]
+        assert_same(masters(ours), plain(model, 2, NOT_CLIPPED)[1])

@@ -47,6 +47,8 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
         last = min(starts[-1] + width, ends)
         for other in range(rank + 1, ranks):
             begin, end = _within(unit, place, other, ranks=ranks)
+            if begin >= last:
+                break
             if begin < min(end, last):
                 gets.append((other, begin, min(end, last)))
     return NormParts(starts, ends, has, gives, tuple(gets))
@@ -60,7 +62,8 @@ def given(units: Sequence[Unit], *, ranks: int, ordered: bool) -> list[tuple[int
             if not place.weight.trainable:
                 continue
             width = piece_width(place.weight.numel, ordered=ordered)
-            for rank in range(ranks):
+            here, last = (rank_of(unit, at, ranks=ranks) for at in (place.start, place.start + place.weight.numel - 1))
+            for rank in range(here, last + 1):
                 gives = norm_parts(unit, place, width=width, rank=rank, ranks=ranks).gives
                 if gives is not None:
                     found.append((rank, gives[0], gives[2] - gives[1]))

@@ -109,6 +109,7 @@ def test_a_rank_that_still_lives_is_waited_for(place: Path, tmp_path: Path) -> N
     killed_alone("record", 2, *words[:-2], output=tmp_path / "run")
     (folder,) = folders_in(tmp_path / "run/pages")
     rank, told = hold(folder), tmp_path / "told"
+    told.touch()  # the child opens it
     command = start(COMMAND, *words, stdout=told, stderr=told)
     end = time.monotonic() + 50  # it waits for 60 s
     while "waiting for" not in told.read_text() and time.monotonic() < end:

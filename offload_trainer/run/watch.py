@@ -21,7 +21,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -85,7 +85,7 @@ class _Watch:
         return found
 
     def _look(self, found: dict[int, tuple[int | None, str]]) -> None:
-        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid, (_, state) in found.items() if state == "T"}
+        self._stopped = _counted(self._stopped, found)
         awake = [rank for pid, (rank, _) in found.items() if rank is not None and pid not in self._stopped]
         for pid, looks in self._stopped.items():
             if looks >= _LOOKS and min(awake, default=None) == self._rank:
@@ -170,6 +170,11 @@ def _children(process: int) -> Iterator[tuple[int, str, str]]:
                 yield pid, name, state[0]
 
 
+def _counted(stopped: dict[int, int], found: Mapping[int, tuple[object, str]]) -> dict[int, int]:
+    """Looks in a row at which a process was stopped, after one that has `found` its state."""
+    return {pid: stopped.get(pid, 0) + 1 for pid, (_, state) in found.items() if state == "T"}
+
+
 # -- the launcher's own ----------------------------------------------------------------------------------------------
 
 
@@ -197,7 +202,7 @@ class _LaunchersWatch:
 
     def _look(self, found: dict[int, tuple[str, str]]) -> None:
         self._begun |= set(found)
-        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid, (_, state) in found.items() if state == "T"}
+        self._stopped = _counted(self._stopped, found)
         if self._begun == set(found) or set(self._stopped) != set(found):
             return  # none has ended, or one that is left sees the others
         for pid, looks in self._stopped.items():

@@ -1,4 +1,5 @@
-# make demo: train the default model end to end.   make test: everything that can be tested on this machine.
+# make demo: train the default model end to end (WORDS='--steps 100': with these).   make test: everything that can be
+# tested on this machine.
 # Both set up what they need in .venv; a second run starts at once. PYTHON=python3.12 picks an interpreter.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ RUN := $(VENV)/bin
 .PHONY: demo test check setup clean
 
 demo: setup
-	$(RUN)/python scripts/demo.py
+	$(RUN)/python scripts/demo.py $(WORDS)
 
 # DeepSpeed's kernels name the environment they were built in: two that share a cache build each other's anew.
 test: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions

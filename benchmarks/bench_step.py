@@ -1,6 +1,7 @@
 """Paired A/B of engines: each case is a process of its own, and they take steps in turn on the same rows.
 
-    bench_step.py [--warm 2] [--pairs 5] [--json FILE] [--table FILE] [--note TEXT] [WORDS] --case "NAME: WORDS" ...
+    bench_step.py [--warm 2] [--pairs 5] [--plant N] [--json FILE] [--table FILE] [--note TEXT] [WORDS]
+                  --case "NAME: WORDS" ...
     bench_step.py --sweep [the same, with one --case]
 
 WORDS are what `offload-train` takes (--model gpt2-medium --seq-len 128 ...); a case's come after the common ones and
@@ -10,7 +11,9 @@ win. `--engine native` is plain torch's forward and backward without any update:
     child:   offload-train's own way from wish to engine; in place of its loop, a step whenever the parent asks
 
 Children that wait are stopped (SIGSTOP), so nothing their threads do while idle costs the working one anything.
-Checkpoints, validation and export are off. `--sweep` tunes DeepSpeed's NVMe optimizer, key by key.
+Checkpoints, validation and export are off. `--plant N`: in each Nth timed step gradients are a million times too large,
+so `optim.clip=1000` clips those steps alone; the table has the mean step too, and the plan's. `--sweep` tunes
+DeepSpeed's NVMe optimizer, key by key.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -35,17 +38,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.deepspeed import TUNING_OF_DRIVES
+from offload_trainer.plan.deepspeed_candidate import TUNING_OF_DRIVES
 from offload_trainer.storage.removal import scratch
 
 ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
 SECONDS = ("step", "forward", "backward", "update")
+PLANTED = 1e6  # times what gradients are
 
 # -- the child ---------------------------------------------------------------------------------------------------------
 
 
 def child(words: list[str]) -> None:
-    """Build what `words` say, then answer each line on stdin with a step: JSON lines on the stdout of old."""
+    """Build what `words` say, then answer each line on stdin with a step: JSON lines on the stdout of old.
+
+    A line that says `planted` is a step whose gradients are `PLANTED` times what they are.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped child must not outlive its parent
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout
@@ -67,10 +74,30 @@ def child(words: list[str]) -> None:
             file=answers,
         )
         steps = timed_steps(job, steps=sys.maxsize)
-        for _ in sys.stdin:
-            print(json.dumps(next(steps)), file=answers)
+        for line in sys.stdin:
+            with enlarged() if line.strip() == "planted" else nullcontext():
+                print(json.dumps(next(steps)), file=answers)
 
     train.train_run(config, instead=serve, build=native_engine if "native" in words else build_engine)
+
+
+@contextmanager
+def enlarged() -> Iterator[None]:
+    """All gradients are `PLANTED` times what they are; losses are what they are."""
+    from offload_trainer.model.loss import CausalLoss
+
+    forward = CausalLoss.forward
+
+    def planted(self: CausalLoss, *given: Any) -> Any:
+        loss = forward(self, *given)
+        loss.register_hook(lambda gradient: gradient * PLANTED)
+        return loss
+
+    CausalLoss.forward = planted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CausalLoss.forward = forward  # type: ignore[method-assign]
 
 
 def native_engine(setup: Any, **_: Any) -> Any:
@@ -137,9 +164,9 @@ class Case:
                 self._process.send_signal(signal.SIGCONT)
                 self._process.communicate()  # no more lines: it closes its engine and ends
 
-    def step(self) -> None:
+    def step(self, *, planted: bool) -> None:
         self._process.send_signal(signal.SIGCONT)
-        print("step", file=self._process.stdin, flush=True)
+        print("planted" if planted else "step", file=self._process.stdin, flush=True)
         self.steps.append(self._answer())
         print(f"{self.name}:", *(f"{key} {self.steps[-1][key]:.4g}" for key in (*SECONDS, "loss")), file=sys.stderr)
 
@@ -159,13 +186,14 @@ class Case:
         return median(self.timed(key))
 
 
-def measure(cases: list[Case], *, steps: int) -> None:
+def measure(cases: list[Case], *, steps: int, plant: int = 0) -> None:
     with ExitStack() as stack:
         for case in cases:
             stack.enter_context(case.running())
-        for _ in range(steps):
+        for number in range(steps):
             for case in cases:
-                case.step()
+                timed = number - case.warm
+                case.step(planted=plant > 0 and timed >= 0 and timed % plant == plant // 2)
 
 
 def sweep(base: Case, *, steps: int) -> list[Case]:
@@ -186,6 +214,18 @@ def sweep(base: Case, *, steps: int) -> list[Case]:
             except TrainerError as error:
                 print(f"failed: {error}", file=sys.stderr)
     return sorted(ran, key=lambda case: case.median("update"))
+
+
+def means(cases: list[Case], *, plant: int) -> Iterator[str]:
+    """Each case's mean step beside the plan's, which says what one that is clipped takes more."""
+    yield " | ".join(["case", "mean step", "planned", "of it for clipped ones", "measured / planned"])
+    yield " | ".join(["---"] * 5)
+    for case in cases:
+        plan = case.told["plan"]
+        more = plan["if_clipped"] / plant
+        planned = sum(plan["seconds"].values()) - plan["hidden"] + more
+        mean = fmean(case.timed("step"))
+        yield " | ".join([case.name, *(f"{number:.2f}" for number in (mean, planned, more, mean / planned))])
 
 
 def spread(numbers: list[float]) -> str:
@@ -248,6 +288,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     for name, kind, default in (("warm", int, 2), ("pairs", int, 5), ("json", Path, None), ("table", Path, None)):
         parser.add_argument(f"--{name}", type=kind, default=default)
+    parser.add_argument("--plant", type=int, default=0)
     parser.add_argument("--note", default="")
     options, common = parser.parse_known_args()
     named = [text.partition(": ") for text in options.case]
@@ -259,8 +300,9 @@ def main() -> None:
         cases = sweep(cases[0], steps=steps)
         more = [f"Best: `{shlex.join(cases[0].words[len(common) :])}`", "", *settings(cases[0])]
     else:
-        measure(cases, steps=steps)
-        more = [*(ratios(cases) if cases[1:] else ()), "", *(line for case in cases for line in settings(case))]
+        measure(cases, steps=steps, plant=options.plant)
+        more = [*means(cases, plant=options.plant), ""] if options.plant else []
+        more += [*(ratios(cases) if cases[1:] else ()), "", *(line for case in cases for line in settings(case))]
     about = f"Medians (smallest-largest) of {options.pairs} steps of each case, after {options.warm} warm ones."
     page = "\n".join([f"{machine(cases[0])} {options.note}", "", about, "", *table(cases), "", *more])
     print(page)

@@ -125,7 +125,8 @@ def tracked(config: TrainConfig, source: ModelSource) -> int:
         stack.callback(setattr, masking_utils, "find_packed_sequence_indices", given)
         masking_utils.find_packed_sequence_indices = lambda *_: None
         stack.enter_context(FakeTensorMode())
-        module = source.build(dtype=torch.bfloat16)
+        chunk = config.model.mlp_chunk
+        module = source.build(dtype=torch.bfloat16, mlp_chunk=chunk if isinstance(chunk, int) else 0)
         module.train()
         tied = _take_apart(module)
         if config.model.offload_activations:

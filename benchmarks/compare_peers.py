@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from statistics import median
 from typing import Any
 
 from offload_trainer.storage.removal import scratch
+from offload_trainer.telemetry.meters import peak_rss_bytes
 
 ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "torchao", "offload-trainer")
@@ -358,10 +358,7 @@ def child(name: str, words: dict[str, Any]) -> None:
         moved.append([b - a for a, b in zip(before, after, strict=True)])
         at, before = time.perf_counter(), _moved()
     told = {"losses": losses, "seconds": _CLOCK[-len(losses) :] or seconds, "moved": [] if _CLOCK else moved}
-    # ru_maxrss counts kB, of this process.
-    print(
-        json.dumps(told | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}), file=answers, flush=True
-    )
+    print(json.dumps(told | {"peak": peak_rss_bytes()}), file=answers, flush=True)
     answers.close()
     os._exit(0)  # some leave threads behind
 

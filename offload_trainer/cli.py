@@ -138,7 +138,7 @@ def _print_plan(words: list[str], *, as_json: bool) -> Plan:
     from offload_trainer.run.planning import plan_run
     from offload_trainer.run.train import check_start, refuse
 
-    planned = plan_run(config)
+    planned = plan_run(config, longest=True)
     _show(planned.plan, as_json=as_json)
     refuse(planned)
     check_start(planned, say=_say)

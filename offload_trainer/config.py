@@ -62,6 +62,12 @@ class ModelSection(_Section):
         1024,
         description="tokens whose logits exist at a time in the loss; more of them are recomputed in chunks",
     )
+    mlp_chunk: PositiveInt | Literal["auto", "off"] = Field(
+        "auto",
+        description="tokens that go through a block's MLP at a time, where it computes each by itself, as a trial "
+        "shows; auto: all, or the most of 8192, 4096, ... 256 with which a run fits that would not otherwise. Weights' "
+        "gradients of the pieces are added up in fp32, and dropout draws otherwise; tiered and plain only",
+    )
     freeze: tuple[str, ...] = Field((), description="regular expressions; parameters whose name matches stay fixed")
     trust_remote_code: bool = Field(False, description="let a model directory's or hub id's own Python code run")
 
@@ -277,11 +283,18 @@ class SaveSection(_Section):
 class ParallelSection(_Section):
     """How ranks divide the model; `plan --parallel` compares it with dividing the data alone."""
 
-    tensor: PositiveInt = Field(
+    tensor: PositiveInt | Auto = Field(
         1,
         description="with --engine deepspeed: ranks that share each product of a block, by DeepSpeed's AutoTP with "
         "ZeRO-1, weights on the GPU; the other ranks have rows of their own. For architectures that transformers has "
-        "rules for, such as Llama and Qwen3; without checkpoints, whole weights are exported at the end",
+        "rules for, such as Llama and Qwen3; checkpoints and exports are of whole weights. auto: as many of a "
+        "node's ranks as is forecast to be fastest, 1 where nothing was timed; a step keeps its tokens",
+    )
+    sequence: PositiveInt = Field(
+        1,
+        description="tiered only: ranks that share each row, of which each has a piece of seq_len / N tokens, and "
+        "attention sees the whole row (Ulysses); the other ranks have rows of their own. Refused for models that a "
+        "trial at the start shows to compute something else then (recurrences, attention in chunks)",
     )
 
 
@@ -332,6 +345,12 @@ class TieredSection(_Section):
 class DeepSpeedSection(_Section):
     """Sizes inside DeepSpeed. auto: worked out from the model, so that every placement runs."""
 
+    zero_stage: Literal[1, 2, 3] | Auto = Field(
+        "auto",
+        description="what ranks divide; 1: the optimizer's state; 2: gradients too; 3: weights too; auto: 2 where "
+        "weights are on the GPU and the state there or in RAM, else 3",
+    )
+
     sub_group_size: PositiveInt | Auto = Field("auto", description="parameters updated at a time in ZeRO-3")
     reduce_bucket_size: PositiveInt | Auto = Field("auto", description="gradient elements reduced at a time")
     prefetch_bucket_size: Count | Auto = Field("auto", description="weight elements fetched ahead in ZeRO-3")
@@ -355,6 +374,7 @@ class ProcessWish:
     deterministic: bool
     names: tuple[str, ...]  # of what may be on the hub
     hung_seconds: int = 0  # for which a thread may be in one wait within the kernel; 0: for ever
+    ranks: int = 1  # on this machine, that a command plans for which is none of them
 
 
 class TrainConfig(_Section):
@@ -372,5 +392,5 @@ class TrainConfig(_Section):
 
     @property
     def process(self) -> ProcessWish:
-        names = (self.model.name, self.data.tokenizer)
-        return ProcessWish(self.placement.threads, self.train.deterministic, names, self.placement.hung_seconds)
+        place, names = self.placement, (self.model.name, self.data.tokenizer)
+        return ProcessWish(place.threads, self.train.deterministic, names, place.hung_seconds, place.gpus)

@@ -163,6 +163,17 @@ def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
         dist.all_gather_into_tensor(parts, parts[number * size : (number + 1) * size], group=group)
 
 
+def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
+    """Send part i (contiguous, one for each rank of the group) to its rank i; returns what came of rank i as part i.
+
+    On a GPU it is queued on the current stream.
+    """
+    come = torch.empty_like(parts)
+    with _noticing():
+        dist.all_to_all_single(come.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
+    return come
+
+
 def trade(
     out: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], *, group: Any
 ) -> Callable[[], None]:

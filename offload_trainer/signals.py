@@ -122,9 +122,13 @@ def _quiet_where_lost() -> Iterator[None]:
 
 
 def _turned_into(error: BaseException | None) -> Stopped | None:
-    """The Stopped that was made this error: Python 3.11 makes a RuntimeError of all that `__set_name__` raises."""
+    """The Stopped that was made this error: Python 3.11 makes a RuntimeError of all that `__set_name__` raises.
+
+    Or that a library's `finally` hid, which asks for a name that its interrupted set-up had not got to yet: so does
+    transformers' `no_init_weights`.
+    """
     while error is not None and not isinstance(error, Stopped):
-        error = error.__cause__
+        error = error.__context__ if isinstance(error, NameError | AttributeError) else error.__cause__
     return error
 
 

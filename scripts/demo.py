@@ -1,5 +1,7 @@
 """The whole job once: train, checkpoint, export fp16 and fp32, load both with transformers, compare, sample.
 
+    demo.py [WORDS]      of the command that trains, after the demo's own
+
 Writes into demo-run/ (an earlier demo's is removed first). Exits with 1 and says what is wrong if a step does not hold.
 """
 
@@ -27,7 +29,7 @@ def main() -> int:
     (OUT / "drive").mkdir()
     run = OUT / "run"
     half_on_the_drive = ("--nvme", str(OUT / "drive"), "--ram-fraction", "0.5")
-    offload_train("configs/demo.yaml", *half_on_the_drive, "--output", str(run))
+    offload_train("configs/demo.yaml", *half_on_the_drive, "--output", str(run), *sys.argv[1:])
     losses = [json.loads(line)["validation_loss"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     start = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     print(f"loss {start:.3f} at the start, validation {losses[0]:.3f} -> {losses[-1]:.3f}")

@@ -135,7 +135,7 @@ class Launcher:
 
         if self.stopped:
             return 128 + self.stopped
-        return _told(first_failure(ended)) if ended else 0  # type: ignore[arg-type]
+        return _told(first_failure(ended), list(self.words)) if ended else 0  # type: ignore[arg-type]
 
 
 class Ranks(Command):

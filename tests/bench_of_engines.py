@@ -22,6 +22,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model import source as model_source
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.loss import CausalLoss
+from offload_trainer.model.positionwise import with_tiles
 from offload_trainer.model.source import ModelSource, resolve_model
 from offload_trainer.plan.choose import make_plan, workload
 from offload_trainer.run.train import use_deterministic_algorithms
@@ -121,6 +122,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
     use_fp32_products(torch.bfloat16)
     with mock.patch.object(model_source, "count_activations", _counted_once):
         source = resolve_model(config.model, seed=config.train.seed)
+    if isinstance(config.model.mlp_chunk, int):
+        source = with_tiles(source)
     if REENTRANT in given:
         source = Reentrant(**vars(source))
     if config.placement.engine == "plain":

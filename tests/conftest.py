@@ -20,6 +20,9 @@ import pytest
 import torch
 from forks import COMMAND, Fork, Forks
 from safetensors.torch import load_file
+from wheels import wheel_in
+
+import offload_trainer.plan.layout as layout
 
 # An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
 TINY = [
@@ -151,6 +154,18 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drive")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what the tests of a module make once."""
+    return tmp_path_factory.mktemp("folder")
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings and norms of small models are moved as those of large ones are."""
+    monkeypatch.setattr(layout, "SMALL", 0)
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One directory for all workers of pytest, for what only one of them should make: `in_turn`."""
@@ -164,6 +179,19 @@ def in_turn(path: Path) -> Iterator[None]:
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture(scope="session")
+def wheel(shared: Path) -> Path:
+    """Of this package, as an index has it; built once for all workers of pytest."""
+    folder = shared / "wheel-and-source"
+    with in_turn(folder):
+        if not folder.exists():
+            part = folder.with_name("wheel-being-built")
+            wheel_in(part)
+            part.rename(folder)
+    (made,) = (folder / "wheel").glob("*.whl")
+    return made
 
 
 KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM

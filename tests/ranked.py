@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from bench_of_engines import Step, batches, engine, masters, train
 from conftest import Run, start
+from counted import masked
 from forks import COMMAND
 from safetensors.torch import save_file
 
@@ -58,16 +59,18 @@ class Case:
     load: str = ""
     skip: int = 0  # steps that were done before
     evaluate: bool = False  # each rank a batch of its own before the last step, whose losses are among the steps
+    unequal: bool = False  # whether micro-batches count different numbers of targets, and some pieces of rows none
     meanwhile: int = 0  # steps that are trained while the state after `steps` is written, slowly
 
     def run(self) -> None:
         """Train, and leave the steps and the state in `out`."""
-        rank, world = place_here()
-        data = batches(self.micro * (self.skip + self.steps + self.meanwhile))[self.micro * self.skip :]
+        data = batches(self.micro * (self.skip + self.steps + self.meanwhile))
+        data = (masked(data) if self.unequal else data)[self.micro * self.skip :]
         data, more = data[: self.micro * self.steps], data[self.micro * self.steps :]
         with engine(
             Path(self.model), "--engine", "tiered", *self.words, drives=[Path(drive) for drive in self.drives]
         ) as made:
+            rank, world = made.rank, made.world  # of those that have rows of their own
             if self.load:
                 made.load(Path(self.load))
             start = tuple(_moved)
@@ -88,8 +91,8 @@ class Case:
                     train(made, more[rank::world], accumulate=self.micro // world)
                 writing.result()
             snapshot.close()
-            save_file(masters(made), Path(self.out) / f"masters-{rank}.safetensors")
-            if rank == 0:
+            save_file(masters(made), Path(self.out) / f"masters-{place_here()[0]}.safetensors")
+            if place_here()[0] == 0:
                 (Path(self.out) / "steps.json").write_text(json.dumps(done))
                 (Path(self.out) / "moved.json").write_text(json.dumps([sum(way) for way in zip(*moved, strict=True)]))
             wait_for_all()

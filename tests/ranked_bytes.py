@@ -40,7 +40,7 @@ def count() -> None:
     """From now on."""
     lay_out, add_up, send = SharedGradients._lay_out, SharedGradients._add_up, SharedGradients._sent_and_received
     meet, trade, across, exchange = Node.meet, Node.trade, Node.across, Node.exchange
-    fill, join_parts, rounds = Gather.fill, ranks.join_parts, Node.rounds
+    fill, join_parts, rounds, all_to_all = Gather.fill, ranks.join_parts, Node.rounds, ranks.all_to_all
     of_rounds: list[bool] = []  # whether an exchange is made for rounds, which are no agreements
     sending: list[bool] = []  # whether what is traded are gradients; else they are parts of norms
 
@@ -110,7 +110,13 @@ def count() -> None:
         counts["from_others"] += values.nbytes // each * (each - 1)
         join_parts(values, number, group=group)
 
+    def to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
+        counts["pieces"] += parts.nbytes // len(parts) * (len(parts) - 1)  # all but its own
+        counts["all_to_alls"] += 1
+        return all_to_all(parts, group=group)
+
     for owner, name, counting in (
+        (ranks, "all_to_all", to_all),
         (Gather, "fill", filling),
         (ranks, "join_parts", joining),
         (SharedGradients, "_lay_out", laying_out),

@@ -68,6 +68,24 @@ class Batch:
         """Targets that are counted in the loss."""
         return int((self.targets != IGNORED).sum())
 
+    def piece(self, number: int, *, of: int) -> Batch:
+        """Of each row its piece `number` of so many of equal length, whose tokens keep their positions in the row.
+
+        What chance decides in it is its own.
+        """
+        if of == 1:
+            return self
+        assert self.positions is None, "rows of several documents"
+        rows, length = self.inputs.shape[0], self.inputs.shape[1] // of
+        here = slice(number * length, (number + 1) * length)
+        return Batch(
+            self.inputs[:, here],
+            self.targets[:, here],
+            self.state,
+            seed=forward_seed(self.seed, first=number),
+            positions=torch.arange(here.start, here.stop).expand(rows, -1),
+        )
+
     def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
         """What a loss (model/loss.py) is called with, on `place`: inputs, targets, seed, count, positions."""
         positions = None if self.positions is None else self.positions.to(place)

@@ -1,4 +1,4 @@
-"""Stock DeepSpeed behind the `Engine` protocol: ZeRO-Offload (stage 2) and ZeRO-Infinity (stage 3).
+"""Stock DeepSpeed behind the `Engine` protocol: ZeRO-1, ZeRO-Offload (stage 2) and ZeRO-Infinity (stage 3).
 
     build under zero.Init  ->  deepspeed.initialize  ->  write masters and weights one by one  ->  train_step ...
 
@@ -81,7 +81,7 @@ class DeepSpeedEngine:
             reentrant=placement.params == "nvme",
             offload=bool(model.offload_activations),
         )
-        if placement.stage == 2:
+        if placement.stage < 3:
             module.to(_device())
         self._parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
         self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
@@ -199,27 +199,27 @@ class DeepSpeedEngine:
         )
         self._link_moments()
         files = state_files(
-            {name: full_shape(self._parameters[name]) for name in self._trained},
+            {name: self._parts.shape(name) for name in self._trained},
             self._read,
             rule=ADAMW,
-            fixed={name: (full_shape(self._parameters[name]), self._dtype) for name in self._fixed},
+            fixed={name: (self._parts.shape(name), self._dtype) for name in self._fixed},
             read_fixed=self._read_fixed,
         )
         return StateNow(state, files, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)
-        shapes = {name: full_shape(self._parameters[name]) for name in self._trained}
+        shapes = {name: self._parts.shape(name) for name in self._trained}
         # It corrects all biases by one count of steps; each weight's own is kept for who goes on from here.
         self._behind = {name: state.optimizer_steps - count for name, count in state.weight_steps.items()}
         self._make_moments(state.optimizer_steps)
         for kind in ADAMW.kinds if state.optimizer_steps else ADAMW.kinds[:1]:
             for name, tensor in read_tensors(directory, kind, shapes=shapes):
                 self._write(name, kind, tensor)
-        fixed = {name: full_shape(self._parameters[name]) for name in self._fixed}
+        fixed = {name: self._parts.shape(name) for name in self._fixed}
         if fixed:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
-                write_weight(name, self._parameters[name], tensor)
+                write_weight(name, self._parameters[name], self._parts.of(name, tensor))
         self._restore_scaler(state)
 
     def _read(self, name: str, kind: str) -> torch.Tensor:
@@ -229,7 +229,7 @@ class DeepSpeedEngine:
         if kind == "master":
             tensor = safe_get_full_fp32_param(parameter)
         elif self._optimizer_steps() == 0:
-            return torch.zeros(full_shape(parameter))
+            return torch.zeros(self._parts.shape(name))
         else:
             tensor = safe_get_full_optimizer_state(parameter, kind)
         part = tensor.detach().float().reshape(full_shape(parameter))
@@ -262,9 +262,7 @@ class DeepSpeedEngine:
         if steps == 0:
             return
         zero = self._optimizer
-        flats = (
-            zero.single_partition_of_fp32_groups if self._placement.stage == 2 else zero.fp32_partitioned_groups_flat
-        )
+        flats = zero.single_partition_of_fp32_groups if self._placement.stage < 3 else zero.fp32_partitioned_groups_flat
         on_cpu = "ds_opt_adam" in vars(zero.optimizer)
         for flat in flats:
             count: Any = steps if on_cpu else torch.tensor(float(steps), device=flat.device)
@@ -280,10 +278,10 @@ class DeepSpeedEngine:
     def _link_moments(self) -> None:
         """Let DeepSpeed find each weight's moments in its flat buffers.
 
-        ZeRO-2 does so after the first update of the first parameter group and then never again, so that those of
+        ZeRO-1 and 2 do so after the first update of the first parameter group and then never again, so that those of
         the other groups cannot be read (seen in 0.19.8).
         """
-        if self._placement.stage == 2 and self._base_states():
+        if self._placement.stage < 3 and self._base_states():
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
 

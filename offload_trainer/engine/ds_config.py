@@ -57,8 +57,6 @@ def deepspeed_config(
             },
         }
     if work.tensor > 1:
-        words["zero_optimization"]["stage"] = 1
-        words["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False  # each rank gets its part, not all of it
         words["tensor_parallel"] = {
             "autotp_size": work.tensor,
             "partition_config": {"use_default_specs": False, "strict_mode": False, "layer_specs": _specs(work.shape)},
@@ -131,6 +129,8 @@ def _zero(
             "pipeline_write": section.pipeline_write,
             "fast_init": False,
         }
+    if placement.stage < 3:
+        zero["use_multi_rank_bucket_allreduce"] = False  # each rank gets its part, not all of it
     if placement.stage == 3:
         zero |= {
             "sub_group_size": sizes.sub_group,

@@ -44,7 +44,8 @@ class PlainEngine:
     ) -> None:
         self._dtype = DTYPES[model.dtype]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._module = source.build(dtype=self._dtype, offload=bool(model.offload_activations))
+        chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
+        self._module = source.build(dtype=self._dtype, offload=bool(model.offload_activations), mlp_chunk=chunk)
         self._weights = dict(self._module.model.named_parameters())
         self._masters: dict[str, Any] = {
             weight.name: torch.zeros(weight.shape, device=self._device, requires_grad=True)

@@ -6,7 +6,7 @@ What it is made of is in `offloading/`; what is put where, and how large buffers
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from offload_trainer.data.rows import Batch, weights_in_step
 from offload_trainer.engine.loss_scale import LossScale
 from offload_trainer.engine.parts import Say, opened
 from offload_trainer.engine.protocol import StepResult
+from offload_trainer.model.initial import parameters_without_memory
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.model.source import DTYPES, ModelSource, parameters_without_memory
+from offload_trainer.model.sequence import DividedAttention, share_rows
+from offload_trainer.model.source import DTYPES, ModelSource
 from offload_trainer.offloading.ahead import Watch
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.model import OffloadedModel
@@ -32,13 +34,16 @@ from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
-from offload_trainer.ranks import gather
+from offload_trainer.ranks import gather, group_of
 from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.telemetry.meters import PhaseClock
 
 
 class TieredEngine:
-    """Trains `source`, its state in RAM and in the private directories `drives`, with all ranks that were joined."""
+    """Trains `source`, its state in RAM and in the private directories `drives`, with all ranks that were joined.
+
+    `rank`, of `world`, is that of its rows: ranks that share rows (`work.sequence`) are one of those.
+    """
 
     def __init__(
         self,
@@ -62,9 +67,10 @@ class TieredEngine:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._behind, self._hidden = parts.device.place, parts.layout.behind, 0.0
             self._watch = Watch() if parts.layout.ahead else None
-            node = parts.layout.node
-            self.rank, self.world = node.rank, node.world
-            self._module = source.build(dtype=self._dtype, context=parameters_without_memory())
+            self._node, self._together = parts.layout.node, work.sequence
+            self.rank, self.world = self._node.rank // self._together, self._node.world // self._together
+            context = parameters_without_memory()
+            self._module = source.build(dtype=self._dtype, context=context, mlp_chunk=work.mlp_chunk)
             parameters = _one_for_each_use(self._module.model, dtype=self._dtype, place=self._place)
             self._module.to(self._place)
             for name, value in source.buffers().items():
@@ -80,6 +86,7 @@ class TieredEngine:
             )
             stack.callback(self.offloaded.close)
             self._keep_inputs(work)
+            self._attention = self._share_rows() if self._together > 1 else None
             if load_weights:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
@@ -91,14 +98,25 @@ class TieredEngine:
         if home := work.inputs_away:
             self.offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
 
+    def _share_rows(self) -> DividedAttention:
+        """Neighbours have a piece each of the same rows. All ranks call it."""
+        groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
+        group = group_of(groups, backend="nccl" if self._place.type == "cuda" else "gloo")
+        return share_rows(self._module.model, count=self._together, group=group)
+
+    def _piece(self, batch: Batch) -> Batch:
+        """This rank's part of what its group has."""
+        return batch.piece(self._node.rank % self._together, of=self._together)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
         self._module.train()
+        batches = [self._piece(batch) for batch in batches]
         scale = self._scale.value
         losses = []
         counts = self._of_all([batch.counted for batch in batches])
-        weights = weights_in_step(counts)[self.rank :: self.world]
+        weights = weights_in_step(counts)[self._node.rank :: self._node.world]
         rules = self._rules(lr)
         if self._watch is not None and self._watch.rarely:
             self.offloaded.expect(rules, scale=1.0 / scale)  # neither clipped nor skipped
@@ -138,9 +156,9 @@ class TieredEngine:
 
     def _of_all(self, mine: list[Any]) -> list[Any]:
         """One value of each of this rank's micro-batches -> those of all ranks, in the order of one rank's."""
-        if self.world == 1:
+        if self._node.world == 1:
             return mine
-        self.offloaded.node.meet()  # who stalls is named
+        self._node.meet()  # who stalls is named
         told = gather([one.cpu() if isinstance(one, torch.Tensor) else one for one in mine])
         return [its[number] for number in range(len(mine)) for its in told]
 
@@ -168,13 +186,20 @@ class TieredEngine:
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
         self._module.eval()
+        piece = self._piece(batch)
         with self.offloaded.forward(then=False):
-            return float(self._module(*batch.arguments(self._place, training=False)))
+            loss = float(self._module(*piece.arguments(self._place, training=False)))
+        if self._together == 1:
+            return loss
+        first = self.rank * self._together
+        told = self._of_all([loss * piece.counted])[first : first + self._together]
+        return sum(told) / max(1, batch.counted)
 
     @torch.no_grad()
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         self._module.eval()
-        with self.offloaded.forward(then=False):
+        whole_rows = self._attention.apart() if self._attention else nullcontext()
+        with whole_rows, self.offloaded.forward(then=False):
             return self._module.next_logits(tokens.to(self._place)).float().cpu()
 
     # -- state --------------------------------------------------------------------------------------------------------

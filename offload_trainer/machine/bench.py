@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 
+from offload_trainer.machine.layers import layer_rates
 from offload_trainer.plan.card import has_bf16
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, fastest_words
 from offload_trainer.storage.dtypes import DTYPES
@@ -38,6 +39,7 @@ class Budget:
     drive_bytes: int = 3 << 30  # written to each drive, at most, in one direction
     drive_seconds: float = 8.0  # for each of the figures of a drive
     try_seconds: float = 2.0  # for each way to move bytes that is tried
+    layer_seconds: float = 1.0  # for each of attention, values and the loss, in each dtype
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
 
@@ -63,6 +65,10 @@ def bench_machine(
     """
     say("bench: products")
     matmul = {dtype: _matmul(DTYPES[dtype], gpu=machine.gpu is not None) for dtype in dtypes}
+    say("bench: layers and the loss")
+    layers: dict[str, Rate] = {}
+    for dtype in dtypes:
+        layers |= layer_rates(dtype, gpu=machine.gpu is not None, seconds=budget.layer_seconds)
     say("bench: memory")
     memory = _triad()
     say("bench: AdamW")
@@ -73,7 +79,7 @@ def bench_machine(
     for drive in machine.drives:
         say(f"bench: {drive.directory}")
         drives.append(replace(drive, rates=_drive(drive, transfers, budget, say)))
-    rates = replace(copies, matmul=matmul, memory=memory, update=update)
+    rates = replace(copies, matmul=matmul, layers=layers, memory=memory, update=update)
     return replace(machine, rates=rates, drives=tuple(drives))
 
 

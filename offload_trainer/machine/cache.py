@@ -35,8 +35,11 @@ def cache_file() -> Path:
 
 
 def fingerprint(machine: MachineProfile) -> str:
-    """What the rates of computing and copying depend on."""
-    facts = (machine.cpu, machine.cores, machine.gpu, os.environ.get("OMP_NUM_THREADS"))
+    """What the rates of computing and copying depend on: of the threads, on those of all ranks together."""
+    threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if threads is not None and ranks > 1:
+        threads = str(ranks * int(threads))
+    facts = (machine.cpu, machine.cores, machine.gpu, threads)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from offload_trainer.model.growth import ROWS, levels_of
 from offload_trainer.model.held import Gradient, Held, Kernels, Operations, TooLong
+from offload_trainer.model.hollow import BACKWARD, FORWARD, Hollow
 from offload_trainer.model.loss import CausalLoss, cross_entropy
 from offload_trainer.plan.activations import Activations, Growth, Part, pruned
 
@@ -33,9 +35,11 @@ _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attribut
 class _Run:
     """One pass of a body, or of a head, on the meta device."""
 
-    def __init__(self, loss: CausalLoss, kernels: Kernels, operations: Operations, *, packed: bool) -> None:
+    def __init__(
+        self, loss: CausalLoss, kernels: Kernels, operations: Operations, *, packed: bool, tiles: Sequence[nn.Module]
+    ) -> None:
         self._loss, self._model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed = packed
+        self._packed, self._hollow = packed, Hollow(tiles)
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[Held]:
@@ -89,7 +93,7 @@ class _Run:
     def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> Held:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = [torch.zeros_like(ids)] if self._packed else []
-        with self._watched(blocks, ids, *positions) as held:
+        with self._watched(blocks, ids, *positions) as held, self._hollow.marking(held):
             output = self._loss.run(ids, *positions)
             states = output.logits if self._loss.whole else output.last_hidden_state
             self.kind, self.width = type(output), states.shape[-1]
@@ -99,6 +103,31 @@ class _Run:
             del output, states
             held.mark("body")
             loss.backward()
+        return held
+
+    def pieces(self, tokens: int) -> list[Held]:
+        """After `body`: of each call of a tiled part a piece of so many tokens. Of parts that are alike, one is run."""
+        known: dict[Any, Held] = {}
+        found = []
+        for module, whole in self._hollow.called:
+            shape = (*(1,) * (len(whole) - 2), tokens, whole[-1])
+            kind = _signature(module), shape
+            if kind not in known:
+                known[kind] = self._piece(module, shape)
+            found.append(known[kind])
+        return found
+
+    def _piece(self, module: nn.Module, shape: Sequence[int]) -> Held:
+        """Its forward without a graph, and once more with one, and the backward."""
+        x = torch.empty(shape, dtype=self._model.dtype, device="meta")
+        gradient = torch.empty_like(x)
+        with self._watched([], x, gradient) as held:
+            with torch.no_grad():
+                module(x)
+            held.mark("body")
+            piece = x.detach().requires_grad_()
+            weights = [weight for weight in module.parameters() if weight.requires_grad]
+            torch.autograd.grad(module(piece), [piece, *weights], gradient, allow_unused=True)
         return held
 
     def head(self, tokens: int) -> Held:
@@ -116,63 +145,19 @@ class _Run:
         return held
 
 
-_ROWS = 2  # of the smallest pass; one row alone is summed and repeated nowhere
 _LENGTHS = 256, 16  # of its rows; the shorter one where an architecture takes tokens one by one
 _LONG = 65536  # tokens of a row, that what is kept is looked at for
-_NUMBERS = 64  # bytes: below it single numbers are, which nobody plans
-
-
-def _levels(passes: Sequence[Held], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
-    """What is held after each event, and the marks. Passes: rows x length, twice the rows, twice the length.
-
-    Where another length makes other operations (a recurrence in pieces), only at marks and at the most between them.
-    """
-    first = passes[0]
-    if len({tuple(mark[:2] for mark in one.marks) for one in passes}) > 1:
-        raise ValueError("blocks run in another order for other rows")
-    if len({len(one.events) for one in passes}) == 1:
-        sizes = zip(*(one.events for one in passes), strict=True)
-        return list(accumulate((_growth(*size, length=length) for size in sizes), initial=Growth())), first.marks
-    sampled = zip(*(one.at_marks() for one in passes), strict=True)
-    marks = [(what, number, 2 * place + 1) for place, (what, number, _) in enumerate(first.marks)]
-    return [_fitted(*size, length=length) for size in sampled], marks
-
-
-def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:
-    """Of one tensor, from its bytes for _ROWS x length, for twice the rows and for twice the length."""
-    if abs(base) < _NUMBERS:
-        return Growth()
-    each = rows == 2 * base
-    if not each and rows != base:  # some of it grows with rows
-        return _fitted(base, rows, longer, length=length)
-    size = base / (_ROWS if each else 1)
-    if longer == base:
-        return Growth(row=size) if each else Growth(fixed=size)
-    if longer == 4 * base:
-        return Growth(pair=size / length**2) if each else Growth(square=size / length**2)
-    slope = (longer - base) / (_ROWS if each else 1) / length
-    rest = size - slope * length
-    return Growth(row=rest, token=slope) if each else Growth(fixed=rest, position=slope)
-
-
-def _fitted(base: int, rows: int, longer: int, *, length: int) -> Growth:
-    """The same of many tensors together: what is fixed, grows with tokens, and with pairs of them.
-
-    What less than doubles in rows twice as long has a share that each row has, whatever its length: a state.
-    """
-    pair = (longer - rows) / (2 * _ROWS * length**2)
-    if pair < 0:
-        token = (longer - base) / (_ROWS * length)
-        return Growth(fixed=2 * base - rows, row=(rows - base) / _ROWS - token * length, token=token)
-    token = (rows - base) / (_ROWS * length) - pair * length
-    return Growth(fixed=2 * base - rows, token=token, pair=pair)
 
 
 class _Cut:
     """A pass's moments, part by part. `chain`: the kind of each block that ran."""
 
-    def __init__(self, passes: Sequence[Held], chain: Sequence[int], *, length: int) -> None:
-        self._held, self._marks = _levels(passes, length)
+    def __init__(
+        self, passes: Sequence[Held], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
+    ) -> None:
+        """`pieces`: one of each call of a tiled part."""
+        self._held, self._marks = levels_of(passes, length)
+        self._pieces = pieces
         self._at = {(what, number): event for what, number, event in self._marks}
         self._chain = chain
 
@@ -230,7 +215,13 @@ class _Cut:
 
     def _moments(self, start: int, end: int, *, beyond: Growth | None = None) -> tuple[Growth, ...]:
         base = beyond or Growth()
-        return pruned([held - base for held in self._held[start : end + 1]])
+        found = [held - base for held in self._held[start : end + 1]]
+        for what, number, at in self._marks:
+            if what in (FORWARD, BACKWARD) and start <= at <= end:
+                piece = self._pieces[number]
+                more = piece.forward if what == FORWARD else piece.backward
+                found += [self._held[at] - base + moment for moment in more]
+        return pruned(found)
 
 
 def count_activations(
@@ -240,10 +231,12 @@ def count_activations(
     dtype: torch.dtype,
     whole_logits: bool = False,
     packed: bool = False,
+    tiles: Sequence[str] = (),
 ) -> tuple[Activations, Activations]:
     """What `model` (on the meta device, parameters as they train) holds on a GPU and on a CPU, run in `dtype`.
 
-    `packed`: in rows of several documents, with a mask between them. The model's parameters have that dtype afterwards.
+    `packed`: in rows of several documents, with a mask between them. `tiles`: names of parts that run in pieces.
+    The model's parameters have that dtype afterwards.
     Raises whatever a model does that cannot run without values.
     """
     for parameter in model.parameters():
@@ -252,10 +245,13 @@ def count_activations(
     blocks = blocks or _checkpointed(model)
     loss = CausalLoss(model, chunk=1, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
-    on_gpu = _count(loss, blocks, kernels, operations, packed=packed)
-    if not kernels.differs:
-        return on_gpu, on_gpu
-    return on_gpu, _count(loss, blocks, Kernels("cpu"), operations, packed=packed)
+    parts = [model.get_submodule(name) for name in tiles]
+
+    def run(kernels: Kernels) -> _Run:
+        return _Run(loss, kernels, operations, packed=packed, tiles=parts)
+
+    on_gpu = _count(model, blocks, lambda: run(kernels))
+    return on_gpu, _count(model, blocks, lambda: run(Kernels("cpu"))) if kernels.differs else on_gpu
 
 
 def _checkpointed(model: PreTrainedModel) -> list[str]:
@@ -263,19 +259,16 @@ def _checkpointed(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _count(
-    loss: CausalLoss, blocks: Sequence[str], kernels: Kernels, operations: Operations, *, packed: bool
-) -> Activations:
+def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]) -> Activations:
     """With three or two blocks of each kind where the model runs so, else with all."""
-    model = loss.model
     modules = [model.get_submodule(name) for name in blocks]
     kinds = _kinds(modules)
     failed: Exception = ValueError("no blocks")
     tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
     for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
         for length in _LENGTHS:
-            run = _Run(loss, kernels, operations, packed=packed)
-            operations.attempt()
+            run = begin()
+            run.operations.attempt()
             try:
                 with _only(model, blocks, ran):
                     return _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
@@ -295,20 +288,34 @@ def _last(kinds: Sequence[int], count: int) -> list[int]:
 def _counted(
     run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
 ) -> Activations:
-    sizes = [(_ROWS, length), (2 * _ROWS, length), (_ROWS, 2 * length)]
-    bodies, heads = [], []
+    sizes = [(ROWS, length), (2 * ROWS, length), (ROWS, 2 * length)]
+    bodies, heads, pieces = [], [], []
     for rows, tokens in sizes:
         bodies.append(run.body(modules, rows, tokens))
         heads.append(run.head(rows * tokens))
+        pieces.append(run.pieces(rows * tokens))
         run.operations.go_on()
     kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
     head = _Cut(heads, [], length=length).whole()
     hidden = Growth(token=run.hidden * run.item_bytes)
-    found = _Cut(bodies, chain, length=length).counted(head, blocks=kinds, hidden=hidden)
+    parts = [_of_piece(_Cut(each, [], length=length).whole()) for each in zip(*pieces, strict=True)]
+    found = _Cut(bodies, chain, length=length, pieces=parts).counted(head, blocks=kinds, hidden=hidden)
     least = hidden.at(1, _LONG) / 2 if run.all_trained else 0
     if any(part.kept.at(1, _LONG) < least for part in found.kinds):
         raise ValueError("what blocks keep does not grow as the lengths that were run say")
     return found
+
+
+def _of_piece(counted: Part) -> Part:
+    """What grows with the tokens of a part that was run alone grows with those of a piece."""
+
+    def of_piece(moment: Growth) -> Growth:
+        if replace(moment, fixed=0.0, token=0.0) != Growth():
+            raise ValueError("what a piece holds does not grow with its tokens")
+        return Growth(fixed=moment.fixed, piece=moment.token)
+
+    forward, backward = (tuple(map(of_piece, moments)) for moments in (counted.forward, counted.backward))
+    return Part(Growth(), forward, backward)
 
 
 def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -45,17 +45,22 @@ def _attention(
     told: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)
-        key, value, told = repeat_kv(key, groups), repeat_kv(value, groups), _Whole(module)
+        key, value, told = repeat_kv(key, groups), repeat_kv(value, groups), with_groups(module, 1)
     return sdpa_attention_forward(told, query, key, value, attention_mask, dropout=dropout, **more)
 
 
-class _Whole:
-    """An attention module as transformers' function sees it, but that it has no groups of heads: older versions of that
-    function pass `enable_gqa` for groups of one as well.
-    """
+def with_groups(module: nn.Module, groups: int) -> Any:
+    """An attention module as transformers' function sees it, with so many heads of queries for each of keys."""
+    return _Grouped(module, groups)
 
-    def __init__(self, module: nn.Module) -> None:
+
+class _Grouped:
+    """Without the number where it is one: older versions of that function pass `enable_gqa` for groups of one too."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
+        if groups > 1:
+            vars(self)[_GROUPS] = groups
 
     def __getattr__(self, name: str) -> Any:
         if name == _GROUPS:

@@ -210,3 +210,20 @@ def _initialise_tree(module: nn.Module, owner: PreTrainedModel) -> None:
     for child in module.children():
         _initialise_tree(child, child if isinstance(child, PreTrainedModel) else owner)
     owner._initialize_weights(module)
+
+
+class parameters_without_memory:
+    """Parameters made inside go to the meta device, everything else where it belongs."""
+
+    def __enter__(self) -> None:
+        self._register = torch.nn.Module.register_parameter
+
+        def without_memory(module: torch.nn.Module, name: str, parameter: Any) -> None:
+            if parameter is not None:
+                parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            self._register(module, name, parameter)
+
+        torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]

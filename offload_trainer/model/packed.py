@@ -10,14 +10,13 @@ trial would show a difference.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.twins import twin_of
+from offload_trainer.model.twins import twin_model
 from offload_trainer.readback import one_line
 
 _LENGTHS = 13, 9, 10  # of the documents; a twin's windows and pieces are of 8 tokens
@@ -44,24 +43,12 @@ def refuse_crossing(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
 
 def _tried(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[float, float]:
     """How far a row's logits are from those of its documents, with positions and without, of the largest logit."""
-    config = twin_of(model.config)
-    config._attn_implementation = model.config._attn_implementation
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        twin = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
-        ).eval()
-        missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in twin.modules()}
-        if missing:
-            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    with twin_model(model, trust_remote_code=trust_remote_code) as twin:
         return _compared(twin)
 
 
 @torch.no_grad()
 def _compared(twin: PreTrainedModel) -> tuple[float, float]:
-    for parameter in twin.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0, 0.2)  # so large that what crosses shows
     vocabulary = twin.config.get_text_config().vocab_size
     documents = [torch.randint(5, vocabulary - 5, (1, length)) for length in _LENGTHS]
     row = torch.cat(documents, 1)

@@ -29,7 +29,13 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.beside import check_beside, copy_beside
-from offload_trainer.model.initial import NamedTensor, initial_weights, meta_model, tied_names
+from offload_trainer.model.initial import (
+    NamedTensor,
+    initial_weights,
+    meta_model,
+    parameters_without_memory,
+    tied_names,
+)
 from offload_trainer.model.loss import CausalLoss, adds_router_loss, comes_apart
 from offload_trainer.model.matmuls import attention_widths, of_layer, products_of
 from offload_trainer.model.packed import refuse_crossing
@@ -43,7 +49,9 @@ from offload_trainer.model.pretrained import (
     pretrained_order,
     pretrained_weights,
 )
+from offload_trainer.model.sequence import refuse_pieces
 from offload_trainer.model.tensor import splits
+from offload_trainer.model.tiles import tile
 from offload_trainer.plan.activations import Activations
 from offload_trainer.plan.auto import wants_checkpointing
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -73,12 +81,14 @@ class ModelSource:
         context: AbstractContextManager[Any] | None = None,
         reentrant: bool = False,
         offload: bool = False,
+        mlp_chunk: int = 0,
     ) -> CausalLoss:
         """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
 
         `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`); `reentrant` is
         torch's variant of checkpointing; `offload`: transformers keeps its inputs in host memory, on the stream that
-        computes. Parameters that stay fixed and checkpointing are set; ties are in place.
+        computes; `mlp_chunk`: tokens that go through an MLP at a time, where not all. Parameters that stay fixed and
+        checkpointing are set; ties are in place.
         """
         if torch.cuda.is_available():
             repeat_keys_where_needed()
@@ -105,6 +115,8 @@ class ModelSource:
             if reentrant:
                 # That variant gives no gradients at all where its input needs none: with frozen embeddings.
                 model.enable_input_require_grads()
+        for name in self.shape.tiles if mlp_chunk else ():
+            tile(model.get_submodule(name), chunk=mlp_chunk)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def weights(self) -> Iterator[NamedTensor]:
@@ -147,27 +159,11 @@ def _checkpoint(model: PreTrainedModel, *, reentrant: bool, offload: bool) -> No
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 
 
-class parameters_without_memory:
-    """Parameters made inside go to the meta device, everything else where it belongs."""
-
-    def __enter__(self) -> None:
-        self._register = torch.nn.Module.register_parameter
-
-        def without_memory(module: torch.nn.Module, name: str, parameter: Any) -> None:
-            if parameter is not None:
-                parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            self._register(module, name, parameter)
-
-        torch.nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
-
-    def __exit__(self, *_: object) -> None:
-        torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]
-
-
-def resolve_model(section: ModelSection, *, seed: int, packed: bool = False) -> ModelSource:
+def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pieces: bool = False) -> ModelSource:
     """Find the model that `section.name` means. Raises UserError when there is none, or keys do not exist.
 
     `packed`: for rows of several documents, which are counted, and refused for models in which they would cross.
+    `pieces`: for rows of which each rank has a piece, refused for models that would compute something else.
     """
     directory = None if section.name in PRESETS else _directory(section)
     config = _config(section, directory)
@@ -184,6 +180,8 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False) -> 
         raise UserError(f"--model {section.name}: {one_line(error)}{hint}") from error
     if packed:
         refuse_crossing(model, trust_remote_code=section.trust_remote_code)
+    if pieces:
+        refuse_pieces(model, trust_remote_code=section.trust_remote_code)
     if not random:
         assert directory is not None
         check_beside(directory)

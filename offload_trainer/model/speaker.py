@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Log
 from transformers.initialization import no_init_weights
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model.source import parameters_without_memory
+from offload_trainer.model.initial import parameters_without_memory
 from offload_trainer.readback import one_line
 
 _LIKELIEST = 50  # tokens that are drawn from

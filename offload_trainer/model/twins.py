@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
 
@@ -52,6 +55,29 @@ def twin_of(config: PreTrainedConfig) -> PreTrainedConfig:
     for key, value in shrunk_keys(config).items():
         setattr(twin, key, twin_of(value) if isinstance(value, PreTrainedConfig) else value)
     return twin
+
+
+@contextmanager
+def twin_model(model: PreTrainedModel, *, trust_remote_code: bool) -> Iterator[PreTrainedModel]:
+    """A tiny model like `model` to compute with, in fp32, its weights so large that what differs shows.
+
+    What is drawn inside leaves torch's generator as it was. ValueError where a kind of its modules is not there.
+    """
+    config = twin_of(model.config)
+    config._attn_implementation = model.config._attn_implementation
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        twin = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        ).eval()
+        missing = {type(m).__name__ for m in model.modules()} - {type(m).__name__ for m in twin.modules()}
+        if missing:
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, 0.2)
+        yield twin
 
 
 def shrunk_keys(config: PreTrainedConfig) -> dict[str, Any]:

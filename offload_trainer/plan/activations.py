@@ -16,7 +16,7 @@ from operator import add, sub
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes, as they grow with the rows of a micro-batch and the tokens of a row."""
+    """Bytes, as they grow with the rows of a micro-batch, the tokens of a row, and those of a piece of it."""
 
     fixed: float = 0.0  # gradients of weights, until they are handed over
     row: float = 0.0
@@ -24,10 +24,11 @@ class Growth:
     token: float = 0.0
     square: float = 0.0  # a token with a token, however many rows there are: masks
     pair: float = 0.0  # a token with a token in each row: attention's matrices
+    piece: float = 0.0  # a token of a piece, where a part of a block runs on pieces of the micro-batch
 
-    def at(self, rows: int, length: int, *, gradients: bool = True) -> int:
+    def at(self, rows: int, length: int, *, gradients: bool = True, piece: int = 0) -> int:
         """Bytes for `rows` of `length` tokens; without `gradients` what grows with neither is left out."""
-        ones = self.fixed * gradients + self.row * rows
+        ones = self.fixed * gradients + self.row * rows + self.piece * min(piece, rows * length)
         return int(ones + length * (self.position + self.token * rows + length * (self.square + self.pair * rows)))
 
     def values(self) -> tuple[float, ...]:
@@ -85,15 +86,17 @@ def peak_of(
     inputs_here: bool = True,
     gradients: bool = True,
     waiting: int = 0,
+    piece: int = 0,
 ) -> Peak:
     """Bytes on the device at the largest moment of a micro-batch, without weights.
 
     `inputs_here`: whether inputs of checkpointed blocks stay on the device. `gradients`: whether those of weights are
     counted, from when they are made until they are handed over. `waiting`: of a tied head's, for the embedding's.
+    `piece`: tokens of one, where `counted` is of blocks that run on pieces.
     """
 
     def most(moments: Iterable[Growth]) -> int:
-        return max((moment.at(rows, length, gradients=gradients) for moment in moments), default=0)
+        return max((moment.at(rows, length, gradients=gradients, piece=piece) for moment in moments), default=0)
 
     def now(growth: Growth) -> int:
         return growth.at(rows, length)

@@ -19,20 +19,23 @@ from offload_trainer.plan.auto import row_length, wants_checkpointing
 from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.candidate import Candidate
 from offload_trainer.plan.card import has_bf16, refuse_card, with_dtype_of_card
+from offload_trainer.plan.computing import stands_for
 from offload_trainer.plan.deepspeed import DeepSpeed
+from offload_trainer.plan.division import divisions, tensor_of, why
 from offload_trainer.plan.formats import state_format
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import Item, saved_items
 from offload_trainer.plan.plain import Plain
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.sizes import Layouts
 from offload_trainer.plan.take import at_once
 from offload_trainer.plan.tiered import Tiered
-from offload_trainer.plan.time import forecast, stands_for, tokens_that_hide_the_update
+from offload_trainer.plan.time import forecast, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.ways import FORWARD, OFF, Way, asking, gains, left_open
-from offload_trainer.plan.wishes import only_here
-from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.wishes import mistakes_of_rule, only_here
+from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _ALIKE = 1.05  # times as long
@@ -44,7 +47,7 @@ def engine_of(config: TrainConfig) -> Tiered | DeepSpeed | Plain:
     if name in ("auto", "tiered"):
         return Tiered(place, config.tiered, config.model.offload_activations)
     if name == "deepspeed":
-        return DeepSpeed(place, config.deepspeed, config.optim.states, config.parallel.tensor)
+        return DeepSpeed(place, config.deepspeed, config.optim.states, tensor_of(config.parallel))
     return Plain(place)
 
 
@@ -52,6 +55,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
     """A step of such a run. `saves`: whether it keeps checkpoints, or an export, where its output goes."""
     model, train, optim = config.model, config.train, config.optim
     seq_len = row_length(config.data.seq_len, shape)
+    chunk = model.mlp_chunk if isinstance(model.mlp_chunk, int) else 0
     return Workload(
         shape=shape,
         dtype=model.dtype,
@@ -67,7 +71,9 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         kernel=optim.kernel,
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,
-        tensor=config.parallel.tensor,
+        tensor=tensor_of(config.parallel),
+        sequence=config.parallel.sequence,
+        mlp_chunk=chunk if chunk < train.micro_batch * (seq_len // config.parallel.sequence) else 0,
     )
 
 
@@ -93,26 +99,16 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         mistakes.append("train.tokens_per_step chooses micro_batch and accumulate: leave those two out")
     if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
-    if config.parallel.tensor > 1 and not isinstance(engine, DeepSpeed):
+    if config.parallel.tensor != 1 and not isinstance(engine, DeepSpeed):
         mistakes.append(
             f"parallel.tensor={config.parallel.tensor} is DeepSpeed's: add --engine deepspeed; the tiered engine "
             "divides rows and state alone"
         )
-    return mistakes + _mistakes_of_rule(optim)
-
-
-def _mistakes_of_rule(optim: OptimSection) -> list[str]:
-    mistakes = []
-    if optim.name == "lion" and optim.states == "8bit":
+    if config.parallel.sequence > 1 and not isinstance(engine, Tiered):
         mistakes.append(
-            "optim.states=8bit with optim.name=lion: its moment moves by a hundredth a step, and rounded to the "
-            "nearest of 256 numbers it would stand still; use bf16"
+            f"parallel.sequence={config.parallel.sequence} is the tiered engine's: leave --engine {engine.name} out"
         )
-    if optim.name == "lion" and optim.eps != OptimSection().eps:
-        mistakes.append(f"optim.eps={optim.eps:g} with optim.name=lion, which divides by nothing: leave it out")
-    if max(optim.betas) >= 1:
-        mistakes.append(f"optim.betas={list(optim.betas)}: both must be below 1")
-    return mistakes
+    return mistakes + mistakes_of_rule(optim)
 
 
 def _not_of(engine: Tiered | DeepSpeed | Plain, config: TrainConfig) -> list[str]:
@@ -140,18 +136,45 @@ def settle_and_plan(
     nodes: int = 1,
     saves: bool = True,
 ) -> tuple[TrainConfig, Plan]:
-    """The wish with its dtype and micro-batches chosen, and the plan for it. UserError as `make_plan`.
+    """The wish with its dtype, micro-batches and pieces chosen, and the plan for it. UserError as `make_plan`.
 
     Of micro-batches that make `train.tokens_per_step` the fastest that fits, or the largest where nothing was timed.
     """
+    if config.parallel.tensor == "auto":
+        return _fastest_division(config, shape, machine, world=world, nodes=nodes, saves=saves)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, machine)})
-    tried = []
-    seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // config.parallel.tensor)
+    tried, layouts = [], Layouts(shape)
+    together = tensor_of(config.parallel) * config.parallel.sequence  # ranks that have the same rows
+    seq_len, rows = row_length(config.data.seq_len, shape), max(1, world // together)
     for train in micro_batches(config.train, seq_len=seq_len, world=rows):
         one = config.model_copy(update={"train": train})
-        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)))
+        tried.append((one, make_plan(one, shape, machine, world=world, nodes=nodes, saves=saves, layouts=layouts)))
     chosen = _choose([plan for _, plan in tried])
-    return next((one, plan) for one, plan in tried if plan is chosen)
+    settled = next(one for one, plan in tried if plan is chosen)
+    pieces = {"mlp_chunk": chosen.mlp_chunk or "off"}
+    return settled.model_copy(update={"model": settled.model.model_copy(update=pieces)}), chosen
+
+
+def _fastest_division(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int, saves: bool
+) -> tuple[TrainConfig, Plan]:
+    """With as many tensor ranks as are the fastest that fit; 1 where not all was timed. UserError as for 1."""
+    settled, refused = dict[int, tuple[TrainConfig, Plan]](), dict[int, str]()
+    for count, train in divisions(config.train, world=world, nodes=nodes):
+        parallel = config.parallel.model_copy(update={"tensor": count})
+        one = config.model_copy(update={"parallel": parallel, "train": train})
+        try:
+            if count > 1 and (mistakes := combination_mistakes(one)):
+                raise UserError("; ".join(mistakes))
+            settled[count] = settle_and_plan(one, shape, machine, world=world, nodes=nodes, saves=saves)
+        except UserError as error:
+            if count == 1:
+                raise
+            refused[count] = str(error)
+    plans = {count: plan for count, (_, plan) in settled.items()}
+    chosen = _choose(list(plans.values()))
+    count = next(count for count, plan in plans.items() if plan is chosen)
+    return settled[count][0], replace(chosen, notes=(*chosen.notes, why(count, plans, refused)))
 
 
 def make_plan(
@@ -162,14 +185,17 @@ def make_plan(
     world: int = 1,
     nodes: int = 1,
     saves: bool = True,
+    layouts: Layouts | None = None,
 ) -> Plan:
     """The fastest candidate that fits, or, if none does, the one that comes nearest, with `fits` False.
 
     `saves`: whether checkpoints, or an export, are kept on the drive of `machine.output`, and counted there. With
-    several `nodes` the machine is one of them, with as many of the `world` ranks as the others. Raises
-    UserError for wishes that cannot be combined on this machine.
+    several `nodes` the machine is one of them, with as many of the `world` ranks as the others. `layouts`: of `shape`,
+    which other plans have worked out. Raises UserError for wishes that cannot be combined on this machine.
     """
     engine = engine_of(config)
+    if isinstance(engine, Tiered):
+        engine = replace(engine, layouts=layouts if layouts is not None else Layouts(shape))
     work = workload(config, shape, world=world, nodes=nodes, saves=saves)
     machine = at_once(machine, ranks=work.here)
     refuse_card(machine, dtype=work.dtype)
@@ -179,9 +205,21 @@ def make_plan(
     if ignored := _not_of(engine, config):
         raise UserError("; ".join(ignored))
     engine.refuse(work, machine)
-    chosen = _fastest_way(engine, work, machine) if isinstance(engine, Tiered) else _of_homes(engine, work, machine)
+    if work.mlp_chunk and not shape.tiles:
+        raise UserError(
+            f"model.mlp_chunk={work.mlp_chunk}: no part of this model's blocks is a module that computes each token by "
+            "itself, as a trial with a tiny one shows: leave it out"
+        )
+    chosen = _fastest(engine, work, machine)
+    for chunk in chunks_of(work) if not chosen.fits and config.model.mlp_chunk == "auto" else ():
+        if not chosen.fits:
+            chosen = _fastest(engine, replace(work, mlp_chunk=chunk), machine)
     notes = [*_notes_of_rule(config.optim), *_note_of_stock(config, chosen, work, machine)]
     return replace(chosen, notes=(*chosen.notes, *notes))
+
+
+def _fastest(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: MachineProfile) -> Plan:
+    return _fastest_way(engine, work, machine) if isinstance(engine, Tiered) else _of_homes(engine, work, machine)
 
 
 def _fastest_way(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
@@ -243,7 +281,7 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
 
 def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: MachineProfile) -> Plan:
     """The same plan on the machine of another node, with the names of that one's drives in its `items`."""
-    return replace(plan, items=tuple(items), tiers=_tiers(items, work, machine))
+    return replace(plan, items=tuple(items), tiers=tiers_of(items, work, machine))
 
 
 def _notes_of_rule(optim: OptimSection) -> list[str]:
@@ -270,12 +308,13 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         tunable=tuple(one.tunable()),
         checkpointing=work.checkpointing,
         seq_len=work.seq_len,
+        mlp_chunk=work.mlp_chunk,
         micro_batch=work.micro_batch,
         tokens_per_step=work.tokens,
         world=work.world,
         nodes=work.nodes,
         items=tuple(items),
-        tiers=_tiers(items, work, machine),
+        tiers=tiers_of(items, work, machine),
         traffic=tuple(traffic),
         links=tuple(one.links()),
         forecast=found,
@@ -310,7 +349,7 @@ def _excess(plan: Plan) -> int:
     return sum(max(0, room["need"] - room["have"]) for room in plan.tiers.values())
 
 
-def _tiers(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:
+def tiers_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:
     """Needed and available bytes of each; of a filesystem with several of the directories, what the others leave."""
     have = {"gpu": machine.gpu_bytes * work.here, "ram": machine.ram_bytes}
     outputs = () if work.checkpoints is None else (machine.output,)

@@ -20,9 +20,7 @@ weights of e bytes, sums of g. Of a unit T elements are trained, of which S are 
 Numbers, one for each piece of a norm and what is told at the begin of a step, are little, and not counted. The order of
 additions is one rank's, so nothing is added up before it is sent: n times what a reduction would move.
 
-Stock ZeRO (Rajbhandari et al. 2020, section 7; not counted here): stage 3 gathers P weights in forward and backward of
-each micro-batch and scatters T gradients, stage 2 scatters them and gathers T new weights once. A ring moves
-(N - 1) / N of it through each GPU, and, as it enters and leaves each node once, as much through its network.
+Stock ZeRO's bytes are in `parallel.py`.
 """
 
 from __future__ import annotations
@@ -173,20 +171,6 @@ def _between_gpus(size: int, machine: MachineProfile, *, phase: str, what: str) 
     """By their own links, or, where they have none, through host memory."""
     rate = machine.links.between_gpus or machine.links.all_to_all or machine.rates.both_ways
     return Bound(phase, None if rate is None else size / rate.value, f"{format_bytes(size)} {what}", "gpus")
-
-
-def zero_links(work: Workload, *, stage: int) -> tuple[Traffic, ...]:
-    """Bytes that stock ZeRO's collectives bring to each GPU and take from it, and to and from each node."""
-    if work.world == 1:
-        return ()
-    share, e, micro = (work.world - 1) / work.world, work.item_bytes, work.accumulate
-    gathered, scattered = e * work.shape.parameters, e * work.shape.trainable
-    moved = {"forward": 0, "backward": micro * scattered, "update": scattered}
-    if stage == 3:
-        moved = {"forward": micro * gathered, "backward": micro * (gathered + scattered), "update": 0}
-    places = [GPUS] if work.nodes == 1 else [GPUS, NETWORK]
-    sizes = {phase: round(share * size) for phase, size in moved.items() if size}
-    return tuple(Traffic(place, phase, size, size) for phase, size in sizes.items() for place in places)
 
 
 def zero_bounds(links: Sequence[Traffic], machine: MachineProfile) -> list[Bound]:

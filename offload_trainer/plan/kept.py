@@ -45,7 +45,7 @@ def kept_inputs(shape: ModelShape, *, rows: int, seq_len: int, item_bytes: int) 
 
 
 def inputs_of(work: Workload) -> KeptInputs:
-    return kept_inputs(work.shape, rows=work.micro_batch, seq_len=work.seq_len, item_bytes=work.item_bytes)
+    return kept_inputs(work.shape, rows=work.micro_batch, seq_len=work.length, item_bytes=work.item_bytes)
 
 
 def input_items(work: Workload, *, device: str, drives: Sequence[str]) -> list[Item]:

@@ -11,8 +11,10 @@ stretch of every unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload_trainer.plan.shape import ModelShape, Weight
 
@@ -65,11 +67,10 @@ class Page:
 
 def units_of(shape: ModelShape) -> tuple[Unit, ...]:
     """The model's units, in the order of their first weight."""
-    names = dict.fromkeys(weight.unit for weight in shape.weights)
-    return tuple(
-        _unit(index, name, [weight for weight in shape.weights if weight.unit == name])
-        for index, name in enumerate(names)
-    )
+    held: dict[str, list[Weight]] = {}
+    for weight in shape.weights:
+        held.setdefault(weight.unit, []).append(weight)
+    return tuple(_unit(index, name, weights) for index, (name, weights) in enumerate(held.items()))
 
 
 def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
@@ -134,20 +135,31 @@ def pages_of(
     """The pages of all ranks in the order of the elements: each rank's stretches cut, and divided by the shares.
 
     `ahead`: those on drives are updated as the backward goes on, so RAM takes those first whose gradients come last.
+    Ranks whose stretches are as long have the same pages, from each stretch's start on: they are divided once.
     """
     last = next((unit.index for unit in units if unit.block), 0) if ahead else 0
-    found = [
-        one
-        for rank in range(ranks)
-        for one in _pages_of_rank(
-            [piece for unit in units for piece in _cut(unit, *stretch_of(unit, rank, ranks=ranks), page=page)],
-            ram_fraction=ram_fraction,
-            speeds=speeds,
-            gpu_fraction=gpu_fraction,
-            last=last,
-        )
-    ]
+    alike: dict[tuple[int, ...], tuple[Page, ...]] = {}
+    found: list[Page] = []
+    for rank in range(ranks):
+        stretches = [stretch_of(unit, rank, ranks=ranks) for unit in units]
+        lengths = tuple(end - first for first, end in stretches)
+        if lengths not in alike:
+            alike[lengths] = _pages_of_rank(
+                [piece for unit, length in zip(units, lengths, strict=True) for piece in _cut(unit, length, page=page)],
+                ram_fraction=ram_fraction,
+                speeds=speeds,
+                gpu_fraction=gpu_fraction,
+                last=last,
+            )
+        found += _from(alike[lengths], {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)})
     return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
+
+
+def _from(pages: Sequence[Page], begins: Mapping[int, int]) -> Sequence[Page]:
+    """Pages that are counted from the beginning of a stretch, in the unit of the stretch."""
+    if not any(begins.values()):
+        return pages
+    return [Page(one.unit, begins[one.unit] + one.start, one.elements, one.home) for one in pages]
 
 
 def _pages_of_rank(
@@ -172,8 +184,10 @@ def _pages_of_rank(
     whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
     inside, bare = _first(bare, whole, home=RAM)
     left, in_ram = left - whole, in_ram - whole
+    if in_ram == left:
+        return (*pages, *inside, *_first(bare, left, home=RAM)[0])
     drives = sum(speeds)
-    wanted = {RAM: in_ram / left if left else 1.0}
+    wanted = {RAM: in_ram / left}
     wanted |= {drive: (1 - wanted[RAM]) * speed / drives for drive, speed in enumerate(speeds)}
     held = dict.fromkeys(wanted, 0)
     done = 0
@@ -182,7 +196,7 @@ def _pages_of_rank(
         done += piece.elements
         home = max(wanted, key=lambda home: wanted[home] * done - held[home])
         held[home] += piece.elements
-        others.append(replace(piece, home=home))
+        others.append(Page(piece.unit, piece.start, piece.elements, home))
     return (*pages, *inside, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
 
 
@@ -193,20 +207,20 @@ def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Pag
         if page.elements > elements:
             if not elements:
                 return inside, list(pages[place:])
-            inside.append(replace(page, elements=elements, home=home))
+            inside.append(Page(page.unit, page.start, elements, home))
             rest = replace(page, start=page.start + elements, elements=page.elements - elements)
             return inside, [rest, *pages[place + 1 :]]
-        inside.append(replace(page, home=home))
+        inside.append(Page(page.unit, page.start, page.elements, home))
         elements -= page.elements
     return inside, []
 
 
-def _cut(unit: Unit, first: int, end: int, *, page: int) -> list[Page]:
-    """The pages of a unit's elements [first, end), as even as they can be."""
-    if first == end:
+def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
+    """The pages of so many elements of a unit in a row, from the first on, as even as they can be."""
+    if not elements:
         return []
-    size = aligned(-(-(end - first) // -(-(end - first) // page)))
-    return [Page(unit.index, start, min(size, end - start)) for start in range(first, end, size)]
+    size = aligned(-(-elements // -(-elements // page)))
+    return [Page(unit.index, start, min(size, elements - start)) for start in range(0, elements, size)]
 
 
 def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
@@ -229,6 +243,18 @@ def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
 
 
 @dataclass(frozen=True)
+class Alike:
+    """Pages of one rank that are as large and have their weights and gradients in the same homes."""
+
+    count: int
+    number: int  # of the first of them
+    page: Page  # that one
+    rank: int
+    weights: int
+    gradients: int
+
+
+@dataclass(frozen=True)
 class Homes:
     """Where everything lives: each page of the state; of each unit, the weights and the gradients."""
 
@@ -240,6 +266,19 @@ class Homes:
     def of_rank(self, number: int, rank: int) -> bool:
         """Whether a page is one of this rank's."""
         return not self.owners or self.owners[number] == rank
+
+    @cached_property
+    def alike(self) -> tuple[Alike, ...]:
+        """All pages, in the order of the first of each kind. A plan asks for the bytes of millions of them."""
+        owners = self.owners or (0,) * len(self.pages)
+        kinds = [
+            (rank, self.weights[page.unit], self.gradients[page.unit], page.home, page.elements)
+            for page, rank in zip(self.pages, owners, strict=True)
+        ]
+        first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
+        return tuple(
+            Alike(count, first[kind], self.pages[first[kind]], *kind[:3]) for kind, count in Counter(kinds).items()
+        )
 
 
 def homes_of(
@@ -283,7 +322,11 @@ def on_node(homes: Homes, here: range) -> Homes:
     if not homes.owners:
         return homes
     owned = zip(homes.pages, homes.owners, strict=True)
-    return replace(homes, pages=tuple(page if rank in here else replace(page, home=ELSEWHERE) for page, rank in owned))
+    return replace(homes, pages=tuple(page if rank in here else _elsewhere(page) for page, rank in owned))
+
+
+def _elsewhere(page: Page) -> Page:
+    return Page(page.unit, page.start, page.elements, ELSEWHERE)
 
 
 def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:

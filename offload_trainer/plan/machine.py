@@ -94,6 +94,7 @@ class Rates:
     """How fast the machine computes and copies; None where nothing has been timed or said."""
 
     matmul: dict[Line, Rate] = field(default_factory=dict)  # FLOP/s by dtype of the matrices
+    layers: dict[Line, Rate] = field(default_factory=dict)  # by `layer_key`: what of a layer is no product
     memory: Rate | None = None  # bytes/s of a triad on all cores
     update: dict[Line, Rate] = field(default_factory=dict)  # parameters/s by `update_key`, with casts in and out
     to_device: Rate | None = None  # bytes/s, from pinned memory
@@ -104,6 +105,11 @@ class Rates:
     corrections: dict[Line, Ratio] = field(
         default_factory=dict
     )  # "engine.phase.bound" -> measured / predicted, earlier
+
+
+def layer_key(dtype: str, part: str, phase: str) -> str:
+    """`part`: attention (FLOP/s, over the whole row), values (a second) or loss (logits a second)."""
+    return f"{dtype}.{part}.{phase}"
 
 
 def update_key(kernel: str, states: str) -> str:
@@ -216,6 +222,10 @@ def describe_rates(machine: MachineProfile) -> str:
 
     for dtype, rate in rates.matmul.items():
         add(f"products, {dtype}", rate, 1e9, "GFLOP/s")
+    for key, rate in rates.layers.items():
+        dtype, part, phase = key.split(".")
+        units = {"attention": "GFLOP/s", "values": "G values/s", "loss": "G logits/s"}
+        add(f"{part}, {phase}, {dtype}", rate, 1e9, units[part])
     add("memory", rates.memory, 1e9, "GB/s")
     for kernel, rate in rates.update.items():
         add(f"AdamW, {' with '.join(kernel.split('.'))}", rate, 1e6, "M parameters/s")

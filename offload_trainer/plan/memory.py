@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.activations import peak_of
+from offload_trainer.plan.parallel import Mode, divided
 from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
@@ -50,22 +51,27 @@ def activation_items(
     has it.
     """
     shape, rows, world = work.shape, work.micro_batch, work.here
-    counted = shape.on_gpu if device == "gpu" else shape.on_cpu
+    whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if device == "gpu" else (shape.on_cpu, shape.tiled_on_cpu)
+    counted = tiled if work.mlp_chunk else whole
     offloaded = bool(kept) or bool(work.inputs_away and device == "gpu")
+    of_rank = counted or estimated(shape, work.item_bytes)
+    if work.sequence > 1:
+        of_rank = divided(of_rank, Mode(sequence=work.sequence))
     peak = peak_of(
-        counted or estimated(shape, work.item_bytes),
+        of_rank,
         rows=rows,
-        length=work.seq_len,
+        length=work.length,
         chunk=work.loss_chunk,
         checkpointing=work.checkpointing,
         inputs_here=not offloaded,
         gradients=gradients,
         waiting=waiting,
+        piece=work.mlp_chunk,
     )
     how = peak.when if counted else f"{peak.when}; an estimate, this architecture could not be counted"
     items = list(kept)
     if offloaded:
-        inputs = shape.layers * rows * work.seq_len * shape.hidden * work.item_bytes
+        inputs = shape.layers * rows * work.length * shape.hidden * work.item_bytes
         if not kept:
             items.append(Item("ram", "block inputs", inputs * world, "kept by gradient checkpointing"))
         items.append(Item(device, "activations", peak.bytes * world, f"at their largest, {how}"))

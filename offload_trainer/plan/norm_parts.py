@@ -7,7 +7,7 @@ counts by it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.layout import Place, Unit, rank_of, stretch_of
@@ -39,9 +39,7 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
     ends = place.start + place.weight.numel
     first, has = _within(unit, place, rank, ranks=ranks)
     into = (first - place.start) % width  # elements of a piece that began before
-    piece = first - into
-    gives = (rank_of(unit, piece, ranks=ranks), first, min(has, piece + width)) if into and first < has else None
-    starts = range(piece + width * (into > 0), has, width)
+    starts = range(first - into + width * (into > 0), has, width)
     gets: list[Part] = []
     if starts:
         last = min(starts[-1] + width, ends)
@@ -51,23 +49,42 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
                 break
             if begin < min(end, last):
                 gets.append((other, begin, min(end, last)))
-    return NormParts(starts, ends, has, gives, tuple(gets))
+    return NormParts(starts, ends, has, _gives(unit, place, width=width, rank=rank, ranks=ranks), tuple(gets))
+
+
+def _gives(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> Part | None:
+    """What a rank gives of the piece that began before its stretch."""
+    first, has = _within(unit, place, rank, ranks=ranks)
+    into = (first - place.start) % width
+    if not into or first >= has:
+        return None
+    return rank_of(unit, first - into, ranks=ranks), first, min(has, first - into + width)
 
 
 def given(units: Sequence[Unit], *, ranks: int, ordered: bool) -> list[tuple[int, int, int]]:
-    """(giver, taker, elements) of all that ranks send each other for the norms of a step."""
-    found = []
+    """(giver, taker, elements) of all that ranks send each other for the norms of a step.
+
+    Units whose weights lie alike, as a model's blocks do, have the same.
+    """
+    alike: dict[tuple[tuple[int, int], ...], list[tuple[int, int, int]]] = {}
+    found: list[tuple[int, int, int]] = []
     for unit in units:
-        for place in unit.places:
-            if not place.weight.trainable:
-                continue
-            width = piece_width(place.weight.numel, ordered=ordered)
-            here, last = (rank_of(unit, at, ranks=ranks) for at in (place.start, place.start + place.weight.numel - 1))
-            for rank in range(here, last + 1):
-                gives = norm_parts(unit, place, width=width, rank=rank, ranks=ranks).gives
-                if gives is not None:
-                    found.append((rank, gives[0], gives[2] - gives[1]))
+        trained = [place for place in unit.places if place.weight.trainable]
+        lying = ((unit.trained, 0), *((place.start, place.weight.numel) for place in trained))
+        if lying not in alike:
+            alike[lying] = [one for place in trained for one in _given_of(unit, place, ranks=ranks, ordered=ordered)]
+        found += alike[lying]
     return found
+
+
+def _given_of(unit: Unit, place: Place, *, ranks: int, ordered: bool) -> Iterator[tuple[int, int, int]]:
+    """Of one weight."""
+    width = piece_width(place.weight.numel, ordered=ordered)
+    here, last = (rank_of(unit, at, ranks=ranks) for at in (place.start, place.start + place.weight.numel - 1))
+    for rank in range(here, last + 1):
+        gives = _gives(unit, place, width=width, rank=rank, ranks=ranks)
+        if gives is not None:
+            yield rank, gives[0], gives[2] - gives[1]
 
 
 def _within(unit: Unit, place: Place, rank: int, *, ranks: int) -> tuple[int, int]:

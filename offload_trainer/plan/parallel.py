@@ -6,9 +6,11 @@ ones, between which ZeRO divides; M micro-batches of t tokens a step for each of
 r(n) = (n - 1) / n.
 Bytes that leave each GPU, and come into it, in a step:
 
-    ZeRO-1      r(Z) e W of gradients once, r(Z) e W of new weights (a ring's reduce-scatter and all-gather)
-    ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights
-    ZeRO-3      3 M r(Z) e W: gathered in forward and backward, scattered (Rajbhandari et al. 2020, section 7)
+    ZeRO-1      r(Z) e W of gradients once, r(Z) e W of new weights (each rank's part reduced to it, and gathered)
+    ZeRO-2      M r(Z) e W of gradients, r(Z) e W of new weights; twice the gradients where DeepSpeed is left to
+                all-reduce whole buckets (0.19.8, stage_1_and_2.py, `average_tensor`), as engine/ds_config.py does not
+    ZeRO-3      3 M r(Z) e W: gathered in forward and backward, scattered (Rajbhandari et al. 2020, section 7); less
+                what DeepSpeed does not gather again (`zero_gathers.py`)
     tensor      2 r(T) e t h for each all-reduce, M times: 2 a block in the forward (Shoeybi et al. 2019, section 3);
                 in the backward as many as its products that divide their outputs, since DeepSpeed's AutoTP adds up the
                 gradient of each one's input by itself (Megatron: 2), and 1 more where the block is computed again,
@@ -26,6 +28,7 @@ hide behind products, ZeRO-1's behind those of the last micro-batch; those of te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -34,6 +37,7 @@ from offload_trainer.plan.activations import Activations, Growth, Part
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.zero_gathers import Gathers
 
 _PASSES = ("forward", "backward")
 
@@ -70,7 +74,7 @@ class Mode:
             return ""
         if self.tensor > 1:
             return f"--engine deepspeed parallel.tensor={self.tensor}"
-        return "--engine deepspeed" if self.stage > 1 else ""
+        return f"--engine deepspeed deepspeed.zero_stage={self.stage}" if self.alike > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -177,9 +181,12 @@ def _part(count: int) -> float:
     return (count - 1) / count
 
 
-def flows(mode: Mode, work: Workload, *, held: int, trained: float) -> Iterator[Flow]:
-    """Of one rank in a step. `work`: micro-batches of a data-parallel rank; of `held` weights `trained` are trained."""
-    yield from _of_zero(mode, work, held=held, trained=trained)
+def flows(mode: Mode, work: Workload, *, held: int, trained: float, gathered: Gathers | None = None) -> Iterator[Flow]:
+    """Of one rank in a step. `work`: micro-batches of a data-parallel rank; of `held` weights `trained` are trained.
+
+    `gathered`: ZeRO-3's weights in a micro-batch; None: all in both passes, as its paper has it.
+    """
+    yield from _of_zero(mode, work, trained=trained, gathered=gathered or Gathers(held, held, 0))
     micro, e, blocks = work.accumulate, work.item_bytes, -(-work.shape.layers // mode.pipeline)
     tokens = work.micro_batch * work.seq_len
     again = int(work.checkpointing)
@@ -189,7 +196,7 @@ def flows(mode: Mode, work: Workload, *, held: int, trained: float) -> Iterator[
             times = micro * blocks * count
             yield Flow("all-reduces", phase, times * each, times, mode.tensor, 1, hides="nothing")
     if mode.sequence > 1:
-        each = _part(mode.sequence) * e * tokens / mode.sequence * _heads_elements(mode, work.shape) / 4
+        each = _part(mode.sequence) * e * tokens / mode.sequence * heads_elements(mode, work.shape) / 4
         for phase, count in zip(_PASSES, (4, 4 + 4 * again), strict=True):
             times = micro * blocks * count
             apart = mode.tensor
@@ -201,21 +208,24 @@ def flows(mode: Mode, work: Workload, *, held: int, trained: float) -> Iterator[
             yield Flow("sends", phase, size, micro, mode.pipeline, apart, "send", one_way=one_way)
 
 
-def _heads_elements(mode: Mode, shape: ModelShape) -> float:
-    """Elements of a token in queries, keys, values and results; keys of fewer heads than ranks are repeated."""
+def heads_elements(mode: Mode, shape: ModelShape) -> float:
+    """Elements of a token in queries, keys, values and results; heads of keys are repeated till ranks divide them."""
     widest = max(shape.attention, default=0) / 2 or shape.hidden
-    shared = max(shape.key_heads, mode.sequence) / shape.heads if shape.heads and shape.key_heads else 1.0
-    return widest * (2 + 2 * min(1.0, shared))
+    known = shape.heads and shape.key_heads
+    sent = math.lcm(shape.key_heads, mode.sequence) / shape.heads if known else 1.0  # of keys, as of values
+    return widest * (2 + 2 * min(1.0, sent))
 
 
-def _of_zero(mode: Mode, work: Workload, *, held: int, trained: float) -> Iterator[Flow]:
+def _of_zero(mode: Mode, work: Workload, *, trained: float, gathered: Gathers) -> Iterator[Flow]:
     if mode.alike == 1:
         return
-    share, e, micro, apart = _part(mode.alike), work.item_bytes, work.accumulate, mode.tensor
-    gradients, weights = share * e * trained, share * e * held
+    size, micro, apart = _part(mode.alike) * work.item_bytes, work.accumulate, mode.tensor
+    gradients = size * trained
     if mode.stage == 3:
-        yield Flow("gathers", "forward", micro * weights, micro, mode.alike, apart)
-        yield Flow("gathers", "backward", micro * weights, micro, mode.alike, apart)
+        yield Flow("gathers", "forward", micro * size * gathered.forward, micro, mode.alike, apart)
+        yield Flow("gathers", "backward", micro * size * gathered.backward, micro, mode.alike, apart)
+        if gathered.update:
+            yield Flow("small weights", "update", size * gathered.update, 1, mode.alike, apart, hides="nothing")
     times = 1 if mode.stage == 1 else micro
     last: Literal["all", "last"] = "last" if mode.stage == 1 else "all"
     yield Flow("scattered gradients", "backward", times * gradients, times, mode.alike, apart, hides=last)

@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from offload_trainer.config import DeepSpeedSection
 from offload_trainer.plan.activations import peak_of
-from offload_trainer.plan.deepspeed import stock_update_rate
+from offload_trainer.plan.deepspeed_candidate import stock_update_rate
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import ALLOCATOR, CUDA_CONTEXT, PROCESS, cuda_process
 from offload_trainer.plan.parallel import Flow, Mode, divided, flows, link_seconds, weights_held
 from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.time import forecast
 from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.zero import Placement, zero_sizes
+from offload_trainer.plan.zero_gathers import Gathers, gathers
 from offload_trainer.units import format_bytes
 
 _STATE = 12  # bytes a parameter: fp32 master, first and second moment
@@ -95,6 +98,7 @@ class Stock:
     gpu_update: float  # parameters a second on one GPU; 0: no time is counted
     cpu_update: float | None  # parameters a second of a node
     head: float  # share of the products that are outside the blocks
+    gathered: Gathers  # ZeRO-3's in a micro-batch
 
 
 @dataclass(frozen=True)
@@ -110,12 +114,15 @@ def stock_rates(work: Workload, machine: MachineProfile) -> Stock:
     products = forecast(work, machine, (), (), engine="deepspeed").seconds
     blocks, head = work.shape.block_flops(seq_len=work.seq_len), work.shape.head_flops()
     on_gpu = machine.rates.update.get("cuda")
+    divided_weights = Placement("gpu", "gpu", zero=3)
+    sizes = zero_sizes(work.shape, DeepSpeedSection(), divided_weights, world=work.world, item_bytes=work.item_bytes)
     return Stock(
         forward=products["forward"],
         backward=products["backward"],
         gpu_update=on_gpu.value if on_gpu else 0.0,
         cpu_update=stock_update_rate(work, machine),
         head=head / (blocks + head),
+        gathered=gathers(work.shape, sizes, checkpointing=work.checkpointing),
     )
 
 
@@ -154,7 +161,7 @@ def _one(
         home=home,
         micro_batch=work.micro_batch,
         accumulate=work.accumulate,
-        flows=tuple(flows(mode, work, held=held.all, trained=held.trained)),
+        flows=tuple(flows(mode, work, held=held.all, trained=held.trained, gathered=stock.gathered)),
         offload=offload,
         memory=memory,
         ram=ram,

@@ -29,6 +29,7 @@ class Plan:
     tunable: tuple[tuple[str, ...], ...]  # groups of words that may make it faster
     checkpointing: bool
     seq_len: int
+    mlp_chunk: int  # tokens that go through an MLP at a time; 0: all of a micro-batch
     micro_batch: int
     tokens_per_step: int
     world: int  # ranks, on all of its nodes
@@ -42,6 +43,7 @@ class Plan:
     notes: tuple[str, ...]
     ways: tuple[Way, ...] = ()  # of the update that were left open, as each would be
     way: str = ""  # the one that was taken
+    longest_row: int | None = None  # tokens, with which it would still fit; None: not worked out
 
     @property
     def fits(self) -> bool:
@@ -66,6 +68,7 @@ class Plan:
                 "zero_stage": self.placement.stage if isinstance(self.sizes, ZeroSizes) else None,
                 "checkpointing": self.checkpointing,
                 "seq_len": self.seq_len,
+                "mlp_chunk": self.mlp_chunk,
                 "micro_batch": self.micro_batch,
                 "tokens_per_step": self.tokens_per_step,
                 "ranks": self.world,
@@ -76,10 +79,12 @@ class Plan:
             "items": [asdict(item) for item in self.items],
             "seconds": dict(self.forecast.seconds),
             "hidden": self.forecast.hidden,
+            "if_clipped": self.forecast.if_clipped,
             "bounds": [asdict(bound) for bound in self.forecast.bounds],
             "traffic": [asdict(moved) for moved in self.traffic],
             "links": [asdict(moved) for moved in self.links],
             "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
+            "longest_row": self.longest_row,
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
             "notes": list(self.notes),
         }
@@ -90,8 +95,12 @@ class Plan:
             f"plan: {self.title}; {self.homes}; {format_count(self.tokens_per_step)} tokens a step, "
             f"{self.micro_batch} x {self.seq_len} at a time; gradient checkpointing "
             f"{'on' if self.checkpointing else 'off'}"
+            + (f"; MLPs {self.mlp_chunk} tokens at a time" if self.mlp_chunk else "")
         ]
         lines += self._describe_tiers()
+        if self.longest_row is not None:
+            rows = "a row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
+            lines.append(f"  longest row: {self.longest_row} tokens, {rows} at a time, with whatever homes fit")
         lines += self._describe_seconds()
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]

@@ -109,34 +109,61 @@ def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[i
     return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[:OTHERS]
 
 
-def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int) -> list[tuple[int, int]]:
-    """(unit, place in `order` where it is needed) of each time that one of `units` has to be brought.
+def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: int = 1) -> list[tuple[int, int]]:
+    """(unit, place where it is needed) of each time that one of `units` has to be brought; `order` comes so many times.
 
-    `order`: indices of units as a step needs them; those that are not among `units` are where they are needed.
+    `order`: indices of units as they are needed; those that are not among `units` are where they are needed. Where the
+    order begins anew with the buffers as they once were, all goes on as it did then.
     """
-    rings = Rings(units, blocks=blocks)
     away = {unit.index for unit in units}
     needed = [(place, unit) for place, unit in enumerate(order) if unit in away]
-    found: list[tuple[int, int]] = []
-    coming: set[int] = set()  # on its way, and not needed yet
+    walk, found, before = _Walk(units, needed, blocks=blocks), list[list[tuple[int, int]]](), dict[object, int]()
+    for number in range(times):
+        begun = before.setdefault(walk.state, number)
+        if begun < number:
+            found += [found[begun + place % (number - begun)] for place in range(times - number)]
+            break
+        found.append(walk.once())
+    return [(unit, number * len(order) + place) for number, each in enumerate(found) for unit, place in each]
 
-    def bring(unit: int, number: int) -> None:
-        rings.put(unit, number)
-        coming.add(unit)
 
-    def look_ahead(current: int | None, done: int) -> None:
-        for unit, number in rings.ahead(current, (unit for _, unit in needed[done:])):
-            bring(unit, number)
+class _Walk:
+    """Rings, as units are needed in turn, over and over."""
 
-    look_ahead(None, 0)
-    for done, (place, unit) in enumerate(needed, 1):
-        if rings.slot_of(unit) is None:
-            number = rings.room_for(unit)
-            assert number is not None
-            bring(unit, number)
-        if unit in coming:
-            coming.remove(unit)
-            found.append((unit, place))
-        rings.use(unit)
-        look_ahead(unit, done)
-    return found
+    def __init__(self, units: Sequence[Unit], needed: Sequence[tuple[int, int]], *, blocks: int) -> None:
+        """`needed`: (place, unit)."""
+        self._rings, self._needed = Rings(units, blocks=blocks), needed
+        self._far = 2 * len(self._rings.slots)  # ahead
+        self._following = [unit for _, unit in needed] * (1 + -(-self._far // max(1, len(needed))))
+        self._coming: set[int] = set()  # on its way, and not needed yet
+        self._look_ahead(None, 0)
+
+    @property
+    def state(self) -> object:
+        """All that the fetches from here on depend on: the slots, in the order of their use, and what is coming."""
+        slots = self._rings.slots
+        uses = sorted({slot.used for slot in slots})
+        return tuple((slot.unit, uses.index(slot.used)) for slot in slots), frozenset(self._coming)
+
+    def once(self) -> list[tuple[int, int]]:
+        """(unit, place) of what has to be brought until the order is through."""
+        rings, found = self._rings, []
+        for done, (place, unit) in enumerate(self._needed, 1):
+            if rings.slot_of(unit) is None:
+                number = rings.room_for(unit)
+                assert number is not None
+                self._bring(unit, number)
+            if unit in self._coming:
+                self._coming.remove(unit)
+                found.append((unit, place))
+            rings.use(unit)
+            self._look_ahead(unit, done)
+        return found
+
+    def _look_ahead(self, current: int | None, done: int) -> None:
+        for unit, number in self._rings.ahead(current, self._following[done : done + self._far]):
+            self._bring(unit, number)
+
+    def _bring(self, unit: int, number: int) -> None:
+        self._rings.put(unit, number)
+        self._coming.add(unit)

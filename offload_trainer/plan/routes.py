@@ -48,10 +48,11 @@ class SlotBytes:
 def routes_of(homes: Homes, *, is_gpu: bool) -> tuple[Route, ...]:
     """Of each page of this node. `is_gpu`: the device's memory is its own, and the CPU cannot write weights there."""
     here = [(number, page) for number, page in enumerate(homes.pages) if page.home != ELSEWHERE]
-    return tuple(_route(number, page, homes, is_gpu=is_gpu) for number, page in here)
+    return tuple(route_of(number, page, homes, is_gpu=is_gpu) for number, page in here)
 
 
-def _route(number: int, page: Page, homes: Homes, *, is_gpu: bool) -> Route:
+def route_of(number: int, page: Page, homes: Homes, *, is_gpu: bool) -> Route:
+    """Of one of them."""
     gradient, weights = homes.gradients[page.unit], homes.weights[page.unit]
     host: set[Part] = set()
     device: set[Part] = set()

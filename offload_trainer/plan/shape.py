@@ -58,6 +58,9 @@ class ModelShape:
     key_heads: int = 0  # of keys and values, which several of those may share
     on_gpu: Activations | None = None  # what forward and backward hold; None: it could not be counted
     on_cpu: Activations | None = None  # the same with a CPU's kernels
+    tiles: tuple[str, ...] = ()  # parts of blocks that can run on pieces of a row, where that was looked at
+    tiled_on_gpu: Activations | None = None  # what is held with those in pieces; None: it could not be counted
+    tiled_on_cpu: Activations | None = None
     can_checkpoint: bool = True  # whether its blocks can be checkpointed
     whole_logits: bool = False  # whether the loss needs those of all tokens of a micro-batch at once
     packed: bool = False  # whether a mask keeps documents of a row apart
@@ -102,6 +105,11 @@ class ModelShape:
     def head_flops(self) -> float:
         """Of a forward, what is outside the blocks: a loss in several chunks does it once more."""
         return sum(_forward(weight) for weight in self.weights if not weight.block)
+
+    def tiled_flops(self) -> float:
+        """Of a forward, what can run on pieces of a row: their backward does it once more."""
+        inside = tuple(f"{name}." for name in self.tiles)
+        return sum(_forward(weight) for weight in self.weights if weight.name.startswith(inside))
 
     def backward_flops(self, *, seq_len: int) -> float:
         """2 for an element's gradient where it is trained, 2 more for its input's where something before it is.

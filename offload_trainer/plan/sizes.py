@@ -5,14 +5,16 @@ The engine lays out with these functions what the plan counts with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.formats import StateFormat, state_format
-from offload_trainer.plan.layout import RAM, Homes, Unit, homes_of, on_node, pages_of, stretch_of
+from offload_trainer.plan.layout import RAM, Homes, Page, Unit, homes_of, on_node, pages_of, stretch_of, units_of
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.take import is_by_parts
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
@@ -24,6 +26,7 @@ OUTBOXES = 2  # units whose gradients a rank has laid out for the others at a ti
 SHARED_READS = 2  # units of weights on their way from drives to all ranks at a time
 SAVE_BUFFERS = 2  # pages of drives on their way into a checkpoint
 _RING_OF_GPU, _RING_OF_CPU, _LEAST_RING = 256_000_000, 32_000_000, 1_000_000  # bytes; a CPU is not ahead of its copies
+_KEPT = 8  # divisions of pages that a plan keeps for its other candidates
 
 GradientHome = Literal["gpu", "cpu", "nvme"]
 
@@ -116,17 +119,40 @@ def tier_sizes(
     )
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """Of one model: its units, and for the candidates that have them alike the pages that were divided last."""
+
+    shape: ModelShape
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return units_of(self.shape)
+
+    @cached_property
+    def pages(self) -> Callable[..., tuple[Page, ...]]:
+        """As `pages_of` these units."""
+        return lru_cache(_KEPT)(partial(pages_of, self.units))
+
+    def homes(self, placement: Placement, sizes: TierSizes) -> Homes:
+        """As `homes_in` these units, on the first node."""
+        return _homes_of(self.units, self.pages(**_divided(sizes)), placement, sizes, node=0)
+
+
 def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, node: int = 0) -> Homes:
     """Where the engine puts everything on one of the nodes, and the plan counts it. All weights are on each."""
-    pages = pages_of(
-        units,
-        page=sizes.page,
-        gpu_fraction=sizes.gpu_fraction,
-        ram_fraction=sizes.ram_fraction,
-        speeds=sizes.speeds,
-        ranks=sizes.ranks,
-        ahead=sizes.ahead,
-    )
+    return _homes_of(units, pages_of(units, **_divided(sizes)), placement, sizes, node=node)
+
+
+def _divided(sizes: TierSizes) -> dict[str, Any]:
+    """What pages depend on, beside the units."""
+    names = ("page", "gpu_fraction", "ram_fraction", "speeds", "ranks", "ahead")
+    return {name: getattr(sizes, name) for name in names}
+
+
+def _homes_of(
+    units: Sequence[Unit], pages: Sequence[Page], placement: Placement, sizes: TierSizes, *, node: int
+) -> Homes:
     homes = homes_of(
         units,
         pages,

@@ -39,6 +39,9 @@ class Taken:
     def __add__(self, other: Taken) -> Taken:
         return Taken(self.from_ram + other.from_ram, self.from_others + other.from_others)
 
+    def __rmul__(self, times: int) -> Taken:
+        return Taken(times * self.from_ram, times * self.from_others)
+
 
 def taken(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> Taken:
     """Of a unit of so many elements, by one of the `ranks` of a node."""

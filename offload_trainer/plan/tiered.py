@@ -8,14 +8,14 @@ unless that is given.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
 from offload_trainer.plan.exchange import Exchange, exchange_of, hidden_waits, waits
 from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
-from offload_trainer.plan.layout import Homes, Unit, units_of
+from offload_trainer.plan.layout import Homes, Unit
 from offload_trainer.plan.machine import MachineProfile, update_key
 from offload_trainer.plan.memory import Item
 from offload_trainer.plan.overlap import (
@@ -27,12 +27,13 @@ from offload_trainer.plan.overlap import (
     share_on_drives,
     share_that_is_last,
 )
+from offload_trainer.plan.sequence import not_in_pieces, sequence_links, sequence_note, sequence_waits
 from offload_trainer.plan.shares import shares_that_fit
-from offload_trainer.plan.sizes import GradientHome, TierSizes, homes_in, tier_sizes
+from offload_trainer.plan.sizes import GradientHome, Layouts, TierSizes, tier_sizes
 from offload_trainer.plan.take import Take, Taken, bounds_by_parts, describe_take
 from offload_trainer.plan.tiered_items import tiered_items
 from offload_trainer.plan.tiered_traffic import bytes_of_additions, taken_by_parts, tiered_traffic
-from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
+from offload_trainer.plan.time import PHASES, UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.wishes import mistakes_of_shares
 from offload_trainer.plan.workload import Workload
@@ -49,6 +50,7 @@ class Tiered:
     place: PlacementSection
     section: TieredSection
     inputs: object  # model.offload_activations
+    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # of other plans of the same model
 
     name = "tiered"
 
@@ -96,7 +98,12 @@ class Tiered:
 
     def impossible(self, work: Workload) -> list[str]:
         """What such a step does not carry out, one sentence each."""
-        return self._not_with_ranks(work.world) + self._not_remainders(work) + self._not_in_a_session(work)
+        return [
+            *self._not_with_ranks(work.world),
+            *self._not_remainders(work),
+            *self._not_in_a_session(work),
+            *not_in_pieces(work),
+        ]
 
     def _not_in_a_session(self, work: Workload) -> list[str]:
         """What somebody else's loop does not allow; it keeps nothing in a run directory."""
@@ -130,12 +137,12 @@ class Tiered:
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
         if work.world > 1 and self.place.gpu_fraction == "auto":
             return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
+        layouts = self.layouts if self.layouts is not None else Layouts(work.shape)
         found: list[TieredCandidate] = []
         for placement, gradients in self._homes(work, machine):
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
-            one = TieredCandidate(
-                work, machine, placement, sizes, take=self.section.take, may_overlap=self.section.overlap == "auto"
-            )
+            asked = (self.section.take, self.section.overlap == "auto")
+            one = TieredCandidate(work, machine, placement, sizes, layouts, *asked)
             if placement.optimizer != "gpu":
                 one = self._with_shares(one)
             if one.sizes.gpu_fraction == 1:
@@ -146,12 +153,17 @@ class Tiered:
         return found
 
     def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
+        tried: dict[TierSizes, TieredCandidate] = {}
+
+        def sized(sizes: TierSizes) -> TieredCandidate:
+            return tried.setdefault(sizes, replace(one, sizes=sizes))
+
         def needs(sizes: TierSizes) -> dict[str, int]:
-            items = replace(one, sizes=sizes).items()
+            items = sized(sizes).items()
             return {tier: sum(item.bytes for item in items if item.tier == tier) for tier in ("gpu", "ram")}
 
         trained = sum(unit.trained for unit in one.units) // one.work.nodes
-        return replace(one, sizes=shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
+        return sized(shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
 
     def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
         """Homes of weights and gradients, from the fastest to the roomiest.
@@ -185,18 +197,19 @@ class TieredCandidate:
     machine: MachineProfile
     placement: Placement
     sizes: TierSizes
+    layouts: Layouts = field(compare=False, repr=False)
     take: Take = "auto"  # how weights in RAM were asked to come to several devices
     may_overlap: bool = False  # the update may run behind the next forward, where that is worth it
 
     title, cannot_save = "tiered engine", None
 
-    @cached_property
+    @property
     def units(self) -> tuple[Unit, ...]:
-        return units_of(self.work.shape)
+        return self.layouts.units
 
     @cached_property
     def _laid_out(self) -> Homes:
-        return homes_in(self.units, self.placement, self.sizes)
+        return self.layouts.homes(self.placement, self.sizes)
 
     @property
     def homes(self) -> str:
@@ -219,6 +232,10 @@ class TieredCandidate:
         return [drive.directory for drive in self.machine.drives]
 
     def items(self) -> list[Item]:
+        return list(self._items)
+
+    @cached_property
+    def _items(self) -> list[Item]:
         return tiered_items(
             self.work,
             self.units,
@@ -241,11 +258,11 @@ class TieredCandidate:
         return taken_by_parts(self.work, self.units, self._laid_out, self.sizes)
 
     def links(self) -> tuple[Traffic, ...]:
-        return self._exchange.links
+        return *self._exchange.links, *sequence_links(self.work)
 
     @property
     def _waits(self) -> list[Bound]:
-        return waits(self._exchange, self.work, self.machine)
+        return [*waits(self._exchange, self.work, self.machine), *sequence_waits(self.work, self.machine)]
 
     def bounds(self) -> list[Bound]:
         """AdamW alone, on the GPU's share and on what is left to the CPU, and the adding of gradients in RAM.
@@ -315,7 +332,7 @@ class TieredCandidate:
         return 1.0
 
     def on_top(self) -> Mapping[str, float]:
-        waited = dict.fromkeys(("backward", "update"), 0.0)
+        waited = dict.fromkeys(PHASES, 0.0)
         for wait in self._waits:
             waited[wait.phase] += wait.seconds or 0.0
         return waited
@@ -330,8 +347,9 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"
                 )
+        notes += [sequence_note(self.work)] if self.work.sequence > 1 else []
         notes += self._note_of_take()
-        for phase in ("backward", "update"):
+        for phase in PHASES:
             held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
             parts = [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]
             if parts:

@@ -6,15 +6,15 @@ Of several ranks each has a process, a device and buffers; what lies in RAM and 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from offload_trainer.plan.kept import input_items
-from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Homes, Unit, largest_stretch
+from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Alike, Homes, Unit, largest_stretch
 from offload_trainer.plan.memory import Item, activation_items, process_item
 from offload_trainer.plan.rings import slot_sizes
-from offload_trainer.plan.routes import Route, device_slot, host_slot, routes_of
+from offload_trainer.plan.routes import Route, device_slot, host_slot, route_of
+from offload_trainer.plan.sequence import sequence_items
 from offload_trainer.plan.sizes import (
     GRADIENT_BUFFERS,
     GRADIENTS_IN_FLIGHT,
@@ -52,12 +52,13 @@ def tiered_items(
         items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
     else:
         items += _of_each_rank(_exchange_items(units, sizes=sizes, device=device, e=e), work.here)
-    stored = max((page.elements for page in homes.pages if page.home not in (RAM, ELSEWHERE)), default=0)
+    pages = [one.page for one in homes.alike]
+    stored = max((page.elements for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
     if stored and work.checkpoints != 0:
         why, size = f"{SAVE_BUFFERS} pages on their way into a checkpoint", sizes.format.page_bytes(stored)
         items += _of_each_rank([Item("ram", "save buffers", SAVE_BUFFERS * size, why)], work.here)
     if sizes.remainders and work.checkpoints != 0:
-        joined = (4 + e) * max((page.elements for page in homes.pages), default=0)
+        joined = (4 + e) * max((page.elements for page in pages), default=0)
         items += _of_each_rank(
             [Item("ram", "masters joined", joined, "a page's, from weights and remainders")], work.here
         )
@@ -66,7 +67,8 @@ def tiered_items(
         on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
         items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
-    return items + activation_items(work, device=device, kept=kept, gradients=True, waiting=e * tied)
+    items += activation_items(work, device=device, kept=kept, gradients=True, waiting=e * tied)
+    return items + sequence_items(work, device=device)
 
 
 def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int) -> list[Item]:
@@ -74,9 +76,10 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
     master = "remainder of the master" if sizes.remainders else "fp32 master"
     why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
     items = []
-    alike = Counter((page.home, page.elements) for page in homes.pages)  # a plan asks for millions of pages' bytes
     for home, tier in tiers.items():
-        held = sum(n * sizes.format.page_bytes(elements) for (at, elements), n in alike.items() if at == home)
+        held = sum(
+            one.count * sizes.format.page_bytes(one.page.elements) for one in homes.alike if one.page.home == home
+        )
         if home == RAM:
             items.append(Item(tier, "state in RAM", held, f"{why}, {sizes.ram_fraction:.0%} of it"))
         elif home == DEVICE:
@@ -85,10 +88,12 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
             items.append(Item(tier, "state", held, why))
             if sizes.places > 1:
                 items.append(Item(tier, "state of the step before", held, "each page's second place (tiered.places)"))
-    routes = routes_of(homes, is_gpu=tiers[DEVICE] == "gpu")
-    moved = [route for route in routes if route.through_host]
-    if moved:
-        slots = [_slots(routes, homes, sizes, rank=rank, e=e, g=g) for rank in range(sizes.here)]
+    is_gpu = tiers[DEVICE] == "gpu"
+    routes = [
+        (route_of(one.number, one.page, homes, is_gpu=is_gpu), one) for one in homes.alike if one.page.home != ELSEWHERE
+    ]
+    if any(route.through_host for route, _ in routes):
+        slots = [_slots(routes, sizes, rank=rank, e=e, g=g) for rank in range(sizes.here)]
         count = sum(count for count, _ in slots)
         items.append(
             Item(
@@ -98,17 +103,18 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
                 f"{count}, each with a page on its way",
             )
         )
-    each = device_slot(routes, gradient=g, weight=e).total
+    each = device_slot([route for route, _ in routes], gradient=g, weight=e).total
     if each:
         items.append(Item(tiers[DEVICE], "update buffers", each, "a page's gradient or new weights on their way"))
     return items
 
 
-def _slots(routes: Sequence[Route], homes: Homes, sizes: TierSizes, *, rank: int, e: int, g: int) -> tuple[int, int]:
-    """A rank's page buffers, and the bytes of each."""
-    mine = [route for route in routes if homes.of_rank(route.number, rank)]
-    moved = sum(bool(route.through_host) for route in mine)
-    return min(sizes.page_buffers, moved), host_slot(mine, format=sizes.format, gradient=g, weight=e).total
+def _slots(routes: Sequence[tuple[Route, Alike]], sizes: TierSizes, *, rank: int, e: int, g: int) -> tuple[int, int]:
+    """A rank's page buffers, and the bytes of each; `routes`: of one page of each kind."""
+    mine = [(route, one) for route, one in routes if one.rank == rank]
+    moved = sum(one.count for route, one in mine if route.through_host)
+    slot = host_slot([route for route, _ in mine], format=sizes.format, gradient=g, weight=e)
+    return min(sizes.page_buffers, moved), slot.total
 
 
 def _of_each_rank(items: Sequence[Item], world: int) -> list[Item]:

@@ -6,6 +6,7 @@ walks them. What is fetched ahead of its phase counts where it is needed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from offload_trainer.plan.formats import StateFormat
@@ -47,59 +48,59 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
     """State, gradients and new weights in the update; beside remainders of masters the old weights too."""
     e, g = work.item_bytes, work.gradient_bytes
     old = e if format.remainders else 0
-    for page in homes.pages:
-        weights, gradients, inside = homes.weights[page.unit], homes.gradients[page.unit], page.home == DEVICE
-        if page.home == ELSEWHERE:
+    for one in homes.alike:
+        weights, gradients, inside = one.weights, one.gradients, one.page.home == DEVICE
+        elements = one.count * one.page.elements
+        if one.page.home == ELSEWHERE:
             if weights != DEVICE:
-                move(weights, "update", written=e * page.elements)
+                move(weights, "update", written=e * elements)
             continue
         if not inside:
-            state = format.page_bytes(page.elements)
-            move(page.home, "update", read=state, written=state)
+            state = one.count * format.page_bytes(one.page.elements)
+            move(one.page.home, "update", read=state, written=state)
         if weights != DEVICE:
-            move(weights, "update", read=old * page.elements, written=e * page.elements)
+            move(weights, "update", read=old * elements, written=e * elements)
         if gradients != DEVICE:
-            move(gradients, "update", read=g * page.elements)
+            move(gradients, "update", read=g * elements)
         if inside != (gradients == DEVICE):  # up to the page, or down to it
-            move(DEVICE, "update", **{"read" if inside else "written": g * page.elements})
+            move(DEVICE, "update", **{"read" if inside else "written": g * elements})
         if inside != (weights == DEVICE):
             new, before = ("written", "read") if inside else ("read", "written")
-            move(DEVICE, "update", **{new: e * page.elements, before: old * page.elements})
+            move(DEVICE, "update", **{new: e * elements, before: old * elements})
 
 
 def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> None:
     """Weights to the device, and gradients from it."""
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
-    for one, phase in fetched(work, units, homes, sizes):
-        by_parts = sizes.by_parts and homes.weights[one.index] == RAM
-        move(homes.weights[one.index], phase, read=e * one.elements)
-        move(DEVICE, phase, read=taken(one.elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram)
+    for (unit, phase), times in fetched(work, units, homes, sizes).items():
+        elements, by_parts = units[unit].elements, sizes.by_parts and homes.weights[unit] == RAM
+        into = taken(elements, item_bytes=e, ranks=sizes.here, by_parts=by_parts).from_ram
+        move(homes.weights[unit], phase, read=times * e * elements)
+        move(DEVICE, phase, read=times * into)
     collected = {unit.index for unit in units if homes.gradients[unit.index] >= 0}
-    written: set[int] = set()
-    for unit in _visits(units, collected, list(reversed(_orders(units)[0])) * micro):
+    for unit, visits in _visits(units, collected, list(reversed(_orders(units)[0])), times=micro).items():
         size = g * sizes.trained_here(units[unit])
-        move(homes.gradients[unit], "backward", read=size if unit in written else 0, written=size)
-        written.add(unit)
+        move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
     handed_over = [place.weight for unit in units if homes.gradients[unit.index] != DEVICE for place in unit.places]
     move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
 
 
-def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> list[tuple[Unit, str]]:
-    """(unit, phase) of each time that a rank brings a unit's weights to its device in a step."""
+def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> Counter[tuple[int, str]]:
+    """How often a rank brings a unit's weights to its device in each phase of a step, by (unit, phase)."""
     forward, backward = _orders(units)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
-    needed = fetches(away, [*forward, *backward] * work.accumulate, blocks=sizes.unit_buffers)
+    needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.accumulate)
     passes = len(forward) + len(backward)
-    return [(units[unit], "forward" if place % passes < len(forward) else "backward") for unit, place in needed]
+    return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
 
 
 def taken_by_parts(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> dict[str, Taken]:
     """Weights that come to each device by parts, by phase; nothing where it takes all of them from RAM."""
     found: dict[str, Taken] = {}
-    for unit, phase in fetched(work, units, homes, sizes) if sizes.by_parts else ():
-        if homes.weights[unit.index] == RAM:
-            size = taken(unit.elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
-            found[phase] = found.get(phase, Taken(0, 0)) + size
+    for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
+        if homes.weights[unit] == RAM:
+            one = taken(units[unit].elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
+            found[phase] = found.get(phase, Taken(0, 0)) + times * one
     return found
 
 
@@ -134,12 +135,18 @@ def _orders(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
     return before + rest + tied, list(reversed(rest + tied))
 
 
-def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int]) -> list[int]:
-    """The units whose gradients are written, once for each time that another one of their kind follows."""
-    visits: list[int] = []
+def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int], *, times: int) -> Counter[int]:
+    """How often the gradients of a unit are written, once for each time that another one of their kind follows.
+
+    `order` comes so many times, and from the second time on it begins with the same units last.
+    """
+    found: list[Counter[int]] = []
     last: dict[bool, int] = {}
-    for unit in order:
-        if unit in collected and last.get(units[unit].block) != unit:
-            visits.append(unit)
-            last[units[unit].block] = unit
-    return visits
+    for _ in range(min(2, times)):
+        found.append(Counter())
+        for unit in order:
+            if unit in collected and last.get(units[unit].block) != unit:
+                found[-1][unit] += 1
+                last[units[unit].block] = unit
+    again = found[-1]
+    return found[0] + Counter({unit: (times - 1) * visits for unit, visits in again.items()})

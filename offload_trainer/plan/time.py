@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from offload_trainer.plan.computing import seconds_of_token
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, update_key
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
@@ -19,7 +20,6 @@ from offload_trainer.units import format_bytes, format_count
 
 PHASES = ("forward", "backward", "update")
 
-_OF_MATMUL = 0.8  # of the products' speed, what a whole model reaches: attention, norms and the loss are slower
 UPDATE_START = 0.005  # seconds: pages and stretches are walked in Python
 _OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # speed of the update, where fp32 alone was timed
 
@@ -87,9 +87,9 @@ class Forecast:
         return max(known, key=lambda bound: bound.seconds or 0.0, default=None)
 
 
-def correction_key(engine: str, phase: str, kind: str) -> str:
+def correction_key(engine: str, phase: str, kind: str, *, ranks: int) -> str:
     """What a ratio of measured to predicted seconds holds for."""
-    return f"{engine}.{phase}.{kind}"
+    return f"{engine}.{phase}.{kind}{f'.{ranks} ranks' if ranks > 1 else ''}"
 
 
 def forecast(
@@ -115,24 +115,24 @@ def forecast(
     for phase in PHASES:
         known = _longest([bound for bound in every if bound.phase == phase])
         if known is not None:
-            ratio = machine.rates.corrections.get(correction_key(engine, phase, found.kind(phase)), 1.0)
+            key = correction_key(engine, phase, found.kind(phase), ranks=work.world)
+            ratio = machine.rates.corrections.get(key, 1.0)
             known = ratio * (known + (on_top or {}).get(phase, 0.0))
         found.seconds[phase] = known
     return found
 
 
 def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
-    """The products of forward and backward: each rank has a GPU, or the ranks of a node one CPU."""
-    tokens, speed = work.tokens, _matmul_speed(work.dtype, machine)
-    computers = work.world if machine.gpu is not None else work.nodes
+    """Forward and backward: each rank has a GPU, or the ranks of a node one CPU."""
+    tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
     return [
         Bound(
             phase,
-            None if speed is None else tokens // computers * flops / speed,
-            f"computing {format_count(tokens)} tokens",
+            None if seconds is None else tokens * seconds,
+            f"computing {format_count(work.tokens)} tokens",
             "compute",
         )
-        for phase, flops in _flops_per_token(work).items()
+        for phase, seconds in seconds_of_token(work, machine).items()
     ]
 
 
@@ -140,30 +140,6 @@ def _longest(bounds: Sequence[Bound]) -> float | None:
     """None where something has not been timed, since it may be what everything waits for."""
     known = [bound.seconds for bound in bounds if bound.seconds is not None]
     return max(known) if known and len(known) == len(bounds) else None
-
-
-def _flops_per_token(work: Workload) -> dict[str, float]:
-    """Of each phase, with what the backward computes again: the blocks, and the head of a loss in several chunks."""
-    shape, seq_len = work.shape, work.seq_len
-    again = shape.block_flops(seq_len=seq_len) if work.checkpointing else 0.0
-    if work.micro_batch * seq_len > work.loss_chunk:
-        again += shape.head_flops()
-    backward = shape.backward_flops(seq_len=seq_len) + again
-    return {"forward": shape.forward_flops(seq_len=seq_len), "backward": backward}
-
-
-def _matmul_speed(dtype: str, machine: MachineProfile) -> float | None:
-    """FLOP/s of a whole model, as far as products were timed here."""
-    timed = stands_for(dtype, machine)
-    return None if timed is None else _OF_MATMUL * machine.rates.matmul[timed].value
-
-
-def stands_for(dtype: str, machine: MachineProfile) -> str | None:
-    """The timed dtype whose products take as long: itself; of a GPU's 16-bit ones the other, since both have the same
-    units from sm_80 on; of a CPU fp32, in which it takes those that it has no units for. None: nothing is known.
-    """
-    others = {"bf16": "fp16", "fp16": "bf16"} if machine.gpu is not None else {"bf16": "fp32", "fp16": "fp32"}
-    return next((name for name in (dtype, others.get(dtype)) if name in machine.rates.matmul), None)
 
 
 def update_rate(work: Workload, machine: MachineProfile) -> float | None:

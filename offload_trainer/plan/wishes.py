@@ -1,4 +1,4 @@
-"""Wishes about the tiered engine's homes that do not go together, or that only it carries out. One sentence each."""
+"""Wishes about homes and the update that do not go together, or that only the tiered engine carries out."""
 
 from __future__ import annotations
 
@@ -38,10 +38,27 @@ def only_here(
         mistakes.append(f"placement.gradients={place.gradients} belongs to --engine tiered, not to {engine}")
     if model.offload_activations == "nvme":
         mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
+    if engine == "deepspeed" and model.mlp_chunk not in ("auto", "off"):
+        mistakes.append(f"model.mlp_chunk={model.mlp_chunk} belongs to --engine tiered, not to deepspeed: leave it out")
     if optim.states not in moments:
         mistakes.append(f"optim.states={optim.states} belongs to --engine tiered, not to {engine}")
     if optim.name != "adamw":
         mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
     if optim.kernel != "auto":
         mistakes.append(f"optim.kernel={optim.kernel} belongs to --engine tiered, not to {engine}")
+    return mistakes
+
+
+def mistakes_of_rule(optim: OptimSection) -> list[str]:
+    """Of the rule of the update and its moments."""
+    mistakes = []
+    if optim.name == "lion" and optim.states == "8bit":
+        mistakes.append(
+            "optim.states=8bit with optim.name=lion: its moment moves by a hundredth a step, and rounded to the "
+            "nearest of 256 numbers it would stand still; use bf16"
+        )
+    if optim.name == "lion" and optim.eps != OptimSection().eps:
+        mistakes.append(f"optim.eps={optim.eps:g} with optim.name=lion, which divides by nothing: leave it out")
+    if max(optim.betas) >= 1:
+        mistakes.append(f"optim.betas={list(optim.betas)}: both must be below 1")
     return mistakes

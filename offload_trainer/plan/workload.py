@@ -28,6 +28,8 @@ class Workload:
     checkpoints: int | None  # kept on the output's drive; 0: the weights are exported there instead; None: nothing is
     nodes: int = 1  # with as many ranks each
     tensor: int = 1  # ranks that share each product, and so rows
+    sequence: int = 1  # ranks that share rows, and have a piece of each
+    mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: all of a micro-batch
 
     @property
     def item_bytes(self) -> int:
@@ -47,12 +49,17 @@ class Workload:
     @property
     def data(self) -> int:
         """Ranks with rows of their own."""
-        return self.world // self.tensor
+        return self.world // (self.tensor * self.sequence)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row that a rank has."""
+        return self.seq_len // self.sequence
 
     @property
     def added(self) -> int:
-        """Micro-batches whose gradients a step adds up, on all ranks."""
-        return self.accumulate * self.data
+        """Micro-batches, or pieces of such, whose gradients a step adds up, on all ranks."""
+        return self.accumulate * self.data * self.sequence
 
     @property
     def tokens(self) -> int:
@@ -63,6 +70,15 @@ class Workload:
     def inputs_away(self) -> bool | Literal["cpu", "nvme"]:
         """Where the inputs of checkpointed blocks go; False where they stay, or there are none."""
         return self.checkpointing and self.offload_activations
+
+
+_CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller ones cost products' speed and save little
+
+
+def chunks_of(work: Workload) -> tuple[int, ...]:
+    """Pieces of a micro-batch that MLPs may run on, the largest first; none where they are not known to run on them."""
+    known = work.shape.tiled_on_gpu is not None
+    return tuple(chunk for chunk in _CHUNKS if known and chunk < work.micro_batch * work.length)
 
 
 def item_bytes(dtype: str) -> int:

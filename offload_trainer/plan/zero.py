@@ -18,7 +18,7 @@ Tier = Literal["gpu", "cpu", "nvme"]
 _SUB_GROUP = 20_000_000
 _BUCKET = 50_000_000
 _SWAPPABLE_BYTES = 1 << 20  # DeepSpeed leaves smaller weights in memory
-_PERSISTENT = 100_000  # weights below this many elements are never partitioned away
+_PERSISTENT = 100_000  # weights of up to this many elements are never partitioned away
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class Placement:
 
     params: Tier
     optimizer: Tier
+    zero: int | None = None  # the stage that is asked for
 
     @property
     def stage(self) -> int:
-        """ZeRO-2 where whole weights stay on the device and the optimizer is in memory, else ZeRO-3."""
-        return 2 if self.params == "gpu" and self.optimizer != "nvme" else 3
+        """Unless asked for: ZeRO-2 where whole weights stay on the device and the optimizer is in memory, else 3."""
+        return self.zero or (2 if self.params == "gpu" and self.optimizer != "nvme" else 3)
 
     def __str__(self) -> str:
         return f"params {self.params}, optimizer {self.optimizer}"
@@ -47,7 +48,7 @@ class ZeroSizes:
     reduce_bucket: int  # gradient elements
     prefetch_bucket: int  # weight elements (ZeRO-3)
     max_live: int  # weight elements (ZeRO-3)
-    persistent: int  # weights of fewer elements stay gathered (ZeRO-3)
+    persistent: int  # weights of up to so many elements stay gathered (ZeRO-3)
     weight_buffers: int  # NVMe weights: buffers of the largest weight
     weight_buffer_elements: int
 

@@ -28,21 +28,25 @@ def ranks_of_environment() -> tuple[int, int]:
 def prepare_process(wish: ProcessWish) -> int:
     """Set the environment for this rank; returns its number of CPU threads. Call before torch is imported.
 
-    torchrun sets OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels
-    bring an OpenMP runtime of their own, which only the environment reaches.
+    A command that plans for several ranks, or times the machine for them, has the threads of all. torchrun sets
+    OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels bring an OpenMP
+    runtime of their own, which only the environment reaches.
     """
     begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=wish.hung_seconds)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)
-    threads = max(1, cores // local_world) if wish.threads == "auto" else wish.threads
+    alone = "RANK" not in os.environ
+    ranks = wish.ranks if alone else local_world
+    each = max(1, cores // ranks) if wish.threads == "auto" else wish.threads
+    threads = each * ranks if alone else each
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
     if not any(map(_is_of_hub, wish.names)):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
-    if "RANK" not in os.environ:
+    if alone:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

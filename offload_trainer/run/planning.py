@@ -17,6 +17,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.auto import row_length
 from offload_trainer.plan.card import refuse_card, with_dtype_of_card
 from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan, workload
+from offload_trainer.plan.longest import longest_row
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.parallel_table import Comparison, compare
 from offload_trainer.plan.plan import Plan
@@ -43,18 +44,64 @@ class Planned:
         return Path(self.config.save.output)
 
 
-def plan_run(config: TrainConfig, *, nodes: int = 1) -> Planned:
-    """The plan of a run here, and on as many machines more as there are other nodes."""
+def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> Planned:
+    """The plan of a run here, and on as many machines more as there are other nodes.
+
+    `longest`: with the longest row that fits.
+    """
     from offload_trainer.model.source import resolve_model
 
     config = _as_left(config, nodes=nodes)
     machine = machine_here(config.placement.nvme, output=config.save.output)
-    source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on")
+    source = resolve_model(
+        config.model,
+        seed=config.train.seed,
+        packed=config.data.packing == "on",
+        pieces=config.parallel.sequence > 1,
+    )
     _refuse_nothing_trained(source.shape)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
+    planned = _planned(config, source, machine, world=world, nodes=nodes)
+    return _with_longest_row(planned, config) if longest else planned
+
+
+def _planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1) -> Planned:
+    """What may run on pieces of a row is looked for where that is asked for, or where nothing fits without."""
+    source = with_what_is_tiled(source, config)
     settled, plan = settle_and_plan(config, source.shape, machine, world=world, nodes=nodes)
+    if not plan.fits and _may_tile(config, plan):
+        source = _tiled(source)
+        settled, plan = settle_and_plan(config, source.shape, machine, world=world, nodes=nodes)
     return Planned(settled, plan, machine, source)
+
+
+def _with_longest_row(planned: Planned, config: TrainConfig) -> Planned:
+    """The same, its plan with the longest row that fits, on pieces too where `config` leaves them open."""
+
+    def longest(source: Any) -> int:
+        plan = planned.plan
+        return longest_row(planned.config, source.shape, planned.machine, world=plan.world, nodes=plan.nodes)
+
+    tokens = longest(planned.source)
+    if tokens < planned.source.shape.context and _may_tile(config, planned.plan):
+        tokens = longest(_tiled(planned.source))
+    return replace(planned, plan=replace(planned.plan, longest_row=tokens))
+
+
+def with_what_is_tiled(source: Any, config: TrainConfig) -> Any:
+    """A ModelSource that knows what runs on pieces of a row, where the configuration says how long they are."""
+    return _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
+
+
+def _may_tile(config: TrainConfig, plan: Plan) -> bool:
+    return config.model.mlp_chunk == "auto" and plan.engine != "deepspeed"
+
+
+def _tiled(source: Any) -> Any:
+    from offload_trainer.model.positionwise import with_tiles
+
+    return source if source.shape.tiles else with_tiles(source)
 
 
 def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
@@ -110,8 +157,12 @@ def _with_what_goes(machine: MachineProfile) -> MachineProfile:
 
 def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
     """The plan of a run on a machine that is only described."""
-    shape = _shape_elsewhere(config)
-    return settle_and_plan(config, shape, machine, world=config.placement.gpus)[1]
+    world, shape = config.placement.gpus, _preset(config)
+    if shape is None:
+        planned = _planned(config, _source_elsewhere(config), machine, world=world)
+        return _with_longest_row(planned, config).plan
+    settled, plan = settle_and_plan(config, shape, machine, world=world)
+    return replace(plan, longest_row=longest_row(settled, shape, machine, world=world, nodes=1))
 
 
 def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> list[Plan]:
@@ -166,17 +217,24 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
 
 
 def _shape_elsewhere(config: TrainConfig) -> ModelShape:
-    """Of a preset counted without torch."""
-    section = config.model
-    packed = config.data.packing == "on"
-    changed = section.overrides or section.freeze or section.attention != ModelSection().attention or packed
-    shape = None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
-    if shape is None:
-        from offload_trainer.model.source import resolve_model
+    return _preset(config) or with_what_is_tiled(_source_elsewhere(config), config).shape
 
-        shape = resolve_model(section, seed=config.train.seed, packed=packed).shape
-        _refuse_nothing_trained(shape)
-    return shape
+
+def _preset(config: TrainConfig) -> ModelShape | None:
+    """Of a preset as it is, counted without torch."""
+    section = config.model
+    packed, pieces = config.data.packing == "on", isinstance(section.mlp_chunk, int)
+    changed = section.overrides or section.freeze or section.attention != ModelSection().attention or packed or pieces
+    return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
+
+
+def _source_elsewhere(config: TrainConfig) -> Any:
+    from offload_trainer.model.source import resolve_model
+
+    pieces = config.parallel.sequence > 1  # presets have been tried: GPT-2 can be cut
+    source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on", pieces=pieces)
+    _refuse_nothing_trained(source.shape)
+    return source
 
 
 def _refuse_nothing_trained(shape: ModelShape) -> None:

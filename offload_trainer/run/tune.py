@@ -111,7 +111,7 @@ def run_trial(words: Sequence[str], added: str, *, steps: int, say: Callable[[st
 def ratios(plan: Plan, trial: Trial) -> dict[str, float]:
     """Measured / predicted seconds, as far as the trial's steps say anything of the next run."""
     taken = {phase: [step[phase] for step in trial.steps[_WARM:]] for phase in PHASES}
-    return steady_ratios(plan.forecast, taken, engine=plan.engine)
+    return steady_ratios(plan.forecast, taken, engine=plan.engine, ranks=plan.world)
 
 
 def _child(words: list[str]) -> None:

@@ -19,6 +19,7 @@ _RULE = "optim.name"  # name is the model's
 _NOT = {  # what a session has in another way, or not yet
     "model.name": "give it to ot.load",
     "model.loss_chunk": "the loss is yours",
+    "model.mlp_chunk": "a session's forward is transformers' own",
     "placement.engine": "a session is the tiered engine",
     "placement.gpus": "a session trains with one GPU",
     "placement.threads": "use torch.set_num_threads",

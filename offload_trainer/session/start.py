@@ -19,8 +19,8 @@ from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
 from offload_trainer.engine.parts import Parts, opened
 from offload_trainer.errors import UserError
-from offload_trainer.model.initial import meta_model
-from offload_trainer.model.source import DTYPES, parameters_without_memory, resolve_model, save_model_config
+from offload_trainer.model.initial import meta_model, parameters_without_memory
+from offload_trainer.model.source import DTYPES, resolve_model, save_model_config
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.choose import settle_and_plan, workload
 from offload_trainer.plan.kept import inputs_of

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pytest
 from chats import chat_tokenizer
 
@@ -71,7 +72,8 @@ def test_it_is_read_as_any_text(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_had_says_what_to_do(wish: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for libraries in (datasets.config, huggingface_hub.constants):  # which read the environment when they are imported
+        monkeypatch.setattr(libraries, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=message):
         find_sources([wish])
 

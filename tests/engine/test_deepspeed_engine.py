@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from bench_of_engines import batches, model_directory
-from conftest import run_script, start
+from conftest import run_script
 from counted import masked, random_weights, transformers_alone
-from deepspeed_counted import ACCUMULATE
 from safetensors.torch import load_file
+from stock_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
+
+from offload_trainer.config import ModelSection
+from offload_trainer.model.source import resolve_model
 
 HERE = Path(__file__).parents[1]
 
@@ -35,27 +38,49 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
     assert found["kept"]
 
 
+ZERO = {  # by its stage, and where weights and state live
+    "1": ["deepspeed.zero_stage=1", "--optimizer", "cpu"],
+    "1 gpu": ["deepspeed.zero_stage=1", "--optimizer", "gpu"],
+    "2": ["--params", "gpu", "--optimizer", "cpu"],
+    "3": ["--params", "cpu", "--optimizer", "cpu"],
+    "3 gpu": ["deepspeed.zero_stage=3", "--params", "gpu", "--optimizer", "gpu"],
+}
+
+
 @pytest.mark.ops
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("params", ["gpu", "cpu"])
-def test_the_mean_is_over_all_targets_that_all_ranks_count(params: str, ranks: int, tmp_path: Path) -> None:
-    """Losses, norms and masters of transformers alone; of two ranks one counts nine times as many as the other."""
+@pytest.mark.parametrize(
+    ("zero", "ranks"), [("2", 1), ("3", 1), ("1", 2), ("1 gpu", 2), ("2", 2), ("3", 2), ("3 gpu", 2), ("2", 4)]
+)
+def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int, tmp_path: Path) -> None:
+    """Losses, norms and masters of transformers alone; of two ranks one counts nine times as many as the other.
+
+    What the collectives of a step carry is what the plan says.
+    """
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     steps = 3
     data = masked(batches(steps * ACCUMULATE * ranks))
     losses, norms, weights = transformers_alone(model, data, at_a_time=ACCUMULATE * ranks)
-    words = [steps, "--params", params, "--optimizer", "cpu"]
-    said = [tmp_path / f"said{rank}" for rank in range(ranks)]
-    started = [
-        start(HERE / "deepspeed_counted.py", tmp_path, rank, ranks, *words, stdout=out, stderr=out, stock=True)
-        for rank, out in enumerate(said)
-    ]
-    codes = [process.wait(300) for process in started]
-    assert not any(codes), [out.read_text()[-3000:] for out in said]
-    found = json.loads(said[0].read_text().splitlines()[-1])
-    for (loss, norm), expected, length in zip(found, losses, norms, strict=True):
+    words = [*ZERO[zero], "--dtype", "fp32"]
+    found = run_stock_ranks(tmp_path, *words, ranks=ranks, steps=steps)
+    assert found["stage"] == int(zero[0])
+    for (loss, norm), expected, length in zip(found["steps"], losses, norms, strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(length, rel=1e-5)
     masters = load_file(tmp_path / "masters.safetensors")
     for name, weight in weights.items():
         torch.testing.assert_close(masters[name], weight, rtol=1e-5, atol=1e-6)
+    assert found["bytes"][-1] == pytest.approx(planned_bytes(tmp_path, *words, ranks=ranks), rel=0.02), found["calls"]
+
+
+@pytest.mark.ops
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path: Path) -> None:
+    """Of matrices that do not stay; the last blocks of a forward do, until their backward, and nothing else."""
+    wide = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4}
+    random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
+    words = [*ZERO["3"], "--dtype", "bf16", f"model.checkpointing={checkpointing}"]
+    found = run_stock_ranks(tmp_path, *words, ranks=2)
+    told = planned_bytes(tmp_path, *words, ranks=2)
+    assert found["bytes"][-1] == pytest.approx(told, rel=0.02), found["calls"]
+    shape = resolve_model(ModelSection(name=str(tmp_path / "model")), seed=0).shape
+    assert told < 0.95 * ACCUMULATE * 3 * shape.parameters  # 2 bytes, half of them to the other rank

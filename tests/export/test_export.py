@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 from workplaces import died
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.weights import export
@@ -27,12 +26,9 @@ from offload_trainer.model.source import resolve_model
 from offload_trainer.offloading.page_index import read_store
 from offload_trainer.storage.lease import DriveLease, is_alive, kept
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

@@ -50,6 +50,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
     "model.checkpointing": ([], CHECKPOINTED, "forwards of a block"),
     "model.offload_activations": (["--nvme", "ONE", *CHECKPOINTED], ["model.offload_activations=nvme"], "files"),
     "model.loss_chunk": ([], ["model.loss_chunk=7"], "forwards of the head"),
+    "model.mlp_chunk": ([], ["model.mlp_chunk=9"], "forwards of an MLP"),
     "model.freeze": ([], ["model.freeze=wpe"], "trained"),
     "data.path": ([], ["--data", "TEXT"], "losses"),
     "data.seq_len": ([], ["--seq-len", "24"], "tokens"),
@@ -108,6 +109,7 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
 _TOKENS = "data/test_data_token_files.py"
 # Keys that other tests show, by id.
 ELSEWHERE = {
+    "deepspeed.zero_stage": ("engine/test_deepspeed_engine.py::test_the_mean_is_over_all_targets_that_all_ranks_count"),
     "model.scratch": "model/test_model.py::test_a_directory_without_weights_asks_for_scratch",
     "data.validation_path": f"{_TOKENS}::test_validation_from_a_file_of_its_own_takes_nothing_from_the_training",
     "data.token_dtype": "data/test_data_token_files.py::test_what_may_be_either_needs_the_key",
@@ -120,6 +122,7 @@ ELSEWHERE = {
     "train.tokens_per_step": "plan/test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
     "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
     "save.project": "run/test_trackers.py::test_a_run_as_trackers_see_it",
+    "parallel.sequence": "engine/test_sequence_parallel.py::test_pieces_of_rows_have_the_losses_of_whole_rows",
     "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
     "placement.hung_seconds": "run/test_watch.py::test_a_rank_that_hangs_within_the_kernel_is_named_and_killed",
@@ -222,10 +225,11 @@ def _small_tokenizer(directory: Path) -> None:
 def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, Any], patch: Any, folder: Path) -> Any:
     """The run's loop, with what is seen of it on the way."""
     job = given[0]
-    engine, calls, requests = job.engine, {"block": 0, "head": 0}, []
+    engine, calls, requests = job.engine, {"block": 0, "head": 0, "mlp": 0}, []
     model = engine._module.model
     count = lambda name: lambda *_: calls.__setitem__(name, calls[name] + 1)  # noqa: E731
     hooks = [model.transformer.h[0].attn.register_forward_pre_hook(count("block"))]
+    hooks.append(model.transformer.h[0].mlp.c_fc.register_forward_hook(count("mlp")))
     hooks.append(model.lm_head.register_forward_hook(count("head")))
     preadv = os.preadv
 
@@ -249,6 +253,7 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
         "masters": [zlib.crc32(tensor.numpy().tobytes()) for _, tensor in engine.named_master_parameters()],
         "forwards of a block": calls["block"],
         "forwards of the head": calls["head"],
+        "forwards of an MLP": calls["mlp"],
         "rows": (len(job.train_rows._rows), len(job.validation_rows._rows)),
         "tokens of the text": len(job.train_rows._tokens),
         "samples": samples,

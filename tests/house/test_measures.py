@@ -25,6 +25,7 @@ MANY_PARAMETERS: dict[str, str] = {
 WHOLE = {
     "settings",
     "plan.choose",
+    "plan.longest",
     "run.planning",
     "run.train",
     "session.start",  # the library's own way in

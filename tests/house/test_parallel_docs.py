@@ -43,6 +43,7 @@ def test_the_answers_are_the_tables() -> None:
     assert slow[-1] == "tensor 8"
 
 
-def test_the_training_command_is_understood() -> None:
-    (words,) = re.findall(r"^ {4}offload-train (--gpus .+)$", PAGE.read_text(), re.MULTILINE)
-    assert load_config(shlex.split(words)).parallel.tensor == 2
+def test_the_training_commands_are_understood() -> None:
+    found = re.findall(r"^ {4}offload-train (--gpus .+)$", PAGE.read_text(), re.MULTILINE)
+    tensor, sequence = (load_config(shlex.split(words)).parallel for words in found)
+    assert (tensor.tensor, sequence.sequence) == (2, 4)

@@ -29,6 +29,8 @@ from offload_trainer.export.weights import export
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.session import saving
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 STEPS, ACCUMULATE = 20, 3
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
@@ -42,11 +44,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 FROZEN = ["."]
 ALL_BUT_NORMS = [r"^(?!.*norm)"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.fixture(scope="module")

@@ -33,18 +33,16 @@ from offload_trainer.session import saving
 from offload_trainer.storage import removal
 from offload_trainer.storage.tensorfile import PlacedWriter
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
 STEPS, ACCUMULATE = 20, 3
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
     "in RAM": {"params": "cpu", "unit_buffers": 2},
     "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.fixture

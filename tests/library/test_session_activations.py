@@ -11,19 +11,15 @@ from bench_of_engines import assert_same
 from trainers import model_folder, rows
 
 import offload_trainer as ot
-import offload_trainer.plan.layout as layout
 from offload_trainer.offloading.activations import Activations
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 BLOCKS = 7
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
     "on the drive": {"params": "nvme", "optimizer": "nvme", "unit_buffers": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.fixture(scope="module")

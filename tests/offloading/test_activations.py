@@ -16,7 +16,6 @@ from late import LateDevice, LateTransfers
 from plans import GB, SHAPES, machine, wish
 from queues import queued
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
@@ -28,19 +27,11 @@ from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, done
 from offload_trainer.telemetry.meters import read_io
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 VARIANTS: dict[str, list[str]] = {"non-reentrant": [], "reentrant": [REENTRANT]}
 ON = ["model.checkpointing=on", "model.overrides.n_layer=9"]
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("activations")
 
 
 def model_of(folder: Path, *, tied: bool) -> Path:

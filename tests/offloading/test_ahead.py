@@ -17,7 +17,7 @@ import pytest
 import torch
 from bench_of_engines import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, train
 from late import LateDevice, LateTransfers
-from test_overlap import AWAY, HOMES, _nothing_is_small, gpt2, plain, saved  # noqa: F401  # a fixture
+from test_overlap import AWAY, HOMES, gpt2, plain, saved
 from test_shares import on_streams
 from test_tiered import skip_last_block
 
@@ -31,6 +31,8 @@ from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.storage.transfer import Future, ThreadedTransfers
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 FULL = "tiered.overlap=full"
 IN_LINE = "tiered.overlap=off"
@@ -48,11 +50,6 @@ CLIP = "optim.clip=2"
 def drive(tmp_path: Path) -> Path:
     (tmp_path / "drive").mkdir()
     return tmp_path / "drive"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ahead")
 
 
 @pytest.fixture

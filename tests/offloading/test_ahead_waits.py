@@ -16,7 +16,7 @@ import torch
 from bench_of_engines import ON_GPU, assert_same, batches, engine, masters, train
 from late import HeldWrites
 from test_ahead import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
-from test_overlap import BEHIND, HOMES, _nothing_is_small, gpt2, plain  # noqa: F401  # a fixture
+from test_overlap import BEHIND, HOMES, gpt2, plain
 from test_shares import on_streams
 from test_tiered import skip_last_block
 
@@ -24,6 +24,8 @@ from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.moving import MovingPages
 from offload_trainer.offloading.store import PageStore
 from offload_trainer.offloading.weights import Weights
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 WEIGHTS_AWAY = "weights and gradients on the drive"
 NOT_CLIPPED, CLIPPED = "optim.clip=0", "optim.clip=0.01"
@@ -34,11 +36,6 @@ HOLD = "transformer.h.0.ln_1.weight"  # its gradient is one of the last
 def drive(tmp_path: Path) -> Path:
     (tmp_path / "drive").mkdir()
     return tmp_path / "drive"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ahead")
 
 
 @pytest.fixture

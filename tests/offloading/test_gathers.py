@@ -15,6 +15,7 @@ from bench_of_engines import model_directory
 from ranked import Case, run_ranks
 from test_exchange import Place, ThreadOfNode
 from test_ranks import BEHIND, DROPOUT
+from threads import Threads
 
 import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError
@@ -30,31 +31,9 @@ WORLD, MEET = 3, -1
 SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and what does not divide
 
 
-class Threads:
-    """What gloo does between processes."""
-
-    def __init__(self) -> None:
-        self.barriers = [threading.Barrier(WORLD, timeout=100) for _ in range(2)]
-        self.told = [0] * WORLD
-        self.parts: dict[int, torch.Tensor] = {}
-
-    def exchange(self, rank: int, mine: int) -> list[int]:
-        self.told[rank] = mine
-        self.barriers[0].wait()
-        told = list(self.told)
-        self.barriers[0].wait()
-        return told
-
-    def join(self, values: torch.Tensor, rank: int) -> None:
-        self.parts[rank] = values.chunk(WORLD)[rank].clone()
-        self.barriers[1].wait()
-        values.copy_(torch.cat([self.parts[other] for other in range(WORLD)]))
-        self.barriers[1].wait()
-
-
 def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], list[int]]:
     """Of each rank, whether it got the right values for each unit of its program, or its end; elements it copied."""
-    between, place = Threads(), Place(WORLD, nodes=1)
+    between, place = Threads(WORLD), Place(WORLD, nodes=1)
     units = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
     copied = [0] * WORLD
 
@@ -151,9 +130,10 @@ def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypat
     monkeypatch.setattr(layout, "SMALL", 0)
     tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
     dropped = model_directory(tmp_path / "dropped", "opt")  # layers are left out, other ones on each rank
+    experts = model_directory(tmp_path / "experts", "mixtral")
     cases = [
         Case(str(model), ("--params", "cpu", "--dtype", dtype), "", steps=2, micro=6, evaluate=True)
-        for model, dtype in ((tied, "bf16"), (dropped, "fp32"))
+        for model, dtype in ((tied, "bf16"), (dropped, "fp32"), (experts, "bf16"))
     ]
 
     def by(ranks: int) -> list[Case]:

@@ -16,7 +16,6 @@ from bench_of_engines import assert_same, batches, engine, masters, model_direct
 from conftest import run_script
 from late import LateDevice
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading import gradients as module
 from offload_trainer.offloading.gradients import Gradients
@@ -287,12 +286,7 @@ def test_a_tied_weights_gradients_meet_on_the_device() -> None:
         assert gradients.norm() == float(torch.linalg.vector_norm(norm_of(given["wte"].reshape(-1)).reshape(1)))
 
 
-@pytest.fixture
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
-
-
-@pytest.mark.usefixtures("_nothing_is_small")
+@pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("words", [["--params", "gpu"], ON_A_DRIVE], ids=["RAM", "drive"])
 def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -328,7 +322,7 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     assert not waits
 
 
-@pytest.mark.usefixtures("_nothing_is_small")
+@pytest.mark.usefixtures("nothing_is_small")
 def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +396,7 @@ def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
     assert torch.isinf(ordered_norm(torch.tensor([1.0, float("inf"), 2.0])))
 
 
-@pytest.mark.usefixtures("_nothing_is_small")
+@pytest.mark.usefixtures("nothing_is_small")
 def test_a_gpus_norms_are_the_same_for_all_homes_of_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU takes them: losses, norms and masters after clipping, three micro-batches, from every home."""
     monkeypatch.setattr(Gradients, "_norm_of_sum", staticmethod(ordered_norm))

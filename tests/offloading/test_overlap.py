@@ -21,7 +21,6 @@ from late import LateDevice, LateTransfers
 from test_shares import on_streams
 from test_tiered import skip_last_block
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.page_index import PageIndex
@@ -31,6 +30,8 @@ from offload_trainer.offloading.update import Updater
 from offload_trainer.offloading.weights import Weights
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import PhaseClock
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 BEHIND = "tiered.overlap=forward"
 AWAY = ["--params", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2"]
@@ -48,11 +49,6 @@ DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
-
-
-@pytest.fixture(autouse=True)
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page takes a while."""
     update = Updater._update
@@ -62,11 +58,6 @@ def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
         update(*given, **words)
 
     monkeypatch.setattr(Updater, "_update", slow)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("overlap")
 
 
 @pytest.fixture

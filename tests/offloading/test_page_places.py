@@ -17,7 +17,6 @@ from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, mast
 from late import LateTransfers
 
 import offload_trainer.engine.parts as parts
-import offload_trainer.plan.layout as layout
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.page_index import read_store
 from offload_trainer.offloading.page_places import places_of
@@ -25,6 +24,8 @@ from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.offloading.update import Updater
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.settings import load_config
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 TWO = ["--optimizer", "nvme", "tiered.places=2"]
 HOMES = {
@@ -35,11 +36,6 @@ HOMES = {
     ],
     "some on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3", "tiered.places=2"],
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import torch
 from bench_of_engines import REENTRANT, assert_same, batches, engine, masters, model_directory, train
 from queues import FakeEvent, FakeStream, queued
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.cuda import CudaDevice
 from offload_trainer.storage.transfer import Future
@@ -26,13 +25,11 @@ HOMES = {
     "checkpointed": [*ALL, "model.checkpointing=on"],
     "reentrant": [*ALL, "model.checkpointing=on", REENTRANT],
 }
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in's queues are for the CPU's memory")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in's queues are for the CPU's memory"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
 LARGEST = 1 << 20  # bytes; no unit of these models is larger
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -11,8 +11,9 @@ from bench_of_engines import model_directory
 from conftest import start
 from ranked import Case, run_ranks
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.ranks import LOST
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 COUNT = 3
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -28,11 +29,6 @@ AWAY = (
 )
 BEHIND = ("tiered.overlap=forward",)
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:

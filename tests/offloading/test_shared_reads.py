@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_exchange import Place, ThreadOfNode
 from test_gradients import model
+from threads import Threads
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.node import Node
@@ -22,21 +23,6 @@ from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
 
 WORLD, MEET = 3, -1
-
-
-class Threads:
-    """What gloo does between processes."""
-
-    def __init__(self) -> None:
-        self.barriers = [threading.Barrier(WORLD, timeout=100) for _ in range(3)]
-        self.told = [0] * WORLD
-
-    def exchange(self, rank: int, mine: int) -> list[int]:
-        self.told[rank] = mine
-        self.barriers[0].wait()
-        told = list(self.told)
-        self.barriers[0].wait()
-        return told
 
 
 class Counting(ThreadedTransfers):
@@ -55,7 +41,7 @@ class Counting(ThreadedTransfers):
 
 def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], int]:
     """Of each rank, whether it got the right bytes for each unit of its program, or what it ended with; bytes read."""
-    units, between = model(tied=False), Threads()
+    units, between = model(tied=False), Threads(WORLD)
     place = Place(WORLD, nodes=1)
     place.barrier = between.barriers[1]
     sizes = [unit.elements for unit in units]
@@ -70,7 +56,7 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
         words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
         store = UnitStore(sizes, [0] * len(units), node=node, **words)
         rounds = Rounds(lambda mine: between.exchange(rank, mine))
-        reads = SharedReads(units, store, node=node, rounds=rounds, meet=between.barriers[2].wait)
+        reads = SharedReads(units, store, node=node, rounds=rounds, meet=between.meet)
         found = []
         try:
             for what in programs[rank]:
@@ -82,8 +68,7 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
                 found.append(torch.equal(buffer, values.split(sizes)[what]))
             return found
         except Exception as error:
-            for barrier in between.barriers:
-                barrier.abort()  # as connections are closed
+            between.abort()
             return error
         finally:
             reads.abandon()

@@ -18,12 +18,13 @@ from bench_of_engines import Step, batches, engine, model_directory, train
 from late import LateDevice, LateTransfers
 from queues import FakeCuda, queued
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.cuda import CudaDevice
 from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM
 from offload_trainer.storage.transfer import done
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 SHARES = {
     "device": ["--gpu-fraction", "1"],
@@ -38,16 +39,6 @@ RUNS = dict(
         strict=True,
     )
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shares")
 
 
 def model_in(folder: Path, *, tied: bool) -> Path:

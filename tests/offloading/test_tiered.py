@@ -32,16 +32,7 @@ from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.offloading.stream import Stream
 from offload_trainer.plan.formats import state_format
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Embeddings and norms of small models are moved as those of large ones are."""
-    monkeypatch.setattr(layout, "SMALL", 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiered")
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
 @cache

@@ -16,7 +16,6 @@ from test_overlap import BEHIND, HOMES, saved
 from test_shares import on_streams
 from test_tiered import skip_last_block
 
-import offload_trainer.plan.layout as layout
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import UserError
 from offload_trainer.export.sources import opened
@@ -25,18 +24,10 @@ from offload_trainer.plan.plan import Plan
 from offload_trainer.storage.lease import DriveLease
 from offload_trainer.telemetry.meters import read_io
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 REMAINDERS = "tiered.masters=remainder"
 STATES = [["optim.states=fp32"], ["optim.states=bf16"], ["optim.states=8bit"], ["optim.name=lion", "optim.states=bf16"]]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("remainders")
 
 
 @pytest.fixture

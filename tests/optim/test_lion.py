@@ -18,7 +18,6 @@ from plain_lion import PlainLion
 from safetensors.torch import load_file
 
 import offload_trainer as ot
-import offload_trainer.plan.layout as layout
 from offload_trainer.errors import UserError
 from offload_trainer.model.source import resolve_model
 from offload_trainer.offloading.page_index import read_store
@@ -28,6 +27,8 @@ from offload_trainer.plan.formats import ADAMW, LION, state_format
 from offload_trainer.plan.machine import read_machine
 from offload_trainer.settings import load_config
 
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
 RATE = ["--lr", "3e-3"]
 HOMES = {
     "in RAM": ["optim.kernel=native"],
@@ -36,11 +37,6 @@ HOMES = {
     "on two drives and in RAM": ["--optimizer", "nvme", "--ram-fraction", "0.3"],
     "all on the drives": ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "optim.kernel=native"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.fixture(scope="module")

@@ -111,13 +111,19 @@ def test_a_network_that_nobody_knows_leaves_the_step_unknown() -> None:
 
 @pytest.mark.parametrize(("params", "times"), [("gpu", (0, 4, 1)), ("cpu", (4, 8, 0))])
 def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> None:
-    """ZeRO-2: gradients once a micro-batch, weights once; ZeRO-3: weights twice and gradients once a micro-batch."""
+    """ZeRO-2: gradients once a micro-batch, weights once; ZeRO-3: weights twice and gradients once a micro-batch.
+
+    Of ZeRO-3's 12 somewhat less: weights that are needed again soon stay (tests/engine/test_deepspeed_engine.py).
+    """
     words = ("--params", params, "--optimizer", "cpu", "--accumulate", "4")
     found = by_link(planned(cluster(network=rate(1e9)), *words, nodes=2, engine="deepspeed"))
     each = 3 / 4 * 2 * SHAPES["gpt2-medium"].parameters
-    for phase, count in zip(("forward", "backward", "update"), times, strict=True):
-        for place in (NETWORK, GPUS):
-            assert found.get((place, phase), (0, 0)) == pytest.approx((count * each,) * 2)
+    for place in (NETWORK, GPUS):
+        for phase, count in zip(("forward", "backward", "update"), times, strict=True):
+            near = found.get((place, phase), (0, 0))
+            assert near == pytest.approx((count * each,) * 2, rel=1e-6 if params == "gpu" else 0.2, abs=0.01 * each)
+        in_all = sum(size for (where, _), (size, _) in found.items() if where == place)
+        assert in_all <= sum(times) * each * 1.01
 
 
 def test_machines_of_a_cluster_say_what_is_between_them() -> None:

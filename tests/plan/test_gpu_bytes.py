@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from offload_trainer.config import ModelSection
 from offload_trainer.model import held
 from offload_trainer.model import source as model_source
+from offload_trainer.model.positionwise import with_tiles
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.activations import Activations, Growth, Part, peak_of, pruned
@@ -74,6 +75,32 @@ def test_planned_bytes_are_those_that_torch_tracks(
     source = resolve_model(config.model, seed=0)
     tracked = compare_gpu_bytes.tracked(config, source)
     assert 0.98 * tracked <= compare_gpu_bytes.planned(config, source) <= 1.08 * tracked
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "chunk"),
+    [
+        ("gpt2", "off", 200),
+        ("llama, untied", "on", 96),
+        ("mixtral, experts", "on", 300),
+        ("deepseek, latent attention", "off", 300),
+    ],
+)
+def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
+    name: str, kept: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted once, with stand-ins, for pieces of any length; and fewer than in one piece. MLPs are the widest here."""
+    wide = {"vocab_size": 300, "n_inner": 2048, "intermediate_size": 1024, "moe_intermediate_size": 256}
+    shape = {key: wide.get(key, value) for key, value in ({"n_inner": 0} | MODELS[name]).items()}
+    monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, shape)
+    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, *KEPT[kept]), tmp_path)
+    words = {"loss_chunk": 64, "mlp_chunk": chunk}
+    config = config.model_copy(update={"model": config.model.model_copy(update=words)})
+    source = with_tiles(resolve_model(config.model, seed=0))
+    tracked = compare_gpu_bytes.tracked(config, source)
+    assert 0.98 * tracked <= compare_gpu_bytes.planned(config, source) <= 1.08 * tracked
+    whole = config.model_copy(update={"model": config.model.model_copy(update={"mlp_chunk": "off"})})
+    assert tracked < compare_gpu_bytes.planned(whole, source)
 
 
 @pytest.mark.parametrize("name", UNUSUAL)

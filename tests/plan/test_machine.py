@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from parts import form
 from offload_trainer.cli import main
 from offload_trainer.engine.updates import available_updates, kernel_update, make_buffers
 from offload_trainer.errors import UserError
-from offload_trainer.machine import bench, cache
+from offload_trainer.machine import bench, cache, layers
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.machine import (
@@ -23,12 +24,16 @@ from offload_trainer.plan.machine import (
     Rate,
     Rates,
     describe_rates,
+    layer_key,
     named_machines,
     profile_from_json,
     read_machine,
     update_key,
 )
+from offload_trainer.run import launch
+from offload_trainer.run.launch import prepare_process
 from offload_trainer.run.planning import described
+from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import ThreadedTransfers
 
 A, B = "tiered.io_threads=2 tiered.io_block_bytes=8388608", "tiered.io_threads=1 tiered.io_block_bytes=4096"
@@ -48,13 +53,15 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_PIECE", 1 << 20)
     monkeypatch.setattr(bench, "_repeat", _a_few)
+    monkeypatch.setattr(layers, "_TOKENS", {False: 32})
+    monkeypatch.setattr(layers, "_WIDTH", {False: 64})
     kernel, _ = choose_kernel("torch")
     return bench.bench_machine(
         probe_machine(drives=(str(drive),), output=str(tmp_path)),
         transfers={A: lambda: ThreadedTransfers(threads=2), B: lambda: ThreadedTransfers(threads=1)},
         updates=[("torch", lambda n, page: kernel_update(kernel, make_buffers(n, page=page)))],
         dtypes=["fp32"],
-        budget=bench.Budget(drive_bytes=24 << 20, update_elements=100_000, update_page=32_768),
+        budget=bench.Budget(drive_bytes=24 << 20, layer_seconds=0, update_elements=100_000, update_page=32_768),
         say=lambda line: None,
     )
 
@@ -62,6 +69,9 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
 def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, drive: Path) -> None:
     rates = timed.rates
     assert set(rates.matmul) == {"fp32"}
+    parts = itertools.product(("attention", "values", "loss"), ("forward", "backward"))
+    assert set(rates.layers) == {layer_key("fp32", *part) for part in parts}
+    assert all(rate.value > 0 for rate in rates.layers.values())
     assert rates.update["torch"].value > 0
     assert "in pages of 0.0328 M" in rates.update["torch"].source
     assert rates.memory
@@ -75,7 +85,8 @@ def test_a_bench_times_everything_and_leaves_nothing(timed: MachineProfile, driv
         assert measured.value > 0
         assert found.words in measured.source
     assert not list((drive / "offload-trainer").glob("run-*"))
-    assert "products, fp32" in describe_rates(timed)
+    for told in ("products, fp32", "attention, forward, fp32", "loss, backward, fp32"):
+        assert told in describe_rates(timed)
 
 
 def test_each_form_of_moments_is_timed_in_pages() -> None:
@@ -249,3 +260,43 @@ def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[s
     assert plan["tiers"]["/my/path"] == own["tiers"]["/mnt/nvme"]
     assert plan["seconds"] == own["seconds"]
     assert "--nvme /my/path is taken for /mnt/nvme of the machine" in plan["notes"]
+
+
+@pytest.mark.parametrize("words", [(), ("placement.threads=3",)])
+def test_ranks_plan_with_what_was_timed_for_as_many(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has its share of the cores, and the rates of a machine are those of all its ranks' threads."""
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "begin_watch", lambda say, hung: None)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(launch.numa, "nodes", list)
+    machine = probe_machine(output=str(tmp_path))
+
+    def prepared(*more: str, **environment: str) -> int:
+        of_rank = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "OMP_NUM_THREADS",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+        for name in (*of_rank, "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+            monkeypatch.setenv(name, "")  # put back as it was in the end
+            monkeypatch.delenv(name)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return prepare_process(load_config([*words, *more]).process)
+
+    each = 3 if words else 64 // 6
+    assert prepared("--gpus", "6") == 6 * each
+    cache.keep_rates(replace(machine, rates=Rates(matmul={"bf16": Rate(1e12, "measured", "six ranks' threads")})))
+    rank = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "6"}
+    assert prepared("--gpus", "6", **rank) == each
+    assert "bf16" in cache.with_cached_rates(machine).rates.matmul
+    assert prepared("--gpus", "5") == (15 if words else 60)
+    assert ("bf16" in cache.with_cached_rates(machine).rates.matmul) == (not words)  # 5 x 12 threads, as 6 x 10
+    assert prepared() == (3 if words else 64)
+    assert "bf16" not in cache.with_cached_rates(machine).rates.matmul

@@ -11,14 +11,19 @@ import pytest
 from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.cli import main
-from offload_trainer.plan.choose import workload
-from offload_trainer.plan.exchange import zero_links
+from offload_trainer.config import DeepSpeedSection
+from offload_trainer.errors import UserError
+from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
+from offload_trainer.plan.division import tensor_of
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.parallel import Flow, Mode, columns, flows, modes, refusal, weights_held
 from offload_trainer.plan.parallel_cost import priced, stock_rates
 from offload_trainer.plan.parallel_table import compare
-from offload_trainer.plan.shape import Weight
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.workload import Workload
+from offload_trainer.plan.zero import Placement, zero_sizes
+from offload_trainer.plan.zero_gathers import gathers
 
 SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
 
@@ -80,19 +85,52 @@ def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, her
             assert flow.network(here) == pytest.approx(network), (group, apart)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_zero_by_itself_moves_what_the_plan_of_stock_deepspeed_says(stage: int, nodes: int) -> None:
-    step = work("--accumulate", "3", nodes=nodes)
+    """Which counted runs are held against: tests/engine/test_deepspeed_engine.py."""
+    words = ("--accumulate", "3", "--engine", "deepspeed", f"deepspeed.zero_stage={stage}", "--save-every", "0")
+    step, fast = work(*words, nodes=nodes), here(between_gpus=rate(1e11), network=rate(1e10))
+    one = next(mode for mode in modes(8) if mode == Mode(data=8, stage=stage))
+    gathered = stock_rates(step, fast).gathered
     found = Counter[tuple[str, str]]()
-    for one in moved(Mode(data=8, stage=stage), step).values():
-        found["gpus", one.phase] += round(one.bytes)
+    for flow in flows(one, step, held=SHAPE.parameters, trained=SHAPE.trainable, gathered=gathered):
+        found["gpus", flow.phase] += round(flow.bytes)
         if nodes > 1:
-            found["network", one.phase] += round(one.network(step.here))
-    planned = {(one.place, one.phase): one.read for one in zero_links(step, stage=stage)}
+            found["network", flow.phase] += round(flow.network(step.here))
+    plan = make_plan(wish(*words), SHAPE, fast, world=8, nodes=nodes)
+    planned = {(link.place, link.phase): link.read for link in plan.links}
     assert set(found) == set(planned)
     for place, size in planned.items():
         assert found[place] == pytest.approx(size, abs=3)
+
+
+def test_a_stage_that_cannot_be_is_refused() -> None:
+    stock = ("--engine", "deepspeed")
+    with pytest.raises(UserError, match=r"zero_stage=2 has whole weights on each GPU.*use --params gpu"):
+        wish(*stock, "deepspeed.zero_stage=2", "--params", "cpu")
+    with pytest.raises(UserError, match=r"parallel.tensor=2 goes with ZeRO-1: leave deepspeed.zero_stage out"):
+        wish(*stock, "deepspeed.zero_stage=3", "parallel.tensor=2")
+    wish(*stock, "deepspeed.zero_stage=3", "--params", "cpu")
+    words = ("--engine", "deepspeed", "--save-every", "0", "deepspeed.zero_stage=1", "--accumulate", "2")
+    with pytest.raises(UserError, match=r"zero_stage=1 --optimizer gpu with sums in fp32"):
+        make_plan(wish(*words, "--optimizer", "gpu"), SHAPE, here(), world=2)
+    plan = make_plan(wish(*words), SHAPE, here(), world=2)
+    assert (plan.title, plan.placement.optimizer) == ("DeepSpeed ZeRO-1", "cpu")
+
+
+def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
+    """Everything stays; nothing does, so all comes twice; of checkpointed blocks a recomputation brings nothing new."""
+    sizes = zero_sizes(SHAPE, DeepSpeedSection(), Placement("cpu", "cpu"), world=8, item_bytes=2)
+    small = sum(weight.numel for weight in SHAPE.weights if weight.numel <= 100_000)
+    moving = SHAPE.parameters - small
+    everything = gathers(SHAPE, replace(sizes, max_live=2 * SHAPE.parameters), checkpointing=False)
+    assert (everything.forward, everything.backward, everything.update) == (moving, 0, small)
+    nothing = gathers(SHAPE, replace(sizes, max_live=1, prefetch_bucket=0), checkpointing=False)
+    assert nothing.forward == moving + SHAPE.largest  # the tied head again, which its backward then finds there
+    assert nothing.backward == moving
+    usual = gathers(SHAPE, sizes, checkpointing=True)
+    assert 0.9 * 2 * moving < usual.forward + usual.backward < 2 * moving + SHAPE.largest
 
 
 def test_zero_1_scatters_once_a_step() -> None:
@@ -219,6 +257,55 @@ def test_every_mode_uses_every_rank_once() -> None:
         assert len({one.name for one in found}) == len(found)
 
 
+# -- how many tensor ranks --------------------------------------------------------------------------------------------
+
+RULED = replace(
+    SHAPE,
+    weights=tuple(
+        replace(one, split=("row" if "c_proj" in one.name else "column") if one.block and len(one.shape) > 1 else "")
+        for one in SHAPE.weights
+    ),
+)
+
+
+def chosen(*words: str, shape: ModelShape = RULED, world: int = 4, nodes: int = 1, **links: Rate) -> tuple[int, Plan]:
+    told = ("--engine", "deepspeed", "parallel.tensor=auto", "model.checkpointing=off", *words)
+    place = here(**links) if links else machine(gpu=80 * GB, ram=500 * GB)
+    config, plan = settle_and_plan(wish(*told), shape, place, world=world, nodes=nodes)
+    count = tensor_of(config.parallel)
+    assert config.parallel.tensor == count
+    assert config.train.micro_batch == plan.micro_batch
+    assert plan.tokens_per_step == config.train.accumulate * plan.micro_batch * plan.seq_len * world // count
+    return count, plan
+
+
+def test_tensor_ranks_are_chosen_by_the_links() -> None:
+    """Few tokens: gradients are more than activations. Many, or a slow link: they are not. Never over a network."""
+    few, fast = ("--micro-batch", "1", "--seq-len", "128"), {"between_gpus": rate(1e11)}
+    count, plan = chosen(*few, **fast)
+    assert count > 1
+    assert plan.tokens_per_step == 4 * 128
+    told = plan.notes[-1]
+    assert told.startswith(f"parallel.tensor=auto: {count}, 1: ")
+    assert all(f", {number}: " in told for number in (1, 2, 4))
+    assert chosen("--micro-batch", "16", "--seq-len", "1024", "--accumulate", "4", **fast)[0] == 1
+    assert chosen(*few, world=2, nodes=2, network=rate(1e11), **fast)[0] == 1
+    alone = settle_and_plan(wish("--engine", "deepspeed", *few), RULED, here(**fast), world=4)[1]
+    assert plan.forecast.step is not None
+    assert alone.forecast.step is not None
+    assert plan.forecast.step < alone.forecast.step
+
+
+def test_one_tensor_rank_where_nothing_is_known_or_nothing_can_be_divided() -> None:
+    count, plan = chosen("--micro-batch", "1")
+    assert (count, "1: not timed" in plan.notes[-1]) == (1, True)
+    count, plan = chosen("--micro-batch", "1", shape=SHAPE, between_gpus=rate(1e11))
+    assert count == 1
+    assert "2: parallel.tensor=2: transformers has no rule for this architecture" in plan.notes[-1]
+    with pytest.raises(UserError, match=r"parallel.tensor=auto is DeepSpeed's: add --engine deepspeed"):
+        wish("parallel.tensor=auto")
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 WORDS = ["plan", "--parallel", "--model", "gpt2-medium", "--micro-batch", "1", "--accumulate", "16"]
@@ -265,5 +352,6 @@ def test_a_mode_that_runs_says_what_with() -> None:
         found = compare(replace(step, shape=shape), fast, ours=lambda _: None)
         words = {row.name: row.words for row in found.rows}
         assert words["tensor 2 x ZeRO-1 over 4"] == expected
-        assert words["ZeRO-3 over 8"] == "--engine deepspeed"
+        for stage in (1, 2, 3):
+            assert words[f"ZeRO-{stage} over 8"] == f"--engine deepspeed deepspeed.zero_stage={stage}"
         assert words["pipeline 8"] == words["sequence 2 x ZeRO-3 over 8"] == ""

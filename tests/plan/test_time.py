@@ -9,7 +9,7 @@ from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import make_plan, settle_and_plan
-from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates
+from offload_trainer.plan.machine import DriveRates, MachineProfile, Rate, Rates, layer_key
 from offload_trainer.plan.ratios import correction, steady_ratios
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.time import UPDATE_START, Forecast, tokens_that_hide_the_update
@@ -74,6 +74,34 @@ def test_compute_counts_the_recomputation() -> None:
         assert seconds["backward"] == pytest.approx((2 + more) * seconds["forward"])
 
 
+def test_what_is_no_product_takes_its_own_time() -> None:
+    """Attention, what goes over each value, the loss; in a backward with checkpoints the blocks' forward again."""
+    rates = {"attention": (1e9, 2e9), "values": (3e6, 4e6), "loss": (5e6, 6e6)}
+    here = timed()
+    layers = {
+        layer_key("bf16", part, phase): rate(value)
+        for part, values in rates.items()
+        for phase, value in zip(("forward", "backward"), values, strict=True)
+    }
+    words = ("model.checkpointing=on", "model.loss_chunk=4096", "--accumulate", "1", "--micro-batch", "1")
+    made = {
+        known: make_plan(
+            wish(*words), SHAPES["gpt2"], replace(here, rates=replace(here.rates, layers=layers if known else {}))
+        )
+        for known in (True, False)
+    }
+    blocks, head, attention = 2 * 12 * 12 * 768**2, 2 * 50304 * 768, 2 * 1024 * 2 * 768 * 12
+    values = 12 * (4 + 2 + 5 + 5) * 768  # in and out of the products of a block of GPT-2
+    of_blocks = blocks / 1e12 + attention / 1e9 + values / 3e6
+    seconds = made[True].forecast.seconds
+    assert seconds["forward"] == pytest.approx(1024 * (of_blocks + head / 1e12 + 50304 / 5e6), rel=1e-3)
+    after = 2 * (blocks + head) / 1e12 + 2 * attention / 2e9 + values / 4e6 + 50304 / 6e6
+    assert seconds["backward"] == pytest.approx(1024 * (of_blocks + after), rel=1e-3)
+    assert made[False].forecast.seconds["forward"] == pytest.approx(
+        1024 * (blocks + head + attention) / 0.8e12, rel=1e-3
+    )
+
+
 def test_two_directories_on_one_disk_share_its_speed() -> None:
     config = wish("--nvme", "/ssd2", "--ram-fraction", "0")
     here = timed()
@@ -92,6 +120,11 @@ def test_earlier_runs_correct_the_next_plan() -> None:
     before, after = (make_plan(wish(), SHAPES["gpt2"], where).forecast.seconds for where in (here, corrected))
     assert after["forward"] == pytest.approx(1.5 * before["forward"])
     assert after["update"] == before["update"]
+    two = [make_plan(wish(), SHAPES["gpt2"], where, world=2).forecast.seconds for where in (here, corrected)]
+    assert two[0] == two[1]
+    of_two = {"tiered.forward.compute.2 ranks": 1.5}
+    told = replace(here, rates=replace(here.rates, corrections=of_two))
+    assert make_plan(wish(), SHAPES["gpt2"], told, world=2).forecast.seconds["forward"] == 1.5 * two[0]["forward"]
 
 
 def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
@@ -196,7 +229,7 @@ def test_only_what_is_steady_corrects_later_plans() -> None:
     assert update is not None
 
     def kept(*seconds: float, of: Forecast = found) -> dict[str, float]:
-        return steady_ratios(of, {"update": seconds, "data": seconds}, engine="tiered")
+        return steady_ratios(of, {"update": seconds, "data": seconds}, engine="tiered", ranks=1)
 
     assert kept(*[1.5 * update] * 9, 20 * update) == {"tiered.update.drive": pytest.approx(1.5)}
     assert kept(*[1.5 * update] * 7) == {}

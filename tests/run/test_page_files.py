@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from workplaces import dead_lease
 
 from offload_trainer.offloading.page_index import read_store
+from offload_trainer.run.left import AGAIN, ANEW, goes_on
 from offload_trainer.run.planning import _as_left
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease, dead_runs, folders_in
@@ -47,6 +48,11 @@ def gone_on(run: Run) -> int | None:
     return int(said[0].split(" step ")[1].split(";")[0]) if said else None
 
 
+def said_before(*words: object, output: Path) -> str:
+    """What a launcher says of the next start of these words."""
+    return goes_on([*map(str, words), "--output", str(output)])
+
+
 @pytest.fixture
 def place(drive: Path, tmp_path: Path) -> Path:
     """A drive of its own."""
@@ -73,11 +79,13 @@ def test_a_kill_at_any_moment_changes_no_bit(
     """Amid an update or a record, after it, between a step's line and its record: on from the step that is whole."""
     words = ["--nvme", place, *ALL, f"tiered.overlap={overlap}"]
     killed(where, number, *words, output=tmp_path / "run")
+    told = said_before(*words, output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
     assert left(run.output) == alone
     found = gone_on(run)
     if where != "page":
         assert found == step
+    assert told == (f"{AGAIN} from its page files, step {found}" if found else ANEW)
     assert not list((place / "offload-trainer").iterdir())
     assert "note: page files" not in run.text
 
@@ -114,8 +122,15 @@ def test_a_loss_scale_and_steps_that_were_skipped_go_on(place: Path, tmp_path: P
 
 def test_the_newer_of_page_files_and_checkpoint(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     words = ["--nvme", place, *ALL, "--save-every", 2]
-    killed("line", 6, *words, output=tmp_path / "run")  # the save of step 4 had ended before that of step 6 began
+    killed("saved", 4, *words, output=tmp_path / "run")
+    killed("line", 6, *words, output=tmp_path / "run")
+    assert said_before(*words, output=tmp_path / "run") == f"{AGAIN} from its page files, step 5"
+    checkpoint = tmp_path / "run/checkpoints/step-00000004"
+    named = said_before(*words, "--resume", checkpoint, output=tmp_path / "run")
+    assert named == f"{AGAIN} from the checkpoint step-00000004"
+    assert said_before(*words, "--no-such-flag", output=tmp_path / "run") == AGAIN
     killed("saved", 6, *words, output=tmp_path / "run")
+    assert said_before(*words, output=tmp_path / "run") == f"{AGAIN} from the checkpoint step-00000006"
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) is None
     assert "step-00000006, step 6" in run.text

@@ -185,7 +185,16 @@ def _in_a_conversion(number: int) -> None:
         raise OSError("a library's own") from error
 
 
-@pytest.mark.parametrize("interrupted", [_in_set_name, _in_a_conversion])
+def _before_a_name_is_known(number: int) -> None:
+    """As in transformers' `no_init_weights`, whose `finally` puts back what it may not have taken yet."""
+    try:
+        send(number)
+        before = os.getcwd()
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("interrupted", [_in_set_name, _in_a_conversion, _before_a_name_is_known])
 def test_a_stop_that_is_made_another_error_is_a_stop(interrupted: Callable[[int], None]) -> None:
     with pytest.raises(Stopped, match="stopped by SIGTERM") as caught, stop_at_once():
         interrupted(signal.SIGTERM)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from offload_trainer import ranks
 from offload_trainer.errors import UserError
+from offload_trainer.manifest import MANIFEST
 from offload_trainer.ranks import LOST
+from offload_trainer.run import torchrun
 from offload_trainer.run.torchrun import first_failure
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
@@ -54,3 +58,24 @@ def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for uneven in ((0, 0, 1), (0, 1, 2, 0), (1, 0)):
         with pytest.raises(UserError, match="not as many on every node"):
             of(*uneven)
+
+
+def test_a_launcher_says_what_the_next_start_goes_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that are there decide, and not what there is in most runs."""
+
+    def fails(words: list[str]) -> None:
+        raise ChildFailedError("ranks", {1: ProcessFailure(1, pid=1, exitcode=-signal.SIGKILL, error_file="")})
+
+    monkeypatch.setattr(torchrun, "torchrun", fails)
+    monkeypatch.setattr(torchrun, "begin_launchers_watch", lambda say: None)
+    words = ["--standalone", "-m", "offload_trainer", "train", "--gpus", "2", "--output", str(tmp_path)]
+    for kept, told in (((), "nothing was kept yet"), (("step-00000003", "step-00000012"), "checkpoint step-00000012")):
+        for name in kept:
+            (tmp_path / "checkpoints" / name).mkdir(parents=True)
+            (tmp_path / "checkpoints" / name / MANIFEST).touch()
+        assert torchrun.main(words) == 128 + signal.SIGKILL
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("offload-train: rank 1 was killed by SIGKILL, and the run ended with it; ")
+        assert told in line

@@ -24,7 +24,7 @@ from wheels import wheel_in
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 assert SECTION
-COMMANDS = [line for line in re.findall(r"^ {4}(.+)$", SECTION[1], re.MULTILINE) if line != "make demo"]
+DEMO, INSTALL, *COMMANDS = re.findall(r"^ {4}(.+)$", SECTION[1], re.MULTILINE)
 TWICE = next(line for line in COMMANDS if COMMANDS.count(line) == 2)
 
 
@@ -43,6 +43,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     # What builds a wheel is here: nothing is fetched.
     given |= {"PIP_NO_BUILD_ISOLATION": "false", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
     return {name: value for name, value in given.items() if name != "PYTHONPATH"}
+
+
+def cloned(folder: Path) -> Path:
+    """What `make demo` reads of this repository; the package itself is the installed one."""
+    folder.mkdir()
+    for name in ("Makefile", "pyproject.toml", "requirements.lock", "scripts", "configs"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, folder / name)
+    return folder
 
 
 def run(command: str, folder: Path, there: dict[str, str]) -> str:
@@ -73,22 +81,29 @@ def steps(output: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_each_command_does_what_it_says(fresh: dict[str, str], tmp_path: Path) -> None:
-    """Installed from the wheel that the source distribution makes, then in an empty directory: recipe, text,
-    conversations, kill and resume, report, exports.
+    """Installed from the wheel that the source distribution makes; the demo, cut short; then in an empty directory:
+    recipe, text, conversations, kill and resume, report, exports.
     """
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "mine.txt").write_text("It was the best of times, it was the worst of times.\n" * 1500)
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    install, *commands = COMMANDS
-    assert "'.[" in install
-    run(install.replace("'.[", f"'{wheel_in(tmp_path)}["), folder, fresh)
+    assert "'.[" in INSTALL
+    run(INSTALL.replace("'.[", f"'{wheel_in(tmp_path)}["), folder, fresh)
     where = run("python -P -c 'import offload_trainer; print(offload_trainer.__file__)'", folder, fresh)
     assert where.startswith(os.fspath(Path(fresh["PATH"].partition(":")[0]).parent))
 
+    assert DEMO == "make demo"
+    venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, cloned(tmp_path / "clone")
+    (venv / ".ready").touch()  # as `make setup` leaves it, which whoever runs this has done
+    shown = run(f"{DEMO} VENV={venv} WORDS='--steps 160'", clone, fresh)
+    assert "logits of the fp16 and the fp32 export differ by" in shown
+    assert "--- a sample of the exported model ---\nMACBETH." in shown
+    assert len(steps(clone / "demo-run/run")) == 160
+
     told: dict[str, str] = {}
-    for command in commands:
+    for command in COMMANDS:
         if command == TWICE and command not in told:
             killed(command, folder, fresh)
             told[command] = ""
@@ -105,7 +120,7 @@ def test_each_command_does_what_it_says(fresh: dict[str, str], tmp_path: Path) -
         assert "</html>" in (folder / "runs" / name / "report.html").read_text()
         assert re.search(rf"^runs/{name} +20/20 .*done$", told["offload-train runs"], re.MULTILINE)
     assert re.search(r"\btiny +mine\b", told["offload-train report runs/tiny runs/mine"])
-    assert f"{len(talks)} conversations" in told[next(command for command in commands if "prepare" in command)]
+    assert f"{len(talks)} conversations" in told[next(command for command in COMMANDS if "prepare" in command)]
     assert all("read back: every header" in text for command, text in told.items() if " export " in command)
     model = AutoModelForCausalLM.from_pretrained(folder / "mine-bf16", dtype=torch.bfloat16)
     assert model.num_parameters() > 4_000_000

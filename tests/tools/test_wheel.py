@@ -5,10 +5,10 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from wheels import CARRIED, wheel_in
+from wheels import CARRIED
 
 
-def test_it_holds_every_file_of_the_package(tmp_path: Path) -> None:
-    held = {name for name in zipfile.ZipFile(wheel_in(tmp_path)).namelist() if ".dist-info/" not in name}
+def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == CARRIED
     assert {"offload_trainer/py.typed", "offload_trainer/recipes/demo.yaml"} <= held

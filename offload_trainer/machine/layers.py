@@ -1,0 +1,99 @@
+"""How fast this machine computes what of a layer, and of the loss, is no product of matrices.
+
+Attention, what goes over each value once (norms, the activation function, sums) and the loss, forward and backward
+apart. On a CPU with 16-bit units they take longer than the products.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch.nn import functional
+
+from offload_trainer.plan.machine import Rate, layer_key
+from offload_trainer.storage.dtypes import DTYPES
+
+_TOKENS = {False: 1024, True: 4096}  # of a row, by whether a GPU computes
+_WIDTH = {False: 1024, True: 4096}
+_HEAD, _VOCABULARY, _OF_LOSS = 64, 50257, 256  # values of a head; logits of a token; tokens
+VALUES = 16  # times the width: what goes into a layer's products and comes out, a token (`ModelShape.widths`)
+
+
+def layer_rates(dtype: str, *, gpu: bool, seconds: float) -> dict[str, Rate]:
+    """FLOP/s of attention, values/s and logits/s, by `layer_key`. `seconds`: for each of the three."""
+    tokens, width = _TOKENS[gpu], _WIDTH[gpu]
+    place = DTYPES[dtype], torch.device("cuda" if gpu else "cpu")
+    of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
+    operations = 4.0 * tokens * tokens * width  # of a forward; a backward has twice as many
+    parts = {
+        "attention": (_attention(tokens, width, *place), (operations, 2 * operations), of_layer),
+        "values": (_values(tokens, width, *place), (VALUES * tokens * width,) * 2, of_layer),
+        "loss": (_loss(*place), (_OF_LOSS * _VOCABULARY,) * 2, of_loss),
+    }
+    rates = {}
+    for part, (work, counts, what) in parts.items():
+        taken = _timed(work, seconds=seconds)
+        for phase, count, times in zip(("forward", "backward"), counts, taken, strict=True):
+            how = f"{what}, median of {len(times)}"
+            rates[layer_key(dtype, part, phase)] = Rate(count / median(times), "measured", how)
+    return rates
+
+
+_Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # what gets gradients, and a forward
+
+
+def _attention(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
+    """Causal, as models ask for it without padding. Its operations are counted over the whole row, as a plan's are."""
+    shape = (1, width // _HEAD, tokens, _HEAD)
+    query, key, value = given = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
+    return given, lambda: [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
+
+
+def _values(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
+    """A layer of GPT-2 without its products: two norms, two sums, its activation function of eight operations.
+
+    Llama's norms, rotations and gate are about as many.
+    """
+    narrow, wide = (torch.randn(tokens, n * width, device=device).to(dtype).requires_grad_() for n in (1, 4))
+    scale, shift = (torch.ones(width, device=device).to(dtype).requires_grad_() for _ in range(2))
+
+    def forward() -> Sequence[torch.Tensor]:
+        attended = narrow + functional.layer_norm(narrow, (width,), scale, shift)
+        inner = 0.7978845608 * (wide + 0.044715 * torch.pow(wide, 3.0))
+        active = 0.5 * wide * (1.0 + torch.tanh(inner))
+        return [attended + functional.layer_norm(attended, (width,), scale, shift), active]
+
+    return [narrow, wide, scale, shift], forward
+
+
+def _loss(dtype: torch.dtype, device: torch.device) -> _Work:
+    logits = torch.randn(_OF_LOSS, _VOCABULARY, device=device).to(dtype).requires_grad_()
+    targets = torch.arange(_OF_LOSS, device=device)
+    return [logits], lambda: [functional.cross_entropy(logits.float(), targets)]
+
+
+def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds of each forward and of each backward, the first not counted."""
+    inputs, forward = work
+    taken: tuple[list[float], list[float]] = ([], [])
+    began, least = time.perf_counter(), 4
+    while len(taken[0]) < least or time.perf_counter() - began < seconds:
+        for one in inputs:
+            one.grad = None
+        start = _now()
+        outputs = forward()
+        between = _now()
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        for times, spent in zip(taken, (between - start, _now() - between), strict=True):
+            times.append(spent)
+    return taken[0][1:], taken[1][1:]
+
+
+def _now() -> float:
+    """Once all that was asked for is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

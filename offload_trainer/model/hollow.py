@@ -1,0 +1,68 @@
+"""Tiled parts of a model as a count of bytes sees them: what they hold beside a piece, and where the pieces run.
+
+A pass without memory would run as many pieces as its rows have, and how many there are would change what it holds. So
+there a part keeps its input and gives its output as `tiles.py` does, and says when pieces would come; what one of those
+holds is counted by itself (`model/activations.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_trainer.model.held import Held
+from offload_trainer.model.tiles import rounded, zeros
+
+FORWARD, BACKWARD = "pieces", "pieces' backward"  # marks
+
+
+class Hollow:
+    """Stands in for the forwards of `tiles` while a model runs."""
+
+    def __init__(self, tiles: Sequence[nn.Module]) -> None:
+        self._tiles = tiles
+        self.called: list[
+            tuple[nn.Module, torch.Size]
+        ] = []  # by the number of their marks: which, and its input's shape
+
+    @contextmanager
+    def marking(self, held: Held) -> Iterator[None]:
+        self.called = []
+        for module in self._tiles:
+            module.forward = partial(self._run, held, module)
+        try:
+            yield
+        finally:
+            for module in self._tiles:
+                del module.forward
+
+    def _run(self, held: Held, module: nn.Module, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        (x,) = (*given, *named.values())
+        weights = [weight for weight in module.parameters() if weight.requires_grad]
+        self.called.append((module, x.shape))
+        return _Part.apply(held, len(self.called) - 1, x, *weights)
+
+
+class _Part(torch.autograd.Function):
+    """As `tiles._Pieces`, without the pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Held, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.held, ctx.number, ctx.weights = held, number, weights
+        ctx.save_for_backward(x)
+        output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        held.mark(FORWARD, number)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[2] else None
+        sums: list[torch.Tensor | None] = [zeros(weight) for weight in ctx.weights]
+        ctx.held.mark(BACKWARD, ctx.number)
+        return None, None, back, *rounded(sums, ctx.weights)

@@ -1,0 +1,76 @@
+"""Sequence parallel in the tiered engine: what ranks that share rows send each other, hold for it, and cannot do.
+
+Queries, keys, values and results of attention go through all-to-alls (`model/sequence.py`; bytes: `parallel.py`).
+Beside what a model holds anyway there are whole rows' queries, keys and values of a rank's heads while its own tokens'
+are still held, and one of them once more, as it was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from offload_trainer.plan.exchange import GPUS, NETWORK
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import Item
+from offload_trainer.plan.parallel import Flow, Mode, flows, heads_elements, link_seconds, refusal
+from offload_trainer.plan.time import Bound
+from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+
+def not_in_pieces(work: Workload) -> list[str]:
+    """Why rows of such a step cannot be shared; one sentence at most."""
+    if work.sequence == 1:
+        return []
+    wish, shape = f"parallel.sequence={work.sequence}", work.shape
+    if work.checkpoints is None:
+        return [f"{wish}: rows of a session are its caller's; leave it out"]
+    if work.world % work.sequence:
+        return [f"{wish} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
+    if shape.packed:
+        return [f"{wish} with data.packing=on: no mask is made between documents of a row in pieces; leave one out"]
+    if not shape.heads:
+        return [f"{wish}: the model's number of attention heads is not known; leave it out"]
+    why = refusal(_mode(work), shape, rows=work.data, seq_len=work.seq_len)
+    return [f"{wish}: {why}"] if why else []
+
+
+def all_to_alls(work: Workload) -> list[Flow]:
+    """Of a step, through each rank; none where no rows are shared."""
+    return [one for one in flows(_mode(work), work, held=0, trained=0.0) if one.kind == "all-to-all"]
+
+
+def sequence_items(work: Workload, *, device: str) -> list[Item]:
+    """On the device of each of a node's ranks."""
+    if work.sequence == 1:
+        return []
+    tokens = work.item_bytes * work.micro_batch * work.length
+    size = round(tokens * heads_elements(_mode(work), work.shape))
+    return [Item(device, "all-to-alls", work.here * size, "queries, keys and values of whole rows, of some heads")]
+
+
+def sequence_links(work: Workload) -> Iterator[Traffic]:
+    """Bytes into each GPU and out of it, and those of a node over the network."""
+    for one in all_to_alls(work):
+        yield Traffic(GPUS, one.phase, round(one.bytes), round(one.bytes))
+        if through := round(one.network(work.here)):
+            yield Traffic(NETWORK, one.phase, through, through)
+
+
+def sequence_waits(work: Workload, machine: MachineProfile) -> Iterator[Bound]:
+    """Nothing is computed meanwhile. On a CPU nothing is claimed of them."""
+    for one in all_to_alls(work) if machine.gpu is not None else ():
+        what = f"{one.count} all-to-alls of {format_bytes(one.bytes)} in all through each GPU"
+        yield Bound(one.phase, link_seconds(one, machine, here=work.here), what, "gpus")
+
+
+def sequence_note(work: Workload) -> str:
+    return (
+        f"parallel.sequence={work.sequence}: a GPU has {work.length} of the {work.seq_len} tokens of a row; "
+        f"{work.data} group(s) of {work.sequence} ranks have rows of their own"
+    )
+
+
+def _mode(work: Workload) -> Mode:
+    return Mode(data=work.data, sequence=work.sequence)

@@ -1,0 +1,40 @@
+"""What the same command would go on from, as the files of a run that has ended say: a launcher has the last word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload_trainer.checkpoint import find_resume
+from offload_trainer.errors import UserError
+from offload_trainer.offloading.page_account import read_description, read_newest
+from offload_trainer.retention import step_of
+from offload_trainer.settings import load_config
+from offload_trainer.storage.lease import PAGES, folders_in
+
+AGAIN, ANEW = "the same command goes on", "nothing was kept yet: the same command begins anew"
+
+
+def goes_on(words: Sequence[str]) -> str:
+    """How a command of these words would go on; from where is left out where that cannot be looked at."""
+    try:
+        save = load_config([word for number, word in enumerate(words) if number or word != "train"]).save
+        saved = find_resume(save.resume, output=Path(save.output))
+        kept = _step_of_pages(Path(save.output) / PAGES) if save.resume == "auto" else 0
+    except (OSError, ValueError, UserError):
+        return AGAIN
+    if kept > (step_of(saved) if saved else 0):
+        return f"{AGAIN} from its page files, step {kept}"
+    if saved:
+        return f"{AGAIN} from the checkpoint {saved.name}"
+    return ANEW
+
+
+def _step_of_pages(listed: Path) -> int:
+    """The step that a run's page files hold whole; 0 where there is none."""
+    folders = folders_in(listed)
+    told = read_description(folders[0]) if folders else None
+    newest = read_newest(told) if told is not None and told.places == 2 else None
+    if newest is None or newest.train is None or newest.engine is None:
+        return 0
+    return newest.train["step"]

@@ -1,0 +1,166 @@
+"""A rank killed, a rank stopped, a disk that is full: the command itself with `--gpus 3`, and a rerun of each.
+
+    python soak/faults_of_ranks.py [--ranks 3]
+
+Ranks are processes that `offload-train --gpus` starts, as a user does (`kill_ranks.py` tries many moments, with forks).
+In each run, once four steps are told, a rank is hit; or the disk of its output, a tmpfs, is filled by another file. All
+processes must have ended within 30 s, with the reason told; the same command again, once there is room, must end with
+the losses, norms, masters and moments of one rank that was left alone. Needs root, for the tmpfs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from trials import Difference, checkpoints_in, compare_state, lines, rows, verify_checkpoint
+
+from offload_trainer.storage.removal import scratch
+
+STEPS, AFTER, WITHIN = 20, 4, 30.0
+ACCUMULATE = 12  # micro-batches of a step, over all ranks
+ROOM = "64M"  # of the tmpfs
+HITS = {
+    "killed": (signal.SIGKILL, "rank {rank} was killed by SIGKILL"),
+    "stopped": (signal.SIGSTOP, "has been stopped for 10 s"),
+}
+
+
+class Ranks:
+    """`offload-train WORDS --gpus N`; its processes are known by a variable of its environment."""
+
+    def __init__(self, words: list[str], *, count: int, log: Path) -> None:
+        self.log, self.name = log, os.urandom(8).hex().encode()
+        command = [sys.executable, "-m", "offload_trainer", *words, "--gpus", str(count)]
+        with log.open("w") as said:
+            named = os.environ | {"FAULTS_OF_RANKS": self.name.decode()}
+            self.process = subprocess.Popen(command, stdout=said, stderr=said, env=named)
+
+    def ranks(self) -> dict[int, int]:
+        """Process by rank, of those that live."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                given = dict(part.partition(b"=")[::2] for part in (folder / "environ").read_bytes().split(b"\0"))
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue  # it has ended meanwhile
+            if given.get(b"FAULTS_OF_RANKS") == self.name and b"RANK" in given and state not in "ZX":
+                found[int(given[b"RANK"])] = int(folder.name)
+        return found
+
+    def until(self, when: Callable[[], bool]) -> None:
+        while not when():
+            if self.process.poll() is not None:
+                raise Difference(f"exit {self.process.returncode}: {self.log.read_text()[-4000:]}")
+            time.sleep(0.001)
+
+    def end(self, *, since: float | None = None) -> float:
+        """Seconds from `since` (now, if None) until the launcher and all ranks have ended."""
+        since = time.monotonic() if since is None else since
+        self.process.wait(timeout=600)
+        while left := self.ranks():
+            if time.monotonic() - since > WITHIN:
+                raise Difference(f"ranks {sorted(left)} live on: {self.log.read_text()[-4000:]}")
+            time.sleep(0.01)
+        return time.monotonic() - since
+
+
+class Trial:
+    def __init__(self, folder: Path, *, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
+        (folder / "drive").mkdir()
+        self.alone = folder / "alone"
+        self.run(self.alone, ranks=1)
+
+    def start(self, output: Path, *, ranks: int) -> Ranks:
+        small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "1"]
+        often = ["--steps", str(STEPS), "--save-every", "2", "save.keep=1", "train.eval_every=0"]
+        names = ["--nvme", f"{self.folder}/drive", "--output", f"{output}", f"data.cache={self.folder}/cache"]
+        more = ["--optimizer", "nvme", "--ram-fraction", "0.5", "tiered.page_size=65536", "placement.threads=1"]
+        count = ["--engine", "tiered", "--accumulate", str(ACCUMULATE // ranks)]
+        return Ranks([*small, *often, *names, *more, *count], count=ranks, log=self.folder / "log.txt")
+
+    def run(self, output: Path, *, ranks: int) -> None:
+        run = self.start(output, ranks=ranks)
+        run.end()
+        if run.process.returncode:
+            raise Difference(f"exit {run.process.returncode}: {run.log.read_text()[-4000:]}")
+
+    def hit(self, what: str) -> float:
+        """Seconds until all have ended."""
+        output, (number, told) = self.folder / what, HITS[what]
+        run, rank = self.begun(output), self.ranks - 1
+        began = time.monotonic()
+        os.kill(run.ranks()[rank], number)
+        seconds = run.end(since=began)
+        self.told(run, told.format(rank=rank), output)
+        self.again(output)
+        return seconds
+
+    def begun(self, output: Path) -> Ranks:
+        """A run that has told of so many steps."""
+        run = self.start(output, ranks=self.ranks)
+        run.until(lambda: lines(output / "metrics.jsonl") >= AFTER)
+        return run
+
+    def fill(self) -> float:
+        """Seconds until all have ended, from when a write that had no room was told."""
+        output = self.folder / "full"
+        output.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", output], check=True)
+        try:
+            run = self.begun(output)
+            with suppress(OSError), (output / "ballast").open("wb", buffering=0) as ballast:
+                while ballast.write(bytes(4096)):
+                    pass
+            run.until(lambda: b"No space left" in run.log.read_bytes())
+            seconds = run.end()
+            (output / "ballast").unlink()
+            self.told(run, "No space left on device", output)
+            self.again(output)
+        finally:
+            subprocess.run(["umount", output], check=True)
+        return seconds
+
+    def told(self, run: Ranks, reason: str, output: Path) -> None:
+        text = run.log.read_text()
+        if not run.process.returncode or reason not in text or "Traceback" in text:
+            raise Difference(f"exit {run.process.returncode}, and it should have said {reason!r}: {text[-4000:]}")
+        print(next(line for line in text.splitlines() if reason in line))
+        for checkpoint in checkpoints_in(output / "checkpoints").values():
+            verify_checkpoint(checkpoint)
+
+    def again(self, output: Path) -> None:
+        """The same command, to its end, which must be that of one rank."""
+        self.run(output, ranks=self.ranks)
+        ours, theirs = (rows(directory / "metrics.jsonl") for directory in (output, self.alone))
+        if ours != theirs:
+            raise Difference(f"{output}: {ours}\nalone: {theirs}")
+        last = f"checkpoints/step-{STEPS:08d}"
+        compare_state(output / last, self.alone / last)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=3)
+    with scratch("faults-") as folder:
+        trial = Trial(folder, ranks=parser.parse_args().ranks)
+        for what in HITS:
+            seconds = trial.hit(what)
+            print(f"a rank {what}: all had ended after {seconds:.1f} s; a rerun has the bits of one rank", flush=True)
+        print(f"a full disk: all had ended {trial.fill():.1f} s after it was told; a rerun has the bits of one rank")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Difference as found:
+        raise SystemExit(str(found)) from None

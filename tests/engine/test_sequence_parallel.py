@@ -1,0 +1,189 @@
+"""Ranks that share rows: losses and norms of one rank with whole rows, bytes as planned, resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranked_bytes
+from bench_of_engines import batches, engine, model_directory, train
+from conftest import TINY
+from counted import masked
+from plans import GB, SHAPES, machine
+from ranked import Case, call_ranks, run_ranks
+from safetensors.torch import load_file
+
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.settings import load_config
+
+STEPS, MICRO = 3, 4  # micro-batches of whole rows in a step
+ALWAYS = ("--dtype", "fp32", "--seq-len", "24", "--micro-batch", "2")
+LLAMA = {"model_type": "llama", "head_dim": 18}
+SHAPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("qwen3", LLAMA),
+    "qwen3": ("qwen3", {}),  # 2 heads of keys: each of 4 ranks takes one of them repeated
+    "gpt2": ("gpt2", {}),
+    "mistral": ("qwen3", LLAMA | {"model_type": "mistral", "sliding_window": 7, "num_hidden_layers": 2}),
+    "3 of 6 heads": ("qwen3", LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2}),
+}
+CHECKPOINTED = ("model.checkpointing=on", "model.offload_activations=cpu", "--params", "cpu")
+
+
+def whole_rows(model: Path) -> list[tuple[float, float | None]]:
+    """Torch alone, one rank; then losses of micro-batches before the last step, which each group has in turn."""
+    data, losses = masked(batches(STEPS * MICRO)), []
+
+    def before(step: int) -> None:
+        if step == STEPS:
+            losses.extend(plain.eval_loss(batch) for batch in data[:MICRO])
+
+    with engine(model, "--engine", "plain", *ALWAYS, "--accumulate", str(MICRO)) as plain:
+        steps = train(plain, data, accumulate=MICRO, before=before)
+    return steps + [(loss, None) for loss in losses]
+
+
+def plan_of(shape: ModelShape, *words: str, ranks: int, gpu: int = 0) -> Plan:
+    config = load_config(["--engine", "tiered", *words])
+    here = machine(gpu=gpu, ram=64 * GB) if gpu else probe_machine()
+    return make_plan(config, shape, here, world=ranks)
+
+
+@pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 4), (4, 2)])
+def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int, tmp_path: Path) -> None:
+    """In fp32, some pieces without a target that counts; and what goes through each rank is what the plan says."""
+    groups = ranks // sequence
+    names = ["gpt2"] if groups > 1 else [name for name in SHAPED if sequence == 2 or SHAPED[name][1] in (LLAMA, {})]
+    cases = []
+    for name in names:
+        model = model_directory(tmp_path / name, SHAPED[name][0], **SHAPED[name][1])
+        words = (f"parallel.sequence={sequence}", *ALWAYS, "--accumulate", str(MICRO // groups))
+        words += CHECKPOINTED if name == "qwen3" else ()
+        case = Case(str(model), words, str(tmp_path / f"{name} out"), steps=STEPS, micro=MICRO, unequal=True)
+        cases.append(replace(case, evaluate=name == "gpt2"))
+    run_ranks(cases, count=ranks, folder=tmp_path / "ranks", script=ranked_bytes.__file__)
+    counted = [json.loads((tmp_path / f"ranks/counts-{rank}.json").read_text()) for rank in range(ranks)]
+    for number, case in enumerate(cases):
+        found, expected = case.seen[0], whole_rows(Path(case.model))
+        for (loss, norm), (its, length) in zip(found[:STEPS], expected, strict=False):
+            assert loss == pytest.approx(its, rel=1e-5), case.model
+            assert norm == pytest.approx(length, rel=1e-4), case.model
+        if case.evaluate:  # each group its own micro-batches, in turn, told by each of its ranks
+            told = [loss for loss, _ in expected[STEPS:] for _ in range(sequence)]
+            assert [loss for loss, _ in found[STEPS:]] == pytest.approx(told, rel=1e-5)
+            continue
+        shape = resolve_model(ModelSection(name=case.model, scratch=True), seed=0).shape
+        planned = plan_of(shape, "--model", case.model, "--scratch", *case.words, ranks=ranks)
+        sent = sum(one.written for one in planned.links if one.place == "gpus" and one.phase != "update")
+        for of_rank in counted:
+            assert of_rank[number]["pieces"] == pytest.approx(STEPS * sent, rel=0.02), case.model
+            assert of_rank[number]["pieces"] > 0
+
+
+def test_a_run_goes_on_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) -> None:
+    """From a checkpoint of two ranks that share rows: to the bit by such ranks; by one rank to 1e-5."""
+    model = model_directory(tmp_path / "model", "qwen3", **LLAMA)
+    words = ("parallel.sequence=2", *ALWAYS, "--accumulate", "2")
+    case = Case(str(model), words, str(tmp_path / "whole"), steps=4, micro=2)
+    first = replace(case, out=str(tmp_path / "first"), steps=2)
+    second = replace(case, out=str(tmp_path / "second"), steps=2, skip=2, load=first.out)
+    run_ranks([case, first, second], count=2, folder=tmp_path / "ranks")
+    assert case.seen[0] == first.seen[0] + second.seen[0]
+    assert case.seen[1] == second.seen[1]
+    with engine(model, "--engine", "tiered", *words[1:]) as alone:
+        alone.load(Path(first.out))
+        data = batches(8)
+        for (loss, norm), (its, length) in zip(second.seen[0], train(alone, data[4:], accumulate=2), strict=True):
+            assert loss == pytest.approx(its, rel=1e-5)
+            assert norm == pytest.approx(length, rel=1e-4)
+
+
+def test_the_command_trains_evaluates_and_samples(tmp_path: Path) -> None:
+    """Two ranks that share rows: the lines, the evaluations, the samples and the masters of one rank."""
+    words = [*TINY, "--steps", "4", "--dtype", "fp32", "train.eval_every=2", "train.sample_every=4", "--lr", "1e-3"]
+    words += ["model.overrides.resid_pdrop=0.0", "model.overrides.embd_pdrop=0.0", "model.overrides.attn_pdrop=0.0"]
+    told = []
+    for count in (1, 2):
+        output = tmp_path / f"out{count}"
+        runs = call_ranks(*words, f"parallel.sequence={count}", output=output, count=count)
+        assert not any(run.code for run in runs), runs[0].text[-3000:]
+        lines = [
+            [json.loads(line) for line in (output / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("metrics", "evaluations")
+        ]
+        sample = next(line for line in runs[0].text.splitlines() if "sample:" in line)
+        told.append((*lines, sample, load_file(output / "checkpoints/step-00000004/master.safetensors")))
+    (steps, losses, sample, one), (in_pieces, others, same, two) = told
+    for before, after in zip(steps, in_pieces, strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-5)
+        assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+        assert after["tokens"] == before["tokens"]
+    for before, after in zip(losses, others, strict=True):
+        assert after["validation_loss"] == pytest.approx(before["validation_loss"], rel=1e-5)
+    assert same == sample
+    for key, tensor in one.items():
+        if tensor.dim() > 1:  # biases of keys have no gradient but rounding
+            assert (two[key] - tensor).norm() < 1e-3 * tensor.norm(), key
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+SHAPE = SHAPES["gpt2-medium"]  # 16 heads
+
+
+def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
+    """Beside masks and the all-to-alls' buffers; and ranks that share rows are no more tokens a step."""
+    words = ("--micro-batch", "1", "model.checkpointing=on", "--params", "cpu")
+    whole, pieces, short = (
+        plan_of(SHAPE, *words, "--seq-len", str(length), f"parallel.sequence={count}", ranks=4, gpu=80 * GB)
+        for length, count in ((1024, 1), (1024, 4), (256, 1))
+    )
+
+    def held(plan: Plan) -> dict[str, int]:
+        return {item.name: item.bytes for item in plan.items if item.tier == "gpu"}
+
+    assert held(pieces)["all-to-alls"] == 4 * 2 * 256 * 4 * 1024  # ranks x bytes x tokens x queries, keys, values, one
+    assert "all-to-alls" not in held(whole)
+    for name in ("block inputs", "activations"):
+        assert held(pieces)[name] == held(short)[name] < held(whole)[name]
+    assert (pieces.tokens_per_step, whole.tokens_per_step) == (1024, 4096)
+    assert any("a GPU has 256 of the 1024 tokens of a row; 1 group(s) of 4 ranks" in note for note in pieces.notes)
+    work = workload(load_config([*words, "parallel.sequence=4"]), SHAPE, world=8)
+    assert (work.data, work.added, work.length) == (2, 8, 256)
+
+
+def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
+    config = load_config(["train.tokens_per_step=8192", "parallel.sequence=2"])
+    settled, plan = settle_and_plan(config, SHAPE, probe_machine(), world=4)
+    assert settled.train.micro_batch * settled.train.accumulate == 8192 // 1024 // 2
+    assert plan.tokens_per_step == 8192
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "changes", "told"),
+    [
+        (["parallel.sequence=2"], 1, {}, r"parallel.sequence=2 with 1 rank\(s\): a multiple of 2 is needed"),
+        (["parallel.sequence=2"], 3, {}, r"with 3 rank\(s\): a multiple of 2"),
+        (["parallel.sequence=3"], 3, {}, "16 attention heads are not a multiple of 3"),
+        (["parallel.sequence=4", "--seq-len", "1022"], 4, {}, "rows of 1022 tokens are not a multiple of 4"),
+        (["parallel.sequence=2"], 2, {"heads": 0}, "number of attention heads is not known"),
+        (["parallel.sequence=2"], 2, {"packed": True}, "data.packing=on: no mask is made between documents"),
+    ],
+)
+def test_what_cannot_be_in_pieces_is_refused(words: list[str], ranks: int, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        plan_of(replace(SHAPE, **changes), *words, ranks=ranks)
+
+
+def test_a_session_has_rows_of_its_callers() -> None:
+    config = load_config(["parallel.sequence=2"])
+    with pytest.raises(UserError, match="rows of a session are its caller's"):
+        make_plan(config, SHAPE, probe_machine(), world=2, saves=False)

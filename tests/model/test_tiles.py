@@ -1,0 +1,291 @@
+"""MLPs on a piece of the row at a time: which parts can, and that nothing else changes. Against transformers alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from bench_of_engines import REFERENCE, assert_same, batches, engine, masters, model_directory, train
+from late import LateDevice, LateTransfers
+from queues import queued
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import offload_trainer.plan.layout as layout
+from offload_trainer.config import ModelSection
+from offload_trainer.model.positionwise import tileable, with_tiles
+from offload_trainer.model.source import block_names, resolve_model
+from offload_trainer.model.tiles import tile
+from offload_trainer.offloading.device import CpuDevice
+
+TILED = {  # the part of each block that is found
+    "gpt2": "mlp",
+    "llama, untied": "mlp",
+    "gemma2, soft-capped": "mlp",
+    "falcon-h1, whose head reads a scale of the body": "feed_forward",
+    "mixtral, experts": "mlp",
+    "qwen2moe, shared expert": "mlp",
+}
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(5)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(ARCHITECTURES[name]), dtype=dtype).train()
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_in_pieces_a_model_has_its_loss_and_gradients(name: str) -> None:
+    """Of transformers' own in one piece, with checkpointing and without; pieces that do not divide the rows."""
+    model = model_of(name)
+    found = tileable(model, block_names)
+    assert found == [f"{block}.{TILED[name]}" for block in block_names(model)]
+    tokens = torch.randint(99, (2, 31))
+    expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    expected.backward()
+    for checkpointing in (False, True):
+        tiled = model_of(name)
+        if checkpointing:
+            tiled.gradient_checkpointing_enable({"use_reentrant": False})
+        for part in found:
+            tile(tiled.get_submodule(part), chunk=13)
+        loss = tiled(input_ids=tokens, labels=tokens, use_cache=False).loss
+        assert float((loss - expected).detach().abs()) < 1e-5
+        loss.backward()
+        for (weight, one), other in zip(tiled.named_parameters(), model.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), weight
+            if one.grad is not None:
+                assert torch.allclose(one.grad, other.grad, atol=1e-6, rtol=1e-4), weight
+
+
+def test_a_weight_gets_one_gradient_and_pieces_are_all_that_exists() -> None:
+    part = LlamaMLP(ARCHITECTURES["llama, untied"])
+    tile(part, chunk=10)
+    gradients, sizes = [], []
+    for weight in part.parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.shape))
+    part.gate_proj.register_forward_hook(lambda *given: sizes.append(tuple(given[2].shape)))
+    part(torch.randn(2, 16, 32, requires_grad=True)).sum().backward()
+    assert sizes == 2 * [(1, 10, 48), (1, 10, 48), (1, 10, 48), (1, 2, 48)]
+    assert sorted(gradients) == sorted(weight.shape for weight in part.parameters())
+
+
+def test_gradients_of_pieces_are_rounded_once() -> None:
+    """In bf16 as near to those in fp32 as in one piece, which 64 of them added up in bf16 are not."""
+    wide = LlamaMLP(ARCHITECTURES["llama, untied"])
+    torch.manual_seed(1)
+    for weight in wide.parameters():
+        nn.init.normal_(weight, 0, 0.2)
+    x, weighed = torch.randn(1, 1024, 32).bfloat16(), (1 + torch.randn(1, 1024, 32)).bfloat16()
+
+    def gradients(part: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        (part(x.to(dtype)) * weighed.to(dtype)).sum().backward()
+        return [weight.grad.float() for weight in part.parameters()]
+
+    narrow = copy.deepcopy(wide).bfloat16()
+    exact = copy.deepcopy(narrow).float()
+    tiled, added = copy.deepcopy(narrow), copy.deepcopy(narrow)
+    tile(tiled, chunk=16)
+    given = list(zip(x.split(16, 1), weighed.split(16, 1), strict=True))
+    for piece, weight in given:
+        (added(piece) * weight).sum().backward()
+    reference = gradients(exact, torch.float32)
+
+    def apart(found: list[torch.Tensor]) -> float:
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True))
+
+    whole, pieces = apart(gradients(narrow, torch.bfloat16)), apart(gradients(tiled, torch.bfloat16))
+    assert pieces < 1.5 * whole
+    assert apart([weight.grad.float() for weight in added.parameters()]) > 1.5 * whole
+
+
+def test_the_backward_draws_the_dropout_of_the_forward() -> None:
+    """The reference runs the pieces one after the other and keeps all of them."""
+    torch.manual_seed(2)
+    part = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.4), nn.GELU(), nn.Linear(32, 8), nn.Dropout(0.2))
+    expected, x = copy.deepcopy(part), torch.randn(3, 9, 8, requires_grad=True)
+    torch.manual_seed(3)
+    kept = torch.cat([expected(piece) for piece in x.view(1, 27, 8).split(5, 1)], 1).view(3, 9, 8)
+    after = torch.rand(1)
+    kept.square().sum().backward()
+    wanted, x.grad = x.grad, None
+    tile(part, chunk=5)
+    torch.manual_seed(3)
+    output = part(x)
+    assert torch.equal(output, kept)
+    assert torch.equal(torch.rand(1), after)
+    state = torch.get_rng_state()
+    output.square().sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.allclose(x.grad, wanted, atol=1e-6)
+    for one, other in zip(part.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-5)
+
+
+def test_a_checkpointed_block_that_ends_with_its_mlp_runs_it_as_often_as_without_pieces() -> None:
+    """The recomputation stops at its input: two forwards of each piece. Gemma 2 has a norm behind it, so a third."""
+    runs = {}
+    for name in ("llama, untied", "gemma2, soft-capped"):
+        model = model_of(name)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        seen: list[torch.Size] = []
+        for block in block_names(model):
+            part = model.get_submodule(block).mlp
+            tile(part, chunk=20)
+            part.up_proj.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].shape))
+        tokens = torch.randint(99, (1, 60))
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        runs[name] = len(seen) / 2 / 3  # of each block, a piece
+    assert runs == {"llama, untied": 2, "gemma2, soft-capped": 3}
+
+
+# -- which parts ------------------------------------------------------------------------------------------------------
+
+
+class Looks(LlamaMLP):
+    """At the token before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.1 * nn.functional.pad(x, (0, 0, 1, -1)))
+
+
+class Capacity(LlamaMLP):
+    """Has room for 100 tokens that point the same way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        alike = (nn.functional.normalize(flat) @ nn.functional.normalize(flat[:1]).T > 0.99).squeeze(1)
+        return super().forward(x) * ~(alike & (alike.cumsum(0) > 100)).view(*x.shape[:-1], 1)
+
+
+class Draws(LlamaMLP):
+    """Noise of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+class InEights(LlamaMLP):
+    """The mean of each eight tokens, which pieces of eights would not show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        eights = nn.functional.pad(flat, (0, 0, 0, -len(flat) % 8)).view(-1, 8, x.shape[-1])
+        return super().forward(x + eights.mean(1).repeat_interleave(8, 0)[: len(flat)].view_as(x))
+
+
+@pytest.mark.parametrize("kind", [Looks, Capacity, Draws, InEights, LlamaMLP])
+def test_what_computes_no_token_by_itself_is_found_out(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", kind)
+    model = model_of("llama, untied")
+    assert type(model.model.layers[0].mlp) is kind
+    assert bool(tileable(model, block_names)) == (kind is LlamaMLP)
+
+
+def test_routers_whose_logits_are_a_loss_are_left_whole() -> None:
+    """They are gathered beside the output: a trial of the part alone would not show it."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4}
+    for asked in (False, True):
+        model = AutoModelForCausalLM.from_config(MixtralConfig(**shape, output_router_logits=asked))
+        assert bool(tileable(model, block_names)) != asked
+
+
+def test_nothing_of_a_recurrence_is_taken_apart() -> None:
+    config = RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=64)
+    model = AutoModelForCausalLM.from_config(config)
+    assert tileable(model, block_names) == []
+
+
+# -- in the engines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "SMALL", 0)
+
+
+HOMES = {
+    "in RAM": ["--params", "cpu", "tiered.unit_buffers=2", "model.checkpointing=off"],
+    "drive": ["--params", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2", "model.checkpointing=on"],
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_path: Path) -> None:
+    """Two micro-batches a step, checkpointing off and on, copies late and out of order."""
+    model = model_directory(tmp_path / name, name)
+    words = ["--accumulate", "2", "model.dtype=fp32"]
+    with engine(model, *words, *REFERENCE) as whole:
+        expected = train(whole, batches(6), accumulate=2)
+        weights = masters(whole)
+    words += ["model.mlp_chunk=7"]
+    with engine(model, *words, *REFERENCE) as plain:
+        assert len(plain._module.model.model.layers[0].mlp.forward.pieces(torch.zeros(2, 24, 4))) == 7
+        tiled = train(plain, batches(6), accumulate=2)
+        bits = masters(plain)
+    assert torch.allclose(torch.tensor(tiled), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert all(float((bits[one] - weights[one]).abs().mean()) < 1e-4 for one in weights)
+    for home, more in HOMES.items():
+        (tmp_path / home).mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
+            with engine(model, *words, *more, drives=[tmp_path / home], device=LateDevice()) as ours:
+                assert train(ours, batches(6), accumulate=2) == tiled, home
+                assert_same(masters(ours), bits)
+
+
+def test_in_a_gpus_queues_no_bit_changes(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "qwen3", "qwen3")
+    words = ["model.mlp_chunk=7", "model.checkpointing=on", "--params", "cpu", "tiered.unit_buffers=2"]
+    with engine(model, *words) as ours:
+        expected = train(ours, batches(3))
+    with pytest.MonkeyPatch.context() as patch, queued(patch, haste=0.05) as cuda:
+        device = cuda.device(staging_bytes=1 << 20, stagings=2)
+        with engine(model, *words, device=device) as ours:
+            assert train(ours, batches(3)) == expected
+
+
+class Fetching(CpuDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched = 0
+
+    def fetch(self, *given: Any, **words: Any) -> Any:
+        self.fetched += 1
+        return super().fetch(*given, **words)
+
+
+def test_a_piece_fetches_nothing_again(tmp_path: Path) -> None:
+    model, counts = model_directory(tmp_path / "qwen3", "qwen3"), {}
+    for chunk in ("off", "5"):
+        device = Fetching()
+        words = [f"model.mlp_chunk={chunk}", "model.checkpointing=on", "--params", "cpu", "tiered.unit_buffers=2"]
+        with engine(model, *words, device=device) as ours:
+            train(ours, batches(3))
+        counts[chunk] = device.fetched
+    assert counts["off"] == counts["5"] > 3 * 5
+
+
+def test_a_source_says_what_was_found_and_counts_it(tmp_path: Path) -> None:
+    given = {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}
+    given |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    opt = resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
+    assert with_tiles(opt) is opt  # its two products are no module of their own
+    source = resolve_model(ModelSection(), seed=0)
+    shape = with_tiles(source).shape
+    assert (source.shape.tiles, shape.tiles[:1], len(shape.tiles)) == ((), ("transformer.h.0.mlp",), 6)
+    assert shape.on_gpu == source.shape.on_gpu
+    assert shape.tiled_on_gpu is not None
+    assert shape.on_gpu is not None
+    whole, tiled = shape.on_gpu.kinds[0], shape.tiled_on_gpu.kinds[0]
+    # The MLP's insides, four times as wide, are kept no more: they are held for a piece at a time.
+    assert whole.kept.token - tiled.kept.token > 4 * 4 * 256
+    assert max(moment.piece for moment in tiled.backward) > 4 * 4 * 256
+    assert all(moment.piece == 0 for moment in whole.backward)

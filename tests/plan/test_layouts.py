@@ -1,0 +1,162 @@
+"""What the candidates of a plan lay out alike is worked out once, and is what each would have worked out alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from plans import SHAPES, wish
+from test_time import timed
+
+from offload_trainer.plan import norm_parts, rings, sizes
+from offload_trainer.plan.choose import settle_and_plan
+from offload_trainer.plan.layout import ALIGN, ELSEWHERE, Page, Unit, homes_of, on_node, pages_of, stretch_of, units_of
+from offload_trainer.plan.norm_parts import given, piece_width
+from offload_trainer.plan.norm_parts import norm_parts as parts_of
+from offload_trainer.plan.rings import fetches
+from offload_trainer.plan.routes import route_of, routes_of
+from offload_trainer.plan.shape import ModelShape, Weight
+
+
+def uneven() -> ModelShape:
+    """Blocks that are alike, but for one with a frozen weight, and sizes that do not divide."""
+    weights = [Weight("wte", (3001, 300), unit="wte", uses=2)]
+    for layer in range(4):
+        unit = f"h.{layer}"
+        weights += [
+            Weight(f"{unit}.ln", (300,), unit=unit, block=True),
+            Weight(f"{unit}.q", (300, 301), unit=unit, block=True, trainable=layer != 2),
+            Weight(f"{unit}.f", (1201, 300), unit=unit, block=True),
+        ]
+    return ModelShape(tuple(weights), layers=4, hidden=300, vocabulary=3001, context=64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize(("ram", "speeds"), [(1.0, []), (0.4, [2.0, 1.0]), (0.0, [1.0])])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_each_rank_divides_its_stretches_as_if_it_were_alone(
+    ranks: int, ram: float, speeds: list[float], ahead: bool
+) -> None:
+    units = units_of(uneven())
+    how = {"page": 9 * ALIGN, "ram_fraction": ram, "speeds": speeds, "ahead": ahead}
+    found: list[Page] = []
+    for rank in range(ranks):
+        stretches = [stretch_of(unit, rank, ranks=ranks) for unit in units]
+        alone = [replace(unit, trained=end - first) for unit, (first, end) in zip(units, stretches, strict=True)]
+        found += [replace(page, start=page.start + stretches[page.unit][0]) for page in pages_of(alone, **how)]
+    assert pages_of(units, ranks=ranks, **how) == tuple(sorted(found, key=lambda page: (page.unit, page.start)))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
+    """Counted one by one: by rank, homes and size; and each goes the way of the first of its kind."""
+    units = units_of(uneven())
+    shares = {"gpu_fraction": 0.0 if ranks > 1 else 0.2, "ram_fraction": 0.4, "speeds": [2.0, 1.0]}
+    pages = pages_of(units, page=9 * ALIGN, ranks=ranks, **shares)
+    homes = homes_of(units, pages, params="nvme", gradients="nvme", speeds=[2.0, 1.0], ranks=ranks)
+    homes = on_node(homes, range(max(1, ranks // 2)))
+    owners = homes.owners or (0,) * len(homes.pages)
+    kinds = [
+        (rank, homes.weights[page.unit], homes.gradients[page.unit], page.home, page.elements)
+        for page, rank in zip(homes.pages, owners, strict=True)
+    ]
+    alike = {(one.rank, one.weights, one.gradients, one.page.home, one.page.elements): one for one in homes.alike}
+    assert {kind: one.count for kind, one in alike.items()} == Counter(kinds)
+    assert len(homes.alike) < len(homes.pages)
+    assert [one.number for one in homes.alike] == sorted(one.number for one in homes.alike)
+    assert any(one.page.home == ELSEWHERE for one in homes.alike) == (ranks > 1)
+    ways = {number: route_of(number, page, homes, is_gpu=True) for number, page in enumerate(homes.pages)}
+    for route in routes_of(homes, is_gpu=True):
+        first = alike[kinds[route.number]]
+        assert homes.pages[first.number] == first.page
+        theirs = ways[first.number]
+        assert (theirs.through_host, theirs.through_device) == (route.through_host, route.through_device)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_units_that_lie_alike_give_the_same_pieces(ordered: bool) -> None:
+    """Against each weight of each unit asked by itself."""
+    units, ranks = units_of(uneven()), 5
+    each = [
+        (rank, part[0], part[2] - part[1])
+        for unit in units
+        for place in unit.places
+        for rank in range(ranks)
+        if place.weight.trainable
+        if (
+            part := parts_of(
+                unit, place, width=piece_width(place.weight.numel, ordered=ordered), rank=rank, ranks=ranks
+            ).gives
+        )
+    ]
+    assert given(units, ranks=ranks, ordered=ordered) == each
+    assert len({unit.trained for unit in units if unit.block}) == 2
+
+
+def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all candidates, ways and micro-batches together."""
+    divided: list[str] = []
+    laid_out: list[ModelShape] = []
+
+    def divide(units: object, **how: object) -> tuple[Page, ...]:
+        divided.append(str(how))
+        return pages_of(units, **how)  # type: ignore[arg-type]
+
+    def lay_out(shape: ModelShape) -> object:
+        laid_out.append(shape)
+        return units_of(shape)
+
+    monkeypatch.setattr(sizes, "pages_of", divide)
+    monkeypatch.setattr(sizes, "units_of", lay_out)
+    config = wish("--ram-fraction", "0.5", "train.tokens_per_step=2048", "--seq-len", "1024")
+    _, plan = settle_and_plan(config, SHAPES["gpt2-medium"], timed())
+    assert plan.fits
+    assert plan.rejected
+    assert len(plan.ways) == 4
+    assert len(laid_out) == 1
+    assert len(divided) == len(set(divided)) > 1
+
+
+def test_of_many_units_that_lie_alike_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    alone = norm_parts._given_of
+
+    def ask(unit: object, place: object, **how: object) -> object:
+        asked.append(place.weight.name)  # type: ignore[attr-defined]
+        return alone(unit, place, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(norm_parts, "_given_of", ask)
+    given(units_of(uneven()), ranks=3, ordered=True)
+    assert asked == ["wte", "h.0.q", "h.0.f", "h.0.ln", "h.2.f", "h.2.ln"]
+
+
+def test_an_order_that_comes_again_is_walked_until_it_repeats_itself() -> None:
+    """Units, orders and buffers drawn at random: the fetches of the order written out as often as it comes."""
+    draw = random.Random(7)
+    for _ in range(300):
+        count = draw.randint(1, 8)
+        units = [
+            Unit(index, str(index), block, (), trained=0, elements=ALIGN * (3 if block else draw.randint(1, 4)))
+            for index, block in enumerate(draw.choices((True, False), k=count))
+        ]
+        order = draw.choices(range(count), k=draw.randint(1, 14))
+        away, times, blocks = draw.sample(units, draw.randint(0, count)), draw.randint(1, 9), draw.randint(1, 4)
+        assert fetches(away, order, blocks=blocks, times=times) == fetches(away, order * times, blocks=blocks)
+
+
+def test_a_step_of_many_micro_batches_is_counted_without_walking_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[object] = []
+    once = rings._Walk.once
+
+    def walk(self: rings._Walk) -> list[tuple[int, int]]:
+        walked.append(self)
+        return once(self)
+
+    monkeypatch.setattr(rings._Walk, "once", walk)
+    blocks = [Unit(index, str(index), True, (), trained=0, elements=ALIGN) for index in range(20)]
+    order = [*range(20), *reversed(range(20))]
+    found = fetches(blocks, order, blocks=3, times=1000)
+    assert len(walked) < 5
+    assert len(found) == len(fetches(blocks, order * 3, blocks=3)) + 997 * (20 - 3) * 2

@@ -1,0 +1,31 @@
+"""A row of 32k tokens where there is no room for its MLPs whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import LIMIT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import long_rows
+
+
+@pytest.mark.box
+@pytest.mark.slow
+def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path) -> None:
+    """Whole it is refused, or killed; in pieces the plan lets it run, with the losses of the whole."""
+    inside = ["sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box"]
+    found = long_rows.tiles(tmp_path, tokens=32768, dtype="fp32", box=inside)
+    whole, pieces = found["whole, outside"], found["in pieces"]
+    assert (whole.code, whole.chunk) == (0, 0), whole.said[-2000:]
+    assert whole.planned > 1.5 * LIMIT
+    assert found["whole"].code == 2
+    assert "ram needs" in found["whole"].said
+    assert found["whole, --force"].code == long_rows.KILLED
+    assert pieces.code == 0, pieces.said[-2000:]
+    assert 0 < pieces.chunk < 32768
+    assert pieces.peak <= LIMIT
+    assert len(pieces.losses) == 2
+    assert pieces.losses == pytest.approx(whole.losses, abs=1e-5)

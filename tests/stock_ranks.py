@@ -1,0 +1,112 @@
+"""Several ranks of stock DeepSpeed: what each step gave, and the bytes that its collectives carried.
+
+run_stock_ranks(folder, words, ranks=2)      so many, in forks; FOLDER holds `model`, a directory with weights
+planned_bytes(folder, words, ranks=2)        what their plan says of the collectives
+stock_ranks.py FOLDER RANK RANKS STEPS WORDS...      one of them
+
+Rank 0 prints {"steps": [(loss, gradient norm), ...], "bytes": [of a rank in each step], "calls": {what: how often},
+"stage": ZeRO's} as JSON, and leaves FOLDER/masters.safetensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_of_engines import batches, masters, train
+from conftest import start
+from counted import EPS, LR, masked
+from deepspeed_alone import build
+from safetensors.torch import save_file
+
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.settings import load_config
+
+ACCUMULATE = 2
+NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+calls: Counter[str] = Counter()
+moved = [0.0]  # bytes, of each step
+
+
+def run_stock_ranks(folder: Path, *words: object, ranks: int, steps: int = 3) -> dict[str, Any]:
+    """What rank 0 prints."""
+    said = [folder / f"said{rank}" for rank in range(ranks)]
+    started = [
+        start(__file__, folder, rank, ranks, steps, *words, stdout=out, stderr=out, stock=True)
+        for rank, out in enumerate(said)
+    ]
+    codes = [process.wait(300) for process in started]
+    assert not any(codes), [out.read_text()[-3000:] for out in said]
+    found: dict[str, Any] = json.loads(said[0].read_text().splitlines()[-1])
+    return found
+
+
+def planned_bytes(folder: Path, *words: str, ranks: int) -> int:
+    """Through each rank in a step, of FOLDER/model as it is trained here."""
+    told = ["--accumulate", str(ACCUMULATE), "--micro-batch", "2", "--seq-len", "24", "--save-every", "0", *words]
+    config = load_config(["--model", str(folder / "model"), "--engine", "deepspeed", *told])
+    shape = resolve_model(config.model, seed=0).shape
+    plan = make_plan(config, shape, probe_machine(), world=ranks)
+    return sum(one.written for one in plan.links if one.place == "gpus")
+
+
+def ring_bytes(name: str, args: tuple[Any, ...], count: int) -> float:
+    """What a ring of `count` ranks moves through each of them."""
+    part = (count - 1) / count
+    if name == "all_reduce":
+        return float(2 * part * args[0].nbytes)
+    if name in ("all_gather", "reduce_scatter"):
+        whole = args[0] if name == "all_gather" else args[1]
+        return float(part * sum(one.nbytes for one in whole))
+    if name in ("all_gather_into_tensor", "reduce"):
+        return float(part * args[0].nbytes)
+    return float(part * args[1].nbytes)  # reduce_scatter_tensor
+
+
+def count_collectives() -> None:
+    """From now on; what is less than 100 bytes are losses, norms and flags, which the plan does not count."""
+    for name in NAMES:
+        inner: Callable[..., Any] = getattr(torch.distributed, name)
+
+        def counting(*args: Any, name: str = name, inner: Callable[..., Any] = inner, **words: Any) -> Any:
+            given = inspect.signature(inner).bind(*args, **words).arguments
+            members = torch.distributed.get_world_size(given.get("group"))
+            size = ring_bytes(name, tuple(given.values()), members)
+            if size >= 100:
+                moved[-1] += size
+                calls[f"{name} of {members}"] += 1
+            return inner(*args, **words)
+
+        setattr(torch.distributed, name, counting)
+
+
+def main() -> None:
+    folder, rank, ranks, steps = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # of no use: they meet at a file
+    count_collectives()
+    meeting = f"file://{folder}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    engine = build(folder, ["--accumulate", str(ACCUMULATE), f"optim.eps={EPS}", *sys.argv[5:]])
+    data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]  # as in a run
+    calls.clear()
+    found = train(engine, data, accumulate=ACCUMULATE, lr=LR, before=lambda _: moved.append(0.0))
+    stage = engine._engine.zero_optimization_stage()
+    said = {"steps": found, "bytes": moved[1:], "calls": dict(calls), "stage": stage}
+    held = masters(engine)
+    if rank == 0:
+        save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "masters.safetensors")
+        print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

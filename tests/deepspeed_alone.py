@@ -1,6 +1,8 @@
 """A process of its own for stock DeepSpeed in one placement: prints what the test compares, as JSON.
 
-deepspeed_alone.py FOLDER WORDS...      FOLDER holds `model`, a directory with weights
+deepspeed_alone.py FOLDER [late] WORDS...      FOLDER holds `model`, a directory with weights
+
+`late`: what goes to drives behind the work gets there when it is waited for, and not before.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_of_engines import batches, masters, train
@@ -41,12 +44,31 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
     return DeepSpeedEngine(source, config.model, config.optim, placement=plan.placement, words=told)
 
 
+def write_late() -> None:
+    """Writes of sub-groups are begun when something waits for them."""
+    from deepspeed.runtime.swap_tensor import pipelined_optimizer_swapper as pipelined
+
+    write, wait = pipelined.swap_out_tensors, pipelined.OptimizerSwapOp.wait
+    held: list[tuple[Any, ...]] = []
+
+    def waited(operation: Any) -> None:
+        while held and not operation.read_op:
+            write(*held.pop(0))
+        wait(operation)
+
+    pipelined.swap_out_tensors = lambda *words: held.append(words)
+    pipelined.OptimizerSwapOp.wait = waited
+
+
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def main() -> None:
     folder, words = Path(sys.argv[1]), sys.argv[2:]
+    if words[0] == "late":
+        write_late()
+        words = words[1:]
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     engine = build(folder, words)
     stored = load_file(folder / "model/model.safetensors")

@@ -250,6 +250,7 @@ class DeepSpeedEngine:
             write_weight(name, parameter, as_parameter(part, self._dtype))
         else:
             safe_set_full_optimizer_state(parameter, value, kind)
+        _await_swap_out(self._optimizer)
 
     def _base_states(self) -> dict[torch.Tensor, dict[str, Any]]:
         return self._optimizer.optimizer.state
@@ -320,6 +321,17 @@ def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torc
 
         return bitsandbytes.optim.AdamW8bit(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def _await_swap_out(zero: Any) -> None:
+    """Until the sub-group of the weight that was set last is on the drive.
+
+    With `pipeline_write` setting one leaves the sub-group's write behind, and setting the next one reads it from the
+    drive again: what had not arrived there would be lost, and what was there before trained on (seen in 0.19.8).
+    """
+    swapper: Any = getattr(zero, "optimizer_swapper", None)
+    if getattr(swapper, "swap_ops", {}).get("async_swap_out"):
+        swapper._complete_swap_out("async_swap_out")
 
 
 def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:

@@ -38,6 +38,19 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
     assert found["kept"]
 
 
+@pytest.mark.ops
+def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) -> None:
+    """Several weights share a sub-group, which is read and written for each; its last write is behind."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
+    words = ["--optimizer", "nvme", "--accumulate", "2", "deepspeed.sub_group_size=1000000", "model.checkpointing=off"]
+    done = run_script(HERE / "deepspeed_alone.py", tmp_path, "late", *words, stock=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["begun"]
+    assert found["kept"]
+
+
 ZERO = {  # by its stage, and where weights and state live
     "1": ["deepspeed.zero_stage=1", "--optimizer", "cpu"],
     "1 gpu": ["deepspeed.zero_stage=1", "--optimizer", "gpu"],

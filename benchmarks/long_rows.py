@@ -1,33 +1,50 @@
-"""Long rows in bounded memory: MLPs in pieces, and blocks' inputs in host memory or on a drive. Plan beside run.
+"""Activations in bounded memory: MLPs in pieces; blocks' inputs elsewhere, or over ranks. Plan beside run.
 
     python benchmarks/long_rows.py tiles  --drive DIR [--tokens 32768] [--dtype fp32] [--box "box --ram 1536M --"]
     python benchmarks/long_rows.py inputs --drive DIR [--dtype fp32]
 
 `tiles`: one row of a small Llama with wide MLPs, whole outside of the box, then inside it: whole, which the plan
 refuses; whole all the same (--force), which the kernel kills; and in pieces, as the plan chooses. `inputs`: 96 narrow
-blocks, whose inputs are most of what is held, kept as they are, in host memory, on the drive.
+blocks, whose inputs are most of what is held, kept as they are, in host memory, on the drive; by two ranks, each of
+half of every row (parallel.sequence), and of all of them with half of each product (parallel.tensor), whole and halved
+(parallel.partition_activations).
 
-Prints for each run its exit code, the peak of resident memory beside what the plan says, and the losses.
+Prints for each run its exit code, the peak of resident memory beside what the plan says, of all ranks, and the losses.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ranks_memory import ranks_below
+
 from offload_trainer.storage.removal import scratch
 
 _LLAMA = {"model_type": "llama", "vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+_STOCK = ["--engine", "deepspeed", "--gpus", "2", "--optimizer", "cpu"]
 WIDE = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
-DEEP = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 96, "num_attention_heads": 2}
+DEEP = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 96, "num_attention_heads": 2}
+TOKENS, ROWS = 128, 64  # short rows, so that attention is little
+STEPS = 2
 KILLED = -9
+INPUTS = {
+    "here": ["--engine", "tiered"],
+    "in host memory": ["--engine", "tiered", "model.offload_activations=cpu"],
+    "on the drive": ["--engine", "tiered", "model.offload_activations=nvme"],
+    "sequence 2": ["--engine", "tiered", "--gpus", "2", "parallel.sequence=2"],
+    "tensor 2, whole": [*_STOCK, "parallel.tensor=2"],
+    "tensor 2, in parts": [*_STOCK, "parallel.tensor=2", "parallel.partition_activations=true"],
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +52,14 @@ class Found:
     """A finished run."""
 
     code: int
-    peak: int  # bytes of resident memory up to the last step; 0 where there was none
+    peaks: tuple[int, ...]  # bytes of resident memory of each rank up to the last step; none where there was no step
     losses: tuple[float, ...]
     plan: dict[str, Any]  # empty where there is none
     said: str  # on stderr
+
+    @property
+    def peak(self) -> int:
+        return sum(self.peaks)
 
     @property
     def planned(self) -> int:
@@ -50,32 +71,48 @@ class Found:
 
 
 def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequence[str] = ()) -> Found:
-    """Two steps of a model of this shape in a process of its own, its output in `folder`."""
+    """Two steps of a model of this shape in processes of its own, its output in `folder`."""
     model, output = folder / f"model-{name}", folder / f"run-{name}"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(_LLAMA | shape))
-    always = ["--scratch", "--tokenizer", "builtin", "--steps", "2", "--save-every", "0", "train.eval_every=0"]
-    always += [f"data.cache={folder}/cache", "placement.threads=2", "--engine", "tiered", "model.checkpointing=on"]
-    command = [sys.executable, "-m", "offload_trainer", "--model", str(model), "--output", str(output), *always, *words]
+    always = ["--scratch", "--tokenizer", "builtin", "--steps", str(STEPS), "--save-every", "0", "train.eval_every=0"]
+    always += [f"data.cache={folder}/cache", "model.checkpointing=on"]
+    command = [sys.executable, "-m", "offload_trainer", "train", "--model", str(model), "--output", str(output)]
+    told, steps = output / "plan.json", output / "metrics.jsonl"
+    ranks: dict[int, int] = {}
     with (folder / f"{name}.txt").open("w+") as said:
-        child = subprocess.run([*box, *command], stdout=subprocess.DEVNULL, stderr=said, check=False)
+        child = subprocess.Popen([*box, *command, *always, *words], stdout=subprocess.DEVNULL, stderr=said)
+        while child.poll() is None:
+            if not steps.exists() or steps.read_bytes().count(b"\n") < STEPS:  # exports are none of the plan's
+                ranks |= {pid: size for pid in ranks_below(child.pid) if (size := peak_of(pid))}
+            time.sleep(0.05)
         said.seek(0)
         text = said.read()
-    told, steps = output / "plan.json", output / "metrics.jsonl"
     lines = [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
+    # Its own words of the kernel's VmHWM: the maximum that wait4 tells outlives exec, so it may be this process's.
+    own = [lines[-1]["host_rss_bytes"]] if lines else []
     return Found(
         code=child.returncode,
-        # Its own words of the kernel's VmHWM: the maximum that wait4 tells outlives exec, so it may be this process's.
-        peak=lines[-1]["host_rss_bytes"] if lines else 0,
+        peaks=tuple(ranks.values()) if len(ranks) > 1 else tuple(own),
         losses=tuple(line["loss"] for line in lines),
         plan=json.loads(told.read_text()) if told.exists() else {},
         said=text,
     )
 
 
+def peak_of(pid: int) -> int:
+    """Bytes that a process ever had resident; 0 where it is gone."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
 def tiles(folder: Path, *, tokens: int, dtype: str, box: Sequence[str]) -> dict[str, Found]:
     shape = WIDE | {"max_position_embeddings": tokens}
     words = ["--seq-len", str(tokens), "--micro-batch", "1", "--dtype", dtype, "data.validation=0"]
+    words += ["--engine", "tiered", "placement.threads=2"]
     whole = "model.mlp_chunk=off"
     return {
         "whole, outside": run(folder, "outside", shape, *words, whole),
@@ -85,13 +122,15 @@ def tiles(folder: Path, *, tokens: int, dtype: str, box: Sequence[str]) -> dict[
     }
 
 
-def inputs(folder: Path, *, drive: Path, dtype: str) -> dict[str, Found]:
-    shape = DEEP | {"max_position_embeddings": 1024}
-    words = ["--seq-len", "1024", "--micro-batch", "32", "--dtype", dtype, "--nvme", str(drive), "data.validation=0"]
-    return {
-        home: run(folder, home, shape, *words, "--ram-fraction", "1", f"model.offload_activations={home}")
-        for home in ("false", "cpu", "nvme")
-    }
+def inputs(folder: Path, *, drive: Path, dtype: str, only: str = "") -> dict[str, Found]:
+    shape, found = DEEP | {"max_position_embeddings": TOKENS}, {}
+    always = ["--seq-len", str(TOKENS), "--micro-batch", str(ROWS), "--dtype", dtype, "data.validation=0"]
+    for name, words in INPUTS.items():
+        if only not in name:
+            continue
+        own = [] if "deepspeed" in words else ["--nvme", str(drive), "--ram-fraction", "1"]
+        found[name] = run(folder, name.replace(" ", "-"), shape, *always, *own, *words)
+    return found
 
 
 def main() -> None:
@@ -100,21 +139,27 @@ def main() -> None:
     parser.add_argument("--drive", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--only", default="", help="of `inputs`, those with these words in their name")
+    parser.add_argument("--items", action="store_true", help="print what the plan counts of host memory")
     parser.add_argument("--box", default="", help="what a command is run in, such as `box --ram 1536M --`")
     wishes = parser.parse_args()
     with scratch("long-rows-", directory=wishes.drive) as folder:
         if wishes.what == "tiles":
             found = tiles(folder, tokens=wishes.tokens, dtype=wishes.dtype, box=shlex.split(wishes.box))
         else:
-            found = inputs(folder, drive=wishes.drive, dtype=wishes.dtype)
+            found = inputs(folder, drive=wishes.drive, dtype=wishes.dtype, only=wishes.only)
         for name, one in found.items():
             losses = ", ".join(f"{loss:.6f}" for loss in one.losses) or one.said.strip().splitlines()[-1:]
             ratio = f" ({one.peak / one.planned:.3f})" if one.planned else ""
+            ranks = f" ({' + '.join(f'{peak / 1e9:.3f}' for peak in one.peaks)})" if len(one.peaks) > 1 else ""
             print(
-                f"{name}: exit {one.code}, planned {one.planned / 1e9:.3f} GB, peak {one.peak / 1e9:.3f} GB{ratio}, "
-                f"pieces of {one.chunk or 'all'} tokens; losses {losses}",
+                f"{name}: exit {one.code}, planned {one.planned / 1e9:.3f} GB, peak {one.peak / 1e9:.3f} GB{ranks}"
+                f"{ratio}, pieces of {one.chunk or 'all'} tokens; losses {losses}",
                 flush=True,
             )
+            for item in one.plan.get("items", []) if wishes.items else []:
+                if item["tier"] == "ram" and item["bytes"]:
+                    print(f"    {item['name']:<24}{item['bytes'] / 1e6:>10.1f} MB  {item['why']}")
 
 
 if __name__ == "__main__":

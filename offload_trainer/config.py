@@ -296,6 +296,11 @@ class ParallelSection(_Section):
         "attention sees the whole row (Ulysses); the other ranks have rows of their own. Refused for models that a "
         "trial at the start shows to compute something else then (recurrences, attention in chunks)",
     )
+    partition_activations: bool = Field(
+        False,
+        description="with tensor=N: of each checkpointed block's input every rank keeps 1 / N, and all of it is "
+        "gathered when the block is computed again",
+    )
 
 
 class TieredSection(_Section):
@@ -350,7 +355,6 @@ class DeepSpeedSection(_Section):
         description="what ranks divide; 1: the optimizer's state; 2: gradients too; 3: weights too; auto: 2 where "
         "weights are on the GPU and the state there or in RAM, else 3",
     )
-
     sub_group_size: PositiveInt | Auto = Field("auto", description="parameters updated at a time in ZeRO-3")
     reduce_bucket_size: PositiveInt | Auto = Field("auto", description="gradient elements reduced at a time")
     prefetch_bucket_size: Count | Auto = Field("auto", description="weight elements fetched ahead in ZeRO-3")

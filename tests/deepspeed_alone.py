@@ -41,7 +41,14 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
         accelerator="cpu",
         swap_directory=str(folder / "swap"),
     )
-    return DeepSpeedEngine(source, config.model, config.optim, placement=plan.placement, words=told)
+    return DeepSpeedEngine(
+        source,
+        config.model,
+        config.optim,
+        placement=plan.placement,
+        words=told,
+        partition_activations=config.parallel.partition_activations,
+    )
 
 
 def write_late() -> None:

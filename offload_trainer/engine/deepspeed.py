@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from offload_trainer.engine.tensor import parts_of
 from offload_trainer.errors import TrainerError
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.model.source import DTYPES, ModelSource
+from offload_trainer.offloading.checkpointed import keep_inputs
 from offload_trainer.optim.state_files import EngineState, StateNow, read_engine_state, read_tensors, state_files
 from offload_trainer.plan.formats import ADAMW
 from offload_trainer.plan.zero import Placement, decay_groups
@@ -63,6 +64,7 @@ class DeepSpeedEngine:
         *,
         placement: Placement,
         words: dict[str, Any],
+        partition_activations: bool = False,
         load_weights: bool = True,
     ) -> None:
         import deepspeed
@@ -79,14 +81,13 @@ class DeepSpeedEngine:
             # The other variant gives wrong gradients there: DeepSpeed reuses a weight's buffer that the recomputation
             # still needs (0.19.8; docs/log.md).
             reentrant=placement.params == "nvme",
-            offload=bool(model.offload_activations),
+            offload=bool(model.offload_activations) and not partition_activations,
         )
         if placement.stage < 3:
             module.to(_device())
         self._parameters: dict[str, nn.Parameter] = dict(module.model.named_parameters())
         self._trained = [weight.name for weight in source.shape.weights if weight.trainable]
         self._fixed = [weight.name for weight in source.shape.weights if not weight.trainable]
-        trained = set(self._trained)
         decayed, plain = decay_groups(source.shape.weights)
         groups = [
             {"params": [self._parameters[weight.name] for weight in weights], "weight_decay": decay}
@@ -101,13 +102,11 @@ class DeepSpeedEngine:
         )
         self._parts = parts_of(source.shape, count=tensor)
         self._parts.check({name: full_shape(parameter) for name, parameter in self._parameters.items()})
+        if partition_activations:
+            away = bool(model.offload_activations) and torch.cuda.is_available()
+            keep_inputs(module, self._parts.partitioned(away=away))
         if load_weights:  # only now: before, DeepSpeed would make masters from what was rounded
-            for name, value in source.weights():
-                if name in trained:
-                    self._write(name, "master", value.float())
-                else:
-                    part = self._parts.of(name, value)
-                    write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
+            self._begin(source.weights())
         _restore_buffers(module.model, source.buffers())
         self._module = module
         self._betas = optim.betas
@@ -115,6 +114,15 @@ class DeepSpeedEngine:
         self._arrived: set[str] = set()  # weights that got a gradient in this micro-batch
         for name in self._trained:
             self._parameters[name].register_hook(lambda _, name=name: self._arrived.add(name))
+
+    def _begin(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        trained = set(self._trained)
+        for name, value in weights:
+            if name in trained:
+                self._write(name, "master", value.float())
+            else:
+                part = self._parts.of(name, value)
+                write_weight(name, self._parameters[name], as_parameter(part, self._dtype))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.partitioned import Partitioned
 from offload_trainer.plan.shape import ModelShape, Weight
 
 _DIVIDED = {"column": 0, "row": -1}  # the dimension; nn.Linear's weights are [outputs, inputs], biases [outputs]
@@ -39,6 +40,10 @@ class Parts:
         parts = [torch.empty_like(part) for _ in range(self.count)]
         torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
+
+    def partitioned(self, *, away: bool) -> Partitioned:
+        """Keeps of each checkpointed block's input a part on each rank of the group."""
+        return Partitioned(place=self.place, count=self.count, group=self.group, away=away)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """TrainerError where the library that divided the weights did it otherwise."""

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
+from offload_trainer.offloading.checkpointed import keep_inputs
 from offload_trainer.offloading.device import Device, Return
 from offload_trainer.offloading.store import offsets
 from offload_trainer.plan.kept import INPUTS_UNDER_WAY, KeptInputs
@@ -102,35 +103,15 @@ class Activations:
 
     def attach(self, model: nn.Module) -> None:
         """Let `model`'s checkpointed blocks keep their inputs here, those too for which it is turned on anew."""
-        for module in model.modules():
-            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-            if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not self:
-                setattr(module, "_gradient_checkpointing_func", self._keeping(checkpoint))  # noqa: B010
+        keep_inputs(model, self)
 
-    def _keeping(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's `checkpoint`, what it keeps of its arguments kept here."""
-
-        def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **words)
-            # Masks and positions need no gradient; blocks share them, and they stay.
-            wanted = {_identity(one) for one in args if isinstance(one, torch.Tensor) and one.requires_grad}
-
-            def pack(tensor: torch.Tensor) -> Any:
-                if _identity(tensor) in wanted and tensor.is_contiguous() and tensor.numel():
-                    return self._keep(tensor)
-                return self._otherwise.pack(tensor) if self._otherwise else tensor.detach()
-
-            if not self._within:
-                raise UserError(
-                    "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
-                    "whole forwards keep: call the model"
-                )
-            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-                return checkpoint(function, *args, **words)
-
-        keeping.kept_by = self  # type: ignore[attr-defined]
-        return keeping
+    def begin(self) -> None:
+        """UserError where no whole forward is under way."""
+        if not self._within:
+            raise UserError(
+                "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
+                "whole forwards keep: call the model"
+            )
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -147,7 +128,7 @@ class Activations:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _keep(self, tensor: torch.Tensor) -> _Kept:
+    def keep(self, tensor: torch.Tensor) -> _Kept:
         kept = _Kept(self._forward, len(self._kept), tensor.shape, tensor.dtype)
         self._kept.append(kept)
         buffer = self._buffer(kept)
@@ -160,6 +141,9 @@ class Activations:
         if len(self._leaving) > INPUTS_UNDER_WAY:
             self._leaving.popleft().wait()  # or the device's memory would fill with what waits to leave it
         return kept
+
+    def leave(self, tensor: torch.Tensor) -> Any:
+        return self._otherwise.pack(tensor) if self._otherwise else tensor.detach()
 
     def _buffer(self, kept: _Kept) -> _Buffer:
         if self._ring and kept.number < self._inputs.count and kept.size <= self._inputs.size:
@@ -183,7 +167,7 @@ class Activations:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _unpack(self, kept: Any) -> torch.Tensor:
+    def give(self, kept: Any) -> torch.Tensor:
         if not isinstance(kept, _Kept):
             saved: torch.Tensor = self._otherwise.unpack(kept) if self._otherwise else kept
             return saved
@@ -245,8 +229,3 @@ def _after(before: Future, start: Callable[[], Future]) -> Future:
 
     before.then(go_on)
     return future
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Autograd saves an alias: the same memory in the same shape."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -84,15 +84,17 @@ def peak_of(
     chunk: int,
     checkpointing: bool,
     inputs_here: bool = True,
+    keepers: int = 1,
     gradients: bool = True,
     waiting: int = 0,
     piece: int = 0,
 ) -> Peak:
     """Bytes on the device at the largest moment of a micro-batch, without weights.
 
-    `inputs_here`: whether inputs of checkpointed blocks stay on the device. `gradients`: whether those of weights are
-    counted, from when they are made until they are handed over. `waiting`: of a tied head's, for the embedding's.
-    `piece`: tokens of one, where `counted` is of blocks that run on pieces.
+    `inputs_here`: whether inputs of checkpointed blocks stay on the device; `keepers`: ranks that each of them is
+    divided over. `gradients`: whether those of weights are counted, from when they are made until they are handed over.
+    `waiting`: of a tied head's, for the embedding's. `piece`: tokens of one, where `counted` is of blocks that run on
+    pieces.
     """
 
     def most(moments: Iterable[Growth]) -> int:
@@ -106,7 +108,7 @@ def peak_of(
     beside = now(counted.before) - hidden
     # What is kept below each block, its own input included; where inputs leave, only the one that is worked on.
     if checkpointing:
-        below = [hidden * (number + 1 if inputs_here else 1) for number in range(len(parts) + 1)]
+        below = _inputs(hidden, blocks=len(parts), keepers=keepers) if inputs_here else [hidden] * (len(parts) + 1)
     else:
         below = [hidden]
         for part in parts:
@@ -128,6 +130,13 @@ def peak_of(
     peaks.append(Peak(top, beside + now(norm.kept) + head, f"in the loss of {min(chunk, rows * length)} tokens"))
     peaks.append(Peak(0, most(counted.embedding) + waiting, "in the embedding's backward"))
     return max(peaks, key=lambda peak: peak.bytes)
+
+
+def _inputs(hidden: int, *, blocks: int, keepers: int) -> list[int]:
+    """Bytes of them at each block, whole where it is worked on, and behind the last one with that one's output."""
+    if keepers == 1:
+        return [hidden * (number + 1) for number in range(blocks + 1)]
+    return [hidden + -(-hidden // keepers) * min(number + 1, blocks) for number in range(blocks + 1)]
 
 
 def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients: bool) -> int:

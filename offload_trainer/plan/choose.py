@@ -34,7 +34,7 @@ from offload_trainer.plan.tiered import Tiered
 from offload_trainer.plan.time import forecast, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.ways import FORWARD, OFF, Way, asking, gains, left_open
-from offload_trainer.plan.wishes import mistakes_of_rule, only_here
+from offload_trainer.plan.wishes import mistakes_of_division, mistakes_of_rule, only_here
 from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -73,6 +73,7 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
         nodes=nodes,
         tensor=tensor_of(config.parallel),
         sequence=config.parallel.sequence,
+        partition=config.parallel.partition_activations,
         mlp_chunk=chunk if chunk < train.micro_batch * (seq_len // config.parallel.sequence) else 0,
     )
 
@@ -99,15 +100,7 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         mistakes.append("train.tokens_per_step chooses micro_batch and accumulate: leave those two out")
     if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
-    if config.parallel.tensor != 1 and not isinstance(engine, DeepSpeed):
-        mistakes.append(
-            f"parallel.tensor={config.parallel.tensor} is DeepSpeed's: add --engine deepspeed; the tiered engine "
-            "divides rows and state alone"
-        )
-    if config.parallel.sequence > 1 and not isinstance(engine, Tiered):
-        mistakes.append(
-            f"parallel.sequence={config.parallel.sequence} is the tiered engine's: leave --engine {engine.name} out"
-        )
+    mistakes += mistakes_of_division(config.parallel, engine=engine.name, checkpointing=config.model.checkpointing)
     return mistakes + mistakes_of_rule(optim)
 
 
@@ -161,7 +154,8 @@ def _fastest_division(
     """With as many tensor ranks as are the fastest that fit; 1 where not all was timed. UserError as for 1."""
     settled, refused = dict[int, tuple[TrainConfig, Plan]](), dict[int, str]()
     for count, train in divisions(config.train, world=world, nodes=nodes):
-        parallel = config.parallel.model_copy(update={"tensor": count})
+        partition = config.parallel.partition_activations and count > 1
+        parallel = config.parallel.model_copy(update={"tensor": count, "partition_activations": partition})
         one = config.model_copy(update={"parallel": parallel, "train": train})
         try:
             if count > 1 and (mistakes := combination_mistakes(one)):
@@ -386,6 +380,8 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
             f"model.offload_activations={work.offload_activations} moves nothing: gradient checkpointing is "
             "off for a model of this size (model.checkpointing=on)"
         )
+    if machine.gpu is None and work.inputs_away == "cpu":
+        notes.append("model.offload_activations=cpu frees nothing here: without a GPU inputs are in host memory anyway")
     if machine.gpu is None:
         notes.append("no GPU here: the CPU computes, and its memory is RAM")
     return notes

@@ -101,6 +101,11 @@ class DeepSpeed:
     def _refuse_dividing(self, work: Workload) -> None:
         """UserError where the ranks or the model cannot be divided so."""
         wish = f"parallel.tensor={self.tensor}"
+        if work.partition and not work.checkpointing:
+            raise UserError(
+                "parallel.partition_activations=true divides what gradient checkpointing keeps, which is off for a "
+                "model of this size: use model.checkpointing=on"
+            )
         if work.world % self.tensor:
             raise UserError(f"{wish} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
         if not any(weight.split for weight in work.shape.weights):

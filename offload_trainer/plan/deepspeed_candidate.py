@@ -275,6 +275,11 @@ class DeepSpeedCandidate:
                 f"parallel.tensor={self.work.tensor}: {self.work.data} rank(s) have rows of their own; what AutoTP "
                 "holds of activations is assumed, and nothing of it was measured"
             )
+        if self.work.keepers > 1:
+            notes.append(
+                f"parallel.partition_activations: each rank keeps 1 / {self.work.keepers} of a block's input, and "
+                "gathers it when the block is computed again"
+            )
         return notes
 
     def tunable(self) -> list[tuple[str, ...]]:

@@ -64,6 +64,7 @@ def activation_items(
         chunk=work.loss_chunk,
         checkpointing=work.checkpointing,
         inputs_here=not offloaded,
+        keepers=work.keepers,
         gradients=gradients,
         waiting=waiting,
         piece=work.mlp_chunk,
@@ -71,13 +72,14 @@ def activation_items(
     how = peak.when if counted else f"{peak.when}; an estimate, this architecture could not be counted"
     items = list(kept)
     if offloaded:
-        inputs = shape.layers * rows * work.length * shape.hidden * work.item_bytes
+        inputs = -(-shape.layers * rows * work.length * shape.hidden * work.item_bytes // work.keepers)
         if not kept:
             items.append(Item("ram", "block inputs", inputs * world, "kept by gradient checkpointing"))
         items.append(Item(device, "activations", peak.bytes * world, f"at their largest, {how}"))
     else:
         name = "block inputs" if work.checkpointing else "activations kept"
-        items.append(Item(device, name, peak.kept * world, "of the blocks, until their backward"))
+        parts = f"; of each input 1 / {work.keepers} on each rank" if work.keepers > 1 else ""
+        items.append(Item(device, name, peak.kept * world, f"of the blocks, until their backward{parts}"))
         items.append(Item(device, "activations", peak.rest * world, f"beside those at the largest moment, {how}"))
     if device == "gpu":
         items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "the driver's, in each process"))

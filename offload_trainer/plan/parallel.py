@@ -14,7 +14,8 @@ Bytes that leave each GPU, and come into it, in a step:
     tensor      2 r(T) e t h for each all-reduce, M times: 2 a block in the forward (Shoeybi et al. 2019, section 3);
                 in the backward as many as its products that divide their outputs, since DeepSpeed's AutoTP adds up the
                 gradient of each one's input by itself (Megatron: 2), and 1 more where the block is computed again,
-                which ends with the last thing that autograd keeps
+                which ends with the last thing that autograd keeps; r(T) e t h M more for each block whose input each
+                rank keeps a part of, which is gathered then (Rajbhandari et al. 2020, section 6.1)
     sequence    r(S) e t / S for each element of queries, keys, values and results of all heads, M times in each of
                 forward, backward and recomputation (DeepSpeed Ulysses, Jacobs et al. 2023, section 3.2)
     pipeline    e t h to the next, as much back, M times; of M + P - 1 turns P - 1 are idle (Huang et al. 2019, 2.3)
@@ -195,6 +196,9 @@ def flows(mode: Mode, work: Workload, *, held: int, trained: float, gathered: Ga
         for phase, count in zip(_PASSES, (2, columns(work.shape) + again), strict=True):
             times = micro * blocks * count
             yield Flow("all-reduces", phase, times * each, times, mode.tensor, 1, hides="nothing")
+        if again and work.partition:
+            times = micro * blocks
+            yield Flow("gathered inputs", "backward", times * each / 2, times, mode.tensor, 1, hides="nothing")
     if mode.sequence > 1:
         each = _part(mode.sequence) * e * tokens / mode.sequence * heads_elements(mode, work.shape) / 4
         for phase, count in zip(_PASSES, (4, 4 + 4 * again), strict=True):

@@ -198,6 +198,7 @@ def _memory(mode: Mode, work: Workload, held: Held, *, state: bool, device: str)
         length=work.seq_len // mode.sequence,
         chunk=work.loss_chunk,
         checkpointing=work.checkpointing,
+        keepers=mode.tensor if work.partition else 1,
     )
     waiting = min(mode.pipeline, work.accumulate)  # micro-batches whose backward has not come to the first stage
     found["activations"] = peak.kept * waiting + peak.rest

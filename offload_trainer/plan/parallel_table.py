@@ -11,7 +11,6 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel import modes, refusal
 from offload_trainer.plan.parallel_cost import Priced, Stock, priced, stock_rates
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -130,16 +129,17 @@ def _rows(
         if reason:
             refused.append((mode.name, reason))
         else:
-            rows.append(_of_mode(priced(mode, work, machine, stock), work.shape))
+            rows.append(_of_mode(priced(mode, work, machine, stock), work))
     rows.sort(key=lambda row: (bool(row.lacks), row.seconds is None, row.seconds or 0.0))
     return rows, refused
 
 
-def _of_mode(one: Priced, shape: ModelShape) -> Row:
-    has_rule = one.mode.tensor == 1 or any(weight.split for weight in shape.weights)
+def _of_mode(one: Priced, work: Workload) -> Row:
+    has_rule = one.mode.tensor == 1 or any(weight.split for weight in work.shape.weights)
+    parts = " parallel.partition_activations=true" if one.mode.tensor > 1 and work.partition else ""
     return Row(
         name=one.mode.name,
-        words=one.mode.words if has_rule else "",
+        words=one.mode.words and one.mode.words + parts if has_rule else "",
         micro_batch=one.micro_batch,
         accumulate=one.accumulate,
         state=one.home,

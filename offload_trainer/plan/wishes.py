@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_trainer.config import ModelSection, OptimSection, PlacementSection
+from offload_trainer.config import ModelSection, OptimSection, ParallelSection, PlacementSection
 
 
 def mistakes_of_shares(place: PlacementSection) -> list[str]:
@@ -46,6 +46,28 @@ def only_here(
         mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
     if optim.kernel != "auto":
         mistakes.append(f"optim.kernel={optim.kernel} belongs to --engine tiered, not to {engine}")
+    return mistakes
+
+
+def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointing: str) -> list[str]:
+    """Ways to divide a step that `engine` does not have, or that divide nothing."""
+    mistakes = []
+    if parallel.tensor != 1 and engine != "deepspeed":
+        mistakes.append(
+            f"parallel.tensor={parallel.tensor} is DeepSpeed's: add --engine deepspeed; the tiered engine divides rows "
+            "and state alone"
+        )
+    if parallel.sequence > 1 and engine != "tiered":
+        mistakes.append(f"parallel.sequence={parallel.sequence} is the tiered engine's: leave --engine {engine} out")
+    if parallel.partition_activations and parallel.tensor == 1:
+        mistakes.append(
+            "parallel.partition_activations=true divides what tensor ranks all keep: add --engine deepspeed "
+            "parallel.tensor=N; ranks with rows, or pieces of rows, of their own keep only those"
+        )
+    if parallel.partition_activations and checkpointing == "off":
+        mistakes.append(
+            "parallel.partition_activations=true needs checkpointed activations: use model.checkpointing=on"
+        )
     return mistakes
 
 

@@ -30,6 +30,7 @@ class Workload:
     tensor: int = 1  # ranks that share each product, and so rows
     sequence: int = 1  # ranks that share rows, and have a piece of each
     mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: all of a micro-batch
+    partition: bool = False  # of what checkpointing keeps each tensor rank keeps a part
 
     @property
     def item_bytes(self) -> int:
@@ -70,6 +71,11 @@ class Workload:
     def inputs_away(self) -> bool | Literal["cpu", "nvme"]:
         """Where the inputs of checkpointed blocks go; False where they stay, or there are none."""
         return self.checkpointing and self.offload_activations
+
+    @property
+    def keepers(self) -> int:
+        """Ranks that each input of a checkpointed block is divided over."""
+        return self.tensor if self.checkpointing and self.partition else 1
 
 
 _CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller ones cost products' speed and save little

@@ -172,6 +172,7 @@ def _stock_engine(setup: Setup, *, swaps: list[Path], load_weights: bool) -> Eng
         config.optim,
         placement=plan.placement,
         words=words,
+        partition_activations=config.parallel.partition_activations,
         load_weights=load_weights,
     )
 

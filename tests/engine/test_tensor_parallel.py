@@ -28,6 +28,7 @@ from offload_trainer.settings import load_config
 
 STEPS = 3
 SHAPED: dict[str, dict[str, Any]] = {"llama": {"model_type": "llama"}, "qwen3": {"model_type": "qwen3"}}
+CHECKPOINTED, PARTS = "model.checkpointing=on", "parallel.partition_activations=true"
 ALWAYS = ("--engine", "deepspeed", "parallel.tensor=2")
 
 
@@ -42,10 +43,13 @@ def shape_of(folder: Path) -> ModelShape:
 @pytest.mark.ops
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
-    [("llama", 2, []), ("llama", 4, []), ("qwen3", 2, ["model.checkpointing=on"]), ("qwen3", 4, [])],
+    [("llama", 2, [CHECKPOINTED]), ("llama", 4, []), ("qwen3", 2, [CHECKPOINTED]), ("qwen3", 4, [])],
 )
 def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], tmp_path: Path) -> None:
-    """In fp32, with unequally many targets: 2 x 1 and 2 x 2 ranks do what one batch of transformers' own does."""
+    """In fp32, with unequally many targets: 2 x 1 and 2 x 2 ranks do what one batch of transformers' own does.
+
+    Ranks that keep parts of blocks' inputs have the bits of those that keep them whole.
+    """
     model, words = directory(tmp_path / "model", name), ["--dtype", "fp32", *words]
     told = ["--optimizer", "cpu", "parallel.tensor=2"]
     found = run_stock_ranks(tmp_path, *told, *words, ranks=ranks, steps=STEPS)
@@ -60,6 +64,18 @@ def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], t
         torch.testing.assert_close(masters[key], weight, rtol=1e-4, atol=1e-5)
     planned = planned_bytes(tmp_path, *told, *words, ranks=ranks)
     assert found["bytes"][-1] == pytest.approx(planned, rel=0.02), found["calls"]
+    if CHECKPOINTED not in words:
+        return
+    words, folder = [*words, PARTS], tmp_path / "parts"
+    folder.mkdir()
+    (folder / "model").symlink_to(model)
+    in_parts = run_stock_ranks(folder, *told, *words, ranks=ranks, steps=STEPS)
+    assert in_parts["steps"] == found["steps"]
+    for key, weight in load_file(folder / "masters.safetensors").items():
+        assert torch.equal(weight, masters[key]), key
+    more = planned_bytes(folder, *told, *words, ranks=ranks) - planned
+    assert in_parts["bytes"][-1] - found["bytes"][-1] == pytest.approx(more, abs=2)
+    assert more > 0
 
 
 @pytest.mark.ops
@@ -131,6 +147,32 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     assert plan_of(shape, "--accumulate", "2", gpu=80 * GB).placement.optimizer == "cpu"
     assert plan_of(shape, gpu=80 * GB).placement.optimizer == "gpu"
     assert plan_of(shape).cannot_save is None
+    with pytest.raises(UserError, match="partition_activations=true divides what gradient checkpointing keeps"):
+        plan_of(shape, PARTS)  # a model of this size has none
+    with pytest.raises(UserError, match="partition_activations=true needs checkpointed activations"):
+        plan_of(shape, PARTS, "model.checkpointing=off")
+    for words in ([], ["--engine", "deepspeed"], ["parallel.sequence=2"]):
+        with pytest.raises(UserError, match="partition_activations=true divides what tensor ranks all keep"):
+            load_config([PARTS, *words])
+
+
+def test_parts_of_inputs_in_a_plan(tmp_path: Path) -> None:
+    """8 blocks, inputs of 4 x 1024 x 72 elements of 2 bytes: the one that is worked on whole, of all of them half."""
+    shape = shape_of(directory(tmp_path / "model", "llama", num_hidden_layers=8, max_position_embeddings=1024))
+    each = 2 * 4 * 1024 * 72
+
+    def held(*words: str, ranks: int = 2, gpu: int = 80 * GB) -> dict[tuple[str, str], int]:
+        words = (CHECKPOINTED, "model.loss_chunk=64", "--seq-len", "1024", *words)
+        items = plan_of(shape, *words, gpu=gpu, ranks=ranks).items
+        return {(item.tier, item.name): item.bytes for item in items if item.name in ("block inputs", "activations")}
+
+    whole, parts = held(), held(PARTS)
+    assert whole["gpu", "block inputs"] == 2 * 8 * each  # on both ranks, in the last block
+    assert parts["gpu", "block inputs"] == 2 * (each + 8 * each // 2)
+    assert parts["gpu", "activations"] == whole["gpu", "activations"]
+    away = held(PARTS, "model.offload_activations=cpu")
+    assert away["ram", "block inputs"] == 8 * each  # half on each of two ranks
+    assert ("gpu", "block inputs") not in away
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "phimoe", "opt"])

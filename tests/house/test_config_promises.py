@@ -123,6 +123,7 @@ ELSEWHERE = {
     "save.resume": "run/test_runs.py::test_back_to_an_older_checkpoint",
     "save.project": "run/test_trackers.py::test_a_run_as_trackers_see_it",
     "parallel.sequence": "engine/test_sequence_parallel.py::test_pieces_of_rows_have_the_losses_of_whole_rows",
+    "parallel.partition_activations": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
     "placement.hung_seconds": "run/test_watch.py::test_a_rank_that_hangs_within_the_kernel_is_named_and_killed",

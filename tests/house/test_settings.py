@@ -203,6 +203,7 @@ BESIDE = [
     ["--nvme", "/x", "--nvme", "/y"],
     ["--engine", "deepspeed"],
     ["--engine", "deepspeed", "--nvme", "/x"],
+    ["--engine", "deepspeed", "parallel.tensor=2"],
     ["optim.schedule=wsd"],
 ]
 

@@ -61,8 +61,8 @@ def test_no_bit_changes_and_the_plan_counts_them(
 ) -> None:
     """Checkpointing that is turned on anew, as a Trainer does, keeps them away too."""
     kept: list[int] = []
-    keep = Activations._keep
-    monkeypatch.setattr(Activations, "_keep", lambda self, tensor: (kept.append(tensor.nbytes), keep(self, tensor))[1])
+    keep = Activations.keep
+    monkeypatch.setattr(Activations, "keep", lambda self, tensor: (kept.append(tensor.nbytes), keep(self, tensor))[1])
     with opened(folder, drive, home=home) as session:
         expected, weights = trained(session)
     assert not kept

@@ -214,13 +214,13 @@ def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path)
     inputs = [torch.randn(size, generator=generator) for size in (900, 5000, 700, 1000)]
     for _ in range(2):
         with kept.forward():
-            handles = [kept._keep(one) for one in inputs]
+            handles = [kept.keep(one) for one in inputs]
         for number in (3, 2, 1, 0):
-            assert torch.equal(kept._unpack(handles[number]), inputs[number])
+            assert torch.equal(kept.give(handles[number]), inputs[number])
     with kept.forward():
-        handles = [kept._keep(one) for one in inputs[:1] * 2]
+        handles = [kept.keep(one) for one in inputs[:1] * 2]
     for number in (0, 1):  # in another order
-        assert torch.equal(kept._unpack(handles[number]), inputs[0])
+        assert torch.equal(kept.give(handles[number]), inputs[0])
     kept.close()
     transfers.close()
     device.close()
@@ -234,9 +234,9 @@ def test_any_order_is_right(order: Sequence[int], tmp_path: Path) -> None:
     inputs = [torch.full((1000,), float(number)) for number in range(11)]
     for _ in range(3):
         with kept.forward():
-            handles = [kept._keep(one) for one in inputs]
+            handles = [kept.keep(one) for one in inputs]
         for number in order:
-            assert torch.equal(kept._unpack(handles[number]), inputs[number])
+            assert torch.equal(kept.give(handles[number]), inputs[number])
     kept.close()
     for file in files:
         file.close()
@@ -268,6 +268,16 @@ def test_a_plan_says_where_nothing_is_kept(folder: Path) -> None:
     shape = resolve_model(config.model, seed=0).shape
     plan = make_plan(config, shape, probe_machine(drives=(), output=str(folder)))
     assert any(note.startswith("model.offload_activations=cpu moves nothing") for note in plan.notes)
+
+
+def test_a_plan_says_where_host_memory_is_no_other_home() -> None:
+    """Without a GPU: what is there as they are kept, and two of them once more on their way."""
+    found = {}
+    for home in ("false", "cpu"):
+        plan = make_plan(wish("--micro-batch", "4", f"model.offload_activations={home}"), SHAPES["gpt2-xl"], machine())
+        found[home] = sum(item.bytes for item in plan.items if item.name in ("block inputs", "activations"))
+        assert any("offload_activations=cpu frees nothing here" in note for note in plan.notes) == (home == "cpu")
+    assert found["cpu"] == found["false"] + 2 * 2 * 4 * 1024 * 1600
 
 
 def test_the_plan_of_a_gpu_has_them_where_they_are() -> None:

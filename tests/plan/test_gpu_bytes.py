@@ -247,6 +247,7 @@ def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
     assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # in small ones the last block's backward is more
     assert peak(1, checkpointing=True) == 2 * 2 * 10 + 1000 + 15 * 10
     assert peak(1, checkpointing=True, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
+    assert peak(1, checkpointing=True, keepers=4) == (1 + 2 / 4) * 2 * 10 + 1000 + 15 * 10
     assert peak(1, gradients=False) == (2 + 20 + 40) * 10
     assert peak(1, waiting=5000) == 5000 + 20 + 100 + 1000 + 150  # a tied head's, until the embedding's
 

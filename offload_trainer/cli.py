@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from offload_trainer import __version__
-from offload_trainer.errors import Elsewhere, Stopped, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.errors import AGAIN, Elsewhere, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
@@ -29,9 +29,9 @@ def main(words: list[str] | None = None) -> int:
     with lasting_streams():
         try:
             with stop_at_once():
-                _carry_out(words)
+                _carry_out(list(words))
         except BaseException as error:
-            told = explain(error)
+            told = _told(error, words)
             if told is None:
                 raise
             if not isinstance(error, Elsewhere) and not _launcher_says(error):
@@ -42,6 +42,16 @@ def main(words: list[str] | None = None) -> int:
                 tell_not_coming(told)
             return exit_code(error)
     return 0
+
+
+def _told(error: BaseException, words: list[str]) -> str | None:
+    """The line that a user is shown; None for a bug."""
+    told = explain(error)
+    if told is None or AGAIN not in told:
+        return told
+    from offload_trainer.run.left import saying_where
+
+    return saying_where(told, words)
 
 
 def _launcher_says(error: BaseException) -> bool:

@@ -11,6 +11,8 @@ import signal
 
 from offload_trainer.packages import explain_import
 
+AGAIN = "the same command goes on"  # from where says who looks at its files: run/left.py
+
 
 class TrainerError(Exception):
     """Something stopped the run that is not a bug here: exit code 1."""
@@ -49,16 +51,14 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, signal_number: int, *, unsaved: bool = False) -> None:
         name = signal.Signals(signal_number).name
-        again = (
-            f"a second signal, {name}, ended it at once, unsaved; the same command goes on from the newest checkpoint"
-        )
+        again = f"a second signal, {name}, ended it at once, unsaved; {AGAIN}"
         super().__init__(again if unsaved else f"stopped by {name}, with nothing to save")
         self.exit_code = 128 + signal_number
 
 
 # What a disk says that is full, read-only, failing or gone, or that is not this user's.
 _DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO}
-_MEND = "Free space or mend that disk, and give the same command again: a run goes on from its newest checkpoint"
+_MEND = f"Free space or mend that disk; {AGAIN}"
 _DOORS = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 

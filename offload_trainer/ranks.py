@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from offload_trainer.errors import Elsewhere, TrainerError, UserError
+from offload_trainer.errors import AGAIN, Elsewhere, TrainerError, UserError
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def meet(*, stalled: float = STALLED) -> None:
         if first and time.monotonic() - began >= stalled:
             raise TrainerError(
                 f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
-                f"{str(error.__cause__).splitlines()[0]}. The same command goes on from the newest checkpoint"
+                f"{str(error.__cause__).splitlines()[0]}; {AGAIN}"
             ) from error
         raise
 

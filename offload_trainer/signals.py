@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,11 +126,18 @@ def _turned_into(error: BaseException | None) -> Stopped | None:
     """The Stopped that was made this error: Python 3.11 makes a RuntimeError of all that `__set_name__` raises.
 
     Or that a library's `finally` hid, which asks for a name that its interrupted set-up had not got to yet: so does
-    transformers' `no_init_weights`.
+    transformers' `no_init_weights`. Where a line of ours asks for it, that is a bug, and shown.
     """
     while error is not None and not isinstance(error, Stopped):
-        error = error.__context__ if isinstance(error, NameError | AttributeError) else error.__cause__
+        hid = isinstance(error, NameError | AttributeError) and not _is_ours(error)
+        error = error.__context__ if hid else error.__cause__
     return error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it was raised by a line of this package."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
 
 
 def _restore_defaults() -> None:

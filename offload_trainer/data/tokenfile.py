@@ -30,7 +30,7 @@ import numpy as np
 from pydantic import Field, with_config
 
 from offload_trainer.data.bare import BLOCK, bare_dtype, refuse_foreign, scan
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import AGAIN, TrainerError, UserError
 from offload_trainer.readback import LENIENT, Count, Crc32s, Line, is_there, open_file, read_back
 from offload_trainer.storage.durable import sync_directory
 from offload_trainer.units import format_bytes
@@ -38,7 +38,7 @@ from offload_trainer.units import format_bytes
 _SCAN_TOKENS = 1 << 24
 _TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
 _AGAIN = "delete the file and its sidecar, and the same command makes them again"
-_RESTORE = "it has changed since the run opened it. Put back what it was, and the same command goes on"
+_RESTORE = f"it has changed since the run opened it. Put back what it was, and {AGAIN}"
 
 
 def sidecar_path(path: Path) -> Path:
@@ -175,7 +175,7 @@ class TokenFile:
             size = self.tokens * self.dtype.itemsize
             raise TrainerError(
                 f"{self.path}: cut short: {count} bytes at {start} wanted, {len(data)} are left of {size} bytes; make "
-                "it again, and the same command goes on from the newest checkpoint"
+                f"it again, and {AGAIN}"
             )
         return data
 

@@ -186,7 +186,7 @@ def read_store(directory: Path) -> StoredMasters:
         )
     try:
         refuse_outside(directory, told)
-        places = _places(told, [Path(drive) / "state" for drive in told.drives], newest=newest)
+        places = _places(told, newest=newest)
     except (ValueError, OSError) as error:
         raise UserError(f"{directory}: {error}. {FIX}") from error
     shapes = {weight.name: weight.shape for weight in told.weights}
@@ -205,20 +205,31 @@ def _read_step(directory: Path, told: Told) -> tuple[int, bool, list[int]]:
     return progress.step, progress.updating or told.boot != boot(), []
 
 
-def _places(told: Told, files: Sequence[Path], *, newest: Sequence[int]) -> dict[str, list[_Stretch]]:
+def files_of(told: Told) -> list[Path]:
+    """The pages' file on each drive. ValueError where one is not there, or does not hold all of its pages."""
+    files = [Path(drive) / "state" for drive in told.drives]
+    sizes, homes = _sizes_and_homes(told)
+    if max(homes, default=0) >= len(files):
+        raise ValueError(f"{DESCRIPTION} has a page on drive {max(homes)} of {len(files)}")
+    for home, file in enumerate(files):
+        need = told.places * size_of_home(sizes, homes, home)
+        if need and (not file.is_file() or file.stat().st_size < need):
+            raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
+    return files
+
+
+def _sizes_and_homes(told: Told) -> tuple[list[int], list[int]]:
+    stored = state_format(told.rule, told.states)
+    return [stored.page_bytes(page.elements) for page in told.pages], [page.home for page in told.pages]
+
+
+def _places(told: Told, *, newest: Sequence[int]) -> dict[str, list[_Stretch]]:
     """Where each weight's master lies. ValueError where pages do not hold all of it, or a file not all of a page.
 
     `newest`: the place of each page, where they have two.
     """
-    homes = [page.home for page in told.pages]
-    if max(homes, default=0) >= len(files):
-        raise ValueError(f"{DESCRIPTION} has a page on drive {max(homes)} of {len(files)}")
-    stored = state_format(told.rule, told.states)
-    sizes = [stored.page_bytes(page.elements) for page in told.pages]
+    files, (sizes, homes) = files_of(told), _sizes_and_homes(told)
     apart = [size_of_home(sizes, homes, home) for home in range(len(files))]
-    for need, file in zip((told.places * size for size in apart), files, strict=True):
-        if need and (not file.is_file() or file.stat().st_size < need):
-            raise ValueError(f"{shown(str(file))} is not there, or is shorter than its {need} bytes")
     of_unit: dict[int, list[tuple[ToldPage, int]]] = {}
     for number, (page, start) in enumerate(zip(told.pages, offsets(sizes, homes), strict=True)):
         second = apart[page.home] if newest and newest[number] else 0

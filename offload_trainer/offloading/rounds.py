@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from offload_trainer.errors import Elsewhere, TrainerError
+from offload_trainer.errors import AGAIN, Elsewhere, TrainerError
 from offload_trainer.ranks import LOST, group_of
 from offload_trainer.storage.transfer import Future, Workers, ending
 
@@ -95,7 +95,7 @@ def exchange_of(board: torch.Tensor, *, rank: int, here: range, stalled: float) 
                 missing = ", ".join(behind) or "a rank of another node"
                 raise TrainerError(
                     f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run "
-                    f"ends: {missing} failed to come. The same command goes on from the newest checkpoint"
+                    f"ends: {missing} failed to come; {AGAIN}"
                 ) from error
             raise Elsewhere(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
         return [int(one) for one in told]

@@ -1,18 +1,25 @@
-"""What the same command would go on from, as the files of a run that has ended say: a launcher has the last word."""
+"""What the same command would go on from, as the files of a run that has ended say: who has the last word asks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from offload_trainer.checkpoint import find_resume
-from offload_trainer.errors import UserError
+from offload_trainer.errors import AGAIN, UserError
 from offload_trainer.offloading.page_account import read_description, read_newest
+from offload_trainer.offloading.page_index import files_of
 from offload_trainer.retention import step_of
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import PAGES, folders_in
 
-AGAIN, ANEW = "the same command goes on", "nothing was kept yet: the same command begins anew"
+ANEW = "nothing was kept yet: the same command begins anew"
+
+
+def saying_where(told: str, words: Sequence[str]) -> str:
+    """What is told of the end of a command of these words, with from where it goes on, if told that it does."""
+    return re.sub(f"{AGAIN}(?! from)", lambda _: goes_on(words), told)
 
 
 def goes_on(words: Sequence[str]) -> str:
@@ -34,7 +41,11 @@ def _step_of_pages(listed: Path) -> int:
     """The step that a run's page files hold whole; 0 where there is none."""
     folders = folders_in(listed)
     told = read_description(folders[0]) if folders else None
-    newest = read_newest(told) if told is not None and told.places == 2 else None
-    if newest is None or newest.train is None or newest.engine is None:
+    if told is None or told.places == 1:
         return 0
-    return newest.train["step"]
+    try:
+        files_of(told)
+    except ValueError:  # a start says so, and does not go on from them
+        return 0
+    newest = read_newest(told)
+    return 0 if newest is None or newest.train is None or newest.engine is None else newest.train["step"]

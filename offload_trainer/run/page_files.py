@@ -38,6 +38,7 @@ from offload_trainer.offloading.page_account import (
     read_newest,
     refuse_outside,
 )
+from offload_trainer.offloading.page_index import files_of
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.sizes import TierSizes, homes_in
 from offload_trainer.ranks import nodes, on_rank_zero, place_here, share_from_zero
@@ -210,6 +211,7 @@ def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> Page
     told = read_description(folders[0])
     for folder in folders:
         refuse_outside(folder, told)
+    files_of(told)  # one that was cut short would be made as long as it was, with zeros
     newest = read_newest(told)
     if newest is None or newest.train is None or newest.engine is None:
         return None  # no step of the run was whole yet

@@ -27,11 +27,18 @@ def main(words: list[str]) -> int:
     try:
         torchrun(words)
     except SignalException as stopped:
-        print(f"offload-train: stopped by {stopped.sigval.name}; the same command goes on", file=sys.stderr)
+        print(f"offload-train: stopped by {stopped.sigval.name}; {_goes_on(words)}", file=sys.stderr)
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
-        return _told(first_failure(error.failures), words[words.index("offload_trainer") + 1 :])
+        return _told(first_failure(error.failures), words)
     return 0
+
+
+def _goes_on(words: list[str]) -> str:
+    """From where the ranks' command would."""
+    from offload_trainer.run.left import goes_on  # nothing that a launcher needs while its ranks train
+
+    return goes_on(words[words.index("offload_trainer") + 1 :])
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, int]:
@@ -47,16 +54,14 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, int]:
 
 def _told(failure: tuple[int, int], words: list[str]) -> int:
     """Say which rank failed first, unless it has, and what a run of these `words` would go on from; the exit code."""
-    from offload_trainer.run.left import goes_on  # nothing that a launcher needs while its ranks train
-
     rank, code = failure
     if code < 0:
         name = signal.Signals(-code).name
         killed = f"offload-train: rank {rank} was killed by {name}, and the run ended with it"
-        print(f"{killed}; {goes_on(words)}", file=sys.stderr)
+        print(f"{killed}; {_goes_on(words)}", file=sys.stderr)
         return 128 - code
     if code == LOST:
-        print(f"offload-train: the ranks lost each other; {goes_on(words)}", file=sys.stderr)
+        print(f"offload-train: the ranks lost each other; {_goes_on(words)}", file=sys.stderr)
         return 1
     if code > 128:
         name = signal.Signals(code - 128).name

@@ -19,12 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_trainer.errors import TrainerError
+from offload_trainer.errors import AGAIN, TrainerError
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.units import format_bytes
 
 SECTOR = 4096  # bytes
-_GO_ON = "the same command goes on from the newest checkpoint"
 
 
 class DriveFile:
@@ -70,12 +69,12 @@ class DriveFile:
             except OSError as error:
                 raise TrainerError(
                     f"{self.path}: {len(view)} bytes at {offset} could not be {verb}: {error.strerror}. dmesg says "
-                    f"more of the drive; {_GO_ON}, there or with another --nvme"
+                    f"more of the drive; {AGAIN}, there or with another --nvme"
                 ) from error
             if moved == 0:
                 raise TrainerError(
                     f"{self.path}: cut short: {len(view)} bytes at {offset} wanted, the file has {size} of "
-                    f"{self.size}; something else changed it. {_GO_ON.capitalize()}"
+                    f"{self.size}; something else changed it; {AGAIN}"
                 )
             done += moved
         if not self.direct:
@@ -88,7 +87,7 @@ class DriveFile:
         except OSError as error:
             raise TrainerError(
                 f"{self.path} could not be written to the end: {error.strerror}. dmesg says more of the drive; "
-                f"{_GO_ON}, there or with another --nvme"
+                f"{AGAIN}, there or with another --nvme"
             ) from error
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ def test_a_drive_without_room_for_the_page_files(disk: Path, tmp_path: Path) -> 
 def test_a_drive_that_returns_errors(fault: str, verb: str, words: list, alone: Run, tmp_path: Path) -> None:
     """In the middle of the tenth update or so: what was updated before it is not what a checkpoint holds."""
     run = faulty(fault, 32, *words, output=tmp_path / "out")
-    assert_told(run, f"could not be {verb}: Input/output error", "goes on from the newest checkpoint")
+    assert_told(run, f"could not be {verb}: Input/output error", "the same command goes on from the checkpoint step-")
     assert 4 < len(run.steps) < 20
     assert_goes_on(words, tmp_path / "out", alone)
 
@@ -180,7 +180,7 @@ def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) 
         os.truncate(state, state.stat().st_size // 3)
 
     run = call_and_kill(*words, output=tmp_path / "out", when=after(6, cut), number=NO_SIGNAL, hold=8)
-    assert_told(run, "state: cut short", "goes on from the newest checkpoint")
+    assert_told(run, "state: cut short", "the same command goes on from the checkpoint step-0000000")
     assert_goes_on(words, tmp_path / "out", alone)
 
 

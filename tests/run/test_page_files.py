@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from conftest import TINY, Run, ask, call, run_script
 from safetensors.torch import load_file
 from workplaces import dead_lease
 
+from offload_trainer.errors import AGAIN
 from offload_trainer.offloading.page_index import read_store
-from offload_trainer.run.left import AGAIN, ANEW, goes_on
+from offload_trainer.run.left import ANEW, goes_on
 from offload_trainer.run.planning import _as_left
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease, dead_runs, folders_in
@@ -178,6 +180,18 @@ def test_what_differs_is_said_and_the_run_begins_from_its_checkpoint(
     assert not list((place / "offload-trainer").iterdir())
 
 
+def test_files_that_were_cut_short_are_none(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """They would be made as long as they were, with zeros for what is gone."""
+    words = ["--nvme", place, *ALL]
+    killed("record", 2, *words, output=tmp_path / "run")
+    (state,) = place.glob("offload-trainer/run-*/state")
+    os.truncate(state, state.stat().st_size - 4096)
+    assert said_before(*words, output=tmp_path / "run") == ANEW
+    run = call(*words, output=tmp_path / "run")
+    assert re.search("page files that were left are not gone on from: .*state is not there, or is shorter", run.text)
+    assert left(run.output) == alone
+
+
 @pytest.mark.parametrize("where", ["ended", "dropped"])
 def test_killed_after_its_end_nothing_stays_on_the_drive(where: str, place: Path, tmp_path: Path) -> None:
     """The next start has nothing to train, and removes what the killed one had no time for."""
@@ -275,5 +289,5 @@ def test_after_an_error_they_are_there(place: Path, tmp_path: Path, alone: dict[
     done = run_script(faulty, "write-error", 110, *words, "--output", tmp_path / "run")
     assert done.returncode == 1, done.stdout + done.stderr
     run = call(*words, output=tmp_path / "run")
-    assert gone_on(run) is not None
+    assert f"; {AGAIN} from its page files, step {gone_on(run)}, there or with another --nvme" in done.stderr
     assert left(run.output) == alone

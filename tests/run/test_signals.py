@@ -205,6 +205,14 @@ def test_a_stop_that_is_made_another_error_is_a_stop(interrupted: Callable[[int]
             interrupted(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("package", ["offload_trainer.run", "offload_trainers"])
+def test_a_name_that_is_not_there_is_a_stop_in_a_library_and_a_bug_in_ours(package: str) -> None:
+    """Python says of a line by its module whose it is."""
+    code = compile("try:\n    send(15)\n    before = 1\nfinally:\n    before\n", "<string>", "exec")
+    with pytest.raises(NameError if package == "offload_trainer.run" else Stopped), stop_at_once():
+        exec(code, {"__name__": package, "send": send})
+
+
 def _tidied_in_vain() -> None:
     try:
         send(signal.SIGTERM)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from offload_trainer import ranks
@@ -13,6 +14,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.ranks import LOST
 from offload_trainer.run import torchrun
+from offload_trainer.run.left import saying_where
 from offload_trainer.run.torchrun import first_failure
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
@@ -68,6 +70,9 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(
     def fails(words: list[str]) -> None:
         raise ChildFailedError("ranks", {1: ProcessFailure(1, pid=1, exitcode=-signal.SIGKILL, error_file="")})
 
+    def stops(words: list[str]) -> None:
+        raise SignalException("told to end", signal.SIGTERM)
+
     monkeypatch.setattr(torchrun, "torchrun", fails)
     monkeypatch.setattr(torchrun, "begin_launchers_watch", lambda say: None)
     words = ["--standalone", "-m", "offload_trainer", "train", "--gpus", "2", "--output", str(tmp_path)]
@@ -79,3 +84,26 @@ def test_a_launcher_says_what_the_next_start_goes_on_from(
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("offload-train: rank 1 was killed by SIGKILL, and the run ended with it; ")
         assert told in line
+    monkeypatch.setattr(torchrun, "torchrun", stops)
+    assert torchrun.main(words) == 128 + signal.SIGTERM
+    told = "offload-train: stopped by SIGTERM; the same command goes on from the checkpoint step-00000012\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("told", "whole"),
+    [
+        (
+            "a rank has not come; the same command goes on",
+            "a rank has not come; nothing was kept yet: the same command begins anew",
+        ),
+        (
+            "everything saved; the same command goes on from there",
+            "everything saved; the same command goes on from there",
+        ),
+    ],
+)
+def test_an_error_says_from_where_it_goes_on(told: str, whole: str, tmp_path: Path) -> None:
+    """Unless it does itself."""
+    assert saying_where(told, ["train", "--output", str(tmp_path)]) == whole
+    assert saying_where(told, ["export", str(tmp_path)]) == told

@@ -36,10 +36,17 @@ def cache_file() -> Path:
 
 def fingerprint(machine: MachineProfile) -> str:
     """What the rates of computing and copying depend on: of the threads, on those of all ranks together."""
-    threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if threads is not None and ranks > 1:
-        threads = str(ranks * int(threads))
-    facts = (machine.cpu, machine.cores, machine.gpu, threads)
+    return _key(machine, _threads(machine))
+
+
+def _threads(machine: MachineProfile) -> int:
+    """Of all ranks here: as many as OMP_NUM_THREADS says of each, which every command sets, or else all cores'."""
+    each = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(each) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if each.isdecimal() else machine.cores
+
+
+def _key(machine: MachineProfile, threads: int) -> str:
+    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads))  # of the cores a rank may have some alone
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -127,6 +134,7 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
         notes.append(f"{cache_file()} cannot be read: {error}; no speed is known until it is timed again (bench)")
         stored = _Kept()
     here = known(stored.machines, fingerprint(machine), _OfMachine) or _OfMachine(Rates())
+    notes += _timed_with_others(stored, machine)
     corrections = {key: correction(ratios) for key, ratios in here.ratios.items()}
     drives = [replace(drive, rates=known(stored.drives, _drive_key(drive), DriveRates)) for drive in machine.drives]
     rates = replace(here.rates, corrections=corrections)
@@ -134,6 +142,21 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
     return replace(
         machine, rates=rates, links=links, drives=tuple(drives), notes=(*machine.notes, *dict.fromkeys(notes))
     )
+
+
+def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
+    """A note, where rates were kept here for another number of threads alone."""
+    threads = _threads(machine)
+    if _key(machine, threads) in stored.machines:
+        return []
+    counts = [count for count in range(1, (os.cpu_count() or 1) + 1) if _key(machine, count) in stored.machines]
+    if not counts:
+        return []
+    return [
+        f"this machine's speed was timed with {' and '.join(map(str, counts))} CPU threads, and is not known with the "
+        f"{threads} that there are here (OMP_NUM_THREADS, over all ranks): give as many, or time it with these, "
+        f"`offload-train bench placement.threads={threads}`"
+    ]
 
 
 def keep_rates(machine: MachineProfile) -> None:

@@ -108,7 +108,10 @@ def test_a_profile_survives_json(timed: MachineProfile) -> None:
     assert profile_from_json(json.loads(json.dumps(timed.to_json()))) == timed
 
 
-def test_rates_are_found_again_on_the_same_machine_only(timed: MachineProfile, drive: Path, tmp_path: Path) -> None:
+def test_rates_are_found_again_on_the_same_machine_only(
+    timed: MachineProfile, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     bare = probe_machine(drives=(str(drive),), output=str(tmp_path))
     assert cache.with_cached_rates(bare).rates == Rates()
     cache.keep_rates(timed)
@@ -118,6 +121,29 @@ def test_rates_are_found_again_on_the_same_machine_only(timed: MachineProfile, d
     assert cache.with_cached_rates(replace(bare, cores=bare.cores + 1)).rates == Rates()
     boxed = replace(bare, drives=(replace(bare.drives[0], throttle="read_bps_device 254:0 1000"),))
     assert cache.with_cached_rates(boxed).drives[0].rates is None
+
+
+def test_threads_that_were_not_timed_are_named(
+    timed: MachineProfile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program of one's own says nothing of them, and has all cores; torchrun's ranks have one each."""
+    machine = replace(probe_machine(output=str(tmp_path)), cores=6)
+    monkeypatch.setattr(cache.os, "cpu_count", lambda: 6)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    cache.keep_rates(replace(machine, rates=timed.rates))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert cache.with_cached_rates(machine).rates == timed.rates
+    assert cache.with_cached_rates(machine).notes == ()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = cache.with_cached_rates(machine)
+    assert found.rates == Rates()
+    (note,) = found.notes
+    assert "timed with 6 CPU threads, and is not known with the 2 that" in note
+    assert "`offload-train bench placement.threads=2`" in note
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    of_rank = replace(machine, cores=3)  # on its own NUMA node
+    assert cache.with_cached_rates(of_rank).rates == timed.rates
 
 
 def test_ratios_of_earlier_runs_add_up_to_one_correction(timed: MachineProfile) -> None:

@@ -107,6 +107,18 @@ def wait_for(output: Path, step: int, started: list[subprocess.Popen[bytes]]) ->
         time.sleep(0.02)
 
 
+def bytes_of_a_step(output: Path, started: list[subprocess.Popen[bytes]], *, first: int, last: int) -> float:
+    """That leave node 0, the mean of those between two lines, each looked at as soon as it is there.
+
+    Of few steps it says little: what of the next one has been sent by then is a part of a step.
+    """
+    wait_for(output, first, started)
+    began, steps = sent(0), len(lines(output))
+    wait_for(output, last, started)
+    moved = sent(0) - began
+    return moved / (len(lines(output)) - steps)
+
+
 def signal_all(launcher: subprocess.Popen[bytes], number: int) -> None:
     """To it and its ranks."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -184,15 +196,12 @@ def main() -> int:
             lose(folder, alone, each=wish.each, **how)
             return 0
         started = start(folder, several, each=wish.each, **how)
-        wait_for(several, 7, started)
-        began, first = sent(0), len(lines(several))
-        wait_for(several, 9, started)
-        moved, steps = sent(0) - began, len(lines(several)) - first
+        moved = bytes_of_a_step(several, started, first=3, last=wish.steps - 4)
         signal_all(started[1], signal.SIGKILL)  # as where it loses power but for connections, which the kernel closes
         print(f"killed node 1 after step {len(lines(several))}: exit codes {finished(started)}", flush=True)
         assert finished(start(folder, several, each=wish.each, **how)) == [0, 0]
         compare(f"2 nodes x {wish.each}, killed and resumed", several, alone, step=wish.steps)
-        tell_bytes(several, moved / steps)
+        tell_bytes(several, moved)
         by_one = cut(several, folder / "by-one", step=5)
         one_rank(folder, by_one, **how)
         compare("a checkpoint of the nodes, by one rank", by_one, alone, step=wish.steps)

@@ -1,14 +1,24 @@
-"""Steps whose micro-batches count different numbers of targets, and what transformers and torch alone make of them."""
+"""Steps whose micro-batches count different numbers of targets, and what others make of them: transformers and torch
+alone, or the plain engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from bench_of_engines import Step, train
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload_trainer.data.rows import IGNORED, Batch
+from offload_trainer.engine.cpu_matmul import use_fp32_products
+from offload_trainer.engine.plain import PlainEngine
+from offload_trainer.model.source import resolve_model
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.settings import load_config
 
 LR, DECAY, EPS = 1e-2, 0.1, 1e-3
 COUNTS = (3, 0, 25)  # of three micro-batches, and so on
@@ -54,3 +64,22 @@ def transformers_alone(
         adam.step()
         adam.zero_grad()
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def plain_alone(
+    folder: Path,
+    data: list[Batch],
+    *,
+    at_a_time: int,
+    dtype: str,
+    lr: float = LR,
+    prepare: Callable[[nn.Module, ModelShape], None] = lambda model, shape: None,
+) -> list[Step]:
+    """Losses and norms of the plain engine, which accumulates a step's `at_a_time` micro-batches."""
+    words = ["--model", str(folder), "--engine", "plain", "--dtype", dtype, f"optim.eps={EPS}"]
+    config = load_config(words)
+    source = resolve_model(config.model, seed=0)
+    use_fp32_products(torch.bfloat16)
+    engine = PlainEngine(source, config.model, config.optim)
+    prepare(engine._module.model, source.shape)
+    return train(engine, data, accumulate=at_a_time, lr=lr)

@@ -5,7 +5,8 @@ planned_bytes(folder, words, ranks=2)        what their plan says of the collect
 stock_ranks.py FOLDER RANK RANKS STEPS WORDS...      one of them
 
 Rank 0 prints {"steps": [(loss, gradient norm), ...], "bytes": [of a rank in each step], "calls": {what: how often},
-"stage": ZeRO's} as JSON, and leaves FOLDER/masters.safetensors.
+"stage": ZeRO's, "apart": [weights that are not the same on all ranks in the end]} as JSON, and leaves
+FOLDER/masters.safetensors.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from bench_of_engines import batches, masters, train
@@ -26,6 +28,8 @@ from counted import EPS, LR, masked
 from deepspeed_alone import build
 from safetensors.torch import save_file
 
+from offload_trainer.engine.cpu_matmul import use_fp32_products
+from offload_trainer.engine.deepspeed import DeepSpeedEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan
@@ -89,20 +93,34 @@ def count_collectives() -> None:
         setattr(torch.distributed, name, counting)
 
 
+def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor], ranks: int) -> list[str]:
+    """Weights of which each rank has all, and whose masters, or whose values in the model, are not all ranks' bits."""
+    mine = dict(held)
+    if engine._placement.stage < 3:
+        whole = {n: p for n, p in engine._parameters.items() if tuple(p.shape) == engine._parts.shape(n)}
+        mine |= {f"{name}, in the model": parameter.detach().float().cpu() for name, parameter in whole.items()}
+    sums: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(sums, {name: crc32(t.contiguous().numpy()) for name, t in mine.items()})
+    return [name for name in mine if len({its[name] for its in sums}) > 1]
+
+
 def main() -> None:
     folder, rank, ranks, steps = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # of no use: they meet at a file
     count_collectives()
+    use_fp32_products(torch.bfloat16)  # as a run does
     meeting = f"file://{folder}/meeting"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    engine = build(folder, ["--accumulate", str(ACCUMULATE), f"optim.eps={EPS}", *sys.argv[5:]])
+    engine = build(folder, ["--accumulate", str(ACCUMULATE), f"optim.eps={EPS}", "--lr", str(LR), *sys.argv[5:]])
     data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]  # as in a run
     calls.clear()
-    found = train(engine, data, accumulate=ACCUMULATE, lr=LR, before=lambda _: moved.append(0.0))
+    lr = engine._optimizer.param_groups[0]["lr"]
+    found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: moved.append(0.0))
     stage = engine._engine.zero_optimization_stage()
     said = {"steps": found, "bytes": moved[1:], "calls": dict(calls), "stage": stage}
     held = masters(engine)
+    said["apart"] = apart(engine, held, ranks)
     if rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "masters.safetensors")
         print(json.dumps(said))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bench_of_engines import batches, model_directory
 from conftest import run_script
-from counted import masked, random_weights, transformers_alone
+from counted import masked, plain_alone, random_weights, transformers_alone
 from safetensors.torch import load_file
 from stock_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
 
@@ -83,6 +83,18 @@ def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int
     for name, weight in weights.items():
         torch.testing.assert_close(masters[name], weight, rtol=1e-5, atol=1e-6)
     assert found["bytes"][-1] == pytest.approx(planned_bytes(tmp_path, *words, ranks=ranks), rel=0.02), found["calls"]
+
+
+@pytest.mark.ops
+def test_four_ranks_follow_one_process_in_bf16(tmp_path: Path) -> None:
+    """20 steps of the plain engine, which has all rows."""
+    model, rows, lr = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False)), 4 * ACCUMULATE, 1e-3
+    found = run_stock_ranks(tmp_path, *ZERO["2"], "--dtype", "bf16", "--lr", str(lr), ranks=4, steps=20)
+    alone = plain_alone(model, masked(batches(20 * rows)), at_a_time=rows, dtype="bf16", lr=lr)
+    assert found["apart"] == []
+    for (loss, norm), (expected, length) in zip(found["steps"], alone, strict=True):
+        assert loss == pytest.approx(expected, abs=2e-2)
+        assert norm == pytest.approx(length, rel=3e-2)
 
 
 @pytest.mark.ops

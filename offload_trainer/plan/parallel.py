@@ -273,8 +273,9 @@ def divided(counted: Activations, mode: Mode) -> Activations:
 
 
 def link_seconds(flow: Flow, machine: MachineProfile, *, here: int) -> float | None:
-    """Inside a node and between nodes at once."""
-    inside = machine.links.between_gpus or machine.rates.both_ways
+    """Inside a node and between nodes at once; inside by what `bench` found between ranks, where no file says."""
+    measured = machine.links.all_gather if flow.kind == "ring" else machine.links.all_to_all
+    inside = machine.links.between_gpus or measured or machine.rates.both_ways
     through = flow.network(here)
     if (flow.bytes and inside is None and here > 1) or (through and machine.links.network is None):
         return None

@@ -16,7 +16,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
 from offload_trainer.plan.division import tensor_of
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
-from offload_trainer.plan.parallel import Flow, Mode, columns, flows, modes, refusal, weights_held
+from offload_trainer.plan.parallel import Flow, Mode, columns, flows, link_seconds, modes, refusal, weights_held
 from offload_trainer.plan.parallel_cost import priced, stock_rates
 from offload_trainer.plan.parallel_table import compare
 from offload_trainer.plan.plan import Plan
@@ -203,6 +203,16 @@ def test_state_goes_to_ram_where_the_gpu_is_too_small_and_a_mode_is_refused_wher
     assert found.offload[0] == found.offload[1] == pytest.approx(2 * SHAPE.parameters / 8, rel=1e-6)
     less = here(gpu=1 * GB, **link)
     assert "on each GPU, which has 1 GB" in priced(Mode(data=8), step, less, stock_rates(step, less)).lacks
+
+
+def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() -> None:
+    flow = next(one for one in flows(Mode(data=8, stage=3), work(), held=10**9, trained=10**9))
+    across = replace(flow, kind="all-to-all")
+    timed = {"all_gather": rate(2e9), "all_to_all": rate(5e9)}
+    assert link_seconds(flow, here(**timed), here=8) == flow.bytes / 2e9
+    assert link_seconds(across, here(**timed), here=8) == flow.bytes / 5e9
+    assert link_seconds(across, here(between_gpus=rate(1e11), **timed), here=8) == flow.bytes / 1e11
+    assert link_seconds(flow, here(), here=8) == flow.bytes / 1e10
 
 
 def test_seconds_of_products_links_and_bubbles() -> None:

@@ -6,15 +6,14 @@ torchrun is started in each of two namespaces, which see each other through a pa
 directory of its own. GPT-2, tied, with dropout, in bf16, half the state on the drive: it trains, one node's ranks are
 killed after a checkpoint, the same command goes on, and losses, norms and the last checkpoint must be one rank's. Then
 a checkpoint of the nodes is gone on from by one rank, and one of that rank by the nodes. The bytes that leave a node in
-a step are read from the link's counters and held against what gradients and new weights take. With `--lose` instead the
-link is cut, and in another run all of node 1 is stopped (SIGSTOP): who goes on ends, and says why. Needs root and `ip`.
+a step are read from the link's counters and held against the plan's. With `--lose` instead the link is cut, and in
+another run all of node 1 is stopped (SIGSTOP): who goes on ends, and says why. Needs root and `ip`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import signal
@@ -107,16 +106,19 @@ def wait_for(output: Path, step: int, started: list[subprocess.Popen[bytes]]) ->
         time.sleep(0.02)
 
 
-def bytes_of_a_step(output: Path, started: list[subprocess.Popen[bytes]], *, first: int, last: int) -> float:
-    """That leave node 0, the mean of those between two lines, each looked at as soon as it is there.
+def bytes_of_a_step(
+    output: Path, started: list[subprocess.Popen[bytes]], *, first: int, last: int
+) -> tuple[float, float]:
+    """That leave node 0 and node 1, the mean of the steps between two lines, each looked at as soon as it is there.
 
     Of few steps it says little: what of the next one has been sent by then is a part of a step.
     """
     wait_for(output, first, started)
-    began, steps = sent(0), len(lines(output))
+    began, steps = [sent(node) for node in (0, 1)], len(lines(output))
     wait_for(output, last, started)
-    moved = sent(0) - began
-    return moved / (len(lines(output)) - steps)
+    moved = [sent(node) - before for node, before in enumerate(began)]
+    steps = len(lines(output)) - steps
+    return moved[0] / steps, moved[1] / steps
 
 
 def signal_all(launcher: subprocess.Popen[bytes], number: int) -> None:
@@ -211,16 +213,17 @@ def main() -> int:
     return 0
 
 
-def tell_bytes(run: Path, moved: float) -> None:
-    """Bytes of a step over the link, from node 0, beside those of docs/design.md: 2 nodes, 16 bits an element."""
-    shapes = json.loads((run / "checkpoints" / "step-00000005" / "MANIFEST.json").read_text())["layout"]
-    trained = sum(math.prod(weight["shape"]) for weight in shapes.values() if weight["trained"])
-    gradients, weights = MICRO // 2 * trained, trained
-    print(
-        f"over the link in a step: {moved / 1e6:.2f} MB; gradients {gradients / 1e6:.2f} + weights {weights / 1e6:.2f} "
-        f"MB: {moved / (gradients + weights):.3f} x",
-        flush=True,
-    )
+def tell_bytes(run: Path, moved: tuple[float, float]) -> None:
+    """Bytes of a step over the link, from each node, beside what the plan says that the first gives and gets."""
+    links = [link for link in json.loads((run / "plan.json").read_text())["links"] if link["place"] == "network"]
+    for node, way in enumerate(("written", "read")):
+        told = {link["phase"]: link[way] for link in links}
+        parts = " + ".join(f"{phase} {size / 1e6:.2f}" for phase, size in told.items())
+        size = moved[node]
+        print(
+            f"from node {node} in a step: {size / 1e6:.2f} MB, planned {parts} MB: {size / sum(told.values()):.3f} x",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

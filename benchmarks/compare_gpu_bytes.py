@@ -29,12 +29,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
+from offload_trainer.model.sequence import share_rows
 from offload_trainer.model.source import ModelSource, resolve_model
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.storage.removal import scratch
 
-UNSEEN = ("CUDA context", "allocator", "gradients in flight")  # by no tensor
+UNSEEN = ("CUDA context", "allocator", "gradients in flight", "NCCL")  # by no tensor
 
 _LLAMA = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 SHAPES: dict[str, dict[str, Any]] = {  # keys of their config.json that make a difference to bytes
@@ -108,36 +109,43 @@ def wish(case: Case, folder: Path) -> TrainConfig:
 
 
 def planned(config: TrainConfig, source: ModelSource) -> int:
+    """Of one rank, where several share rows."""
     machine = MachineProfile(
         gpu="any", gpu_bytes=10**13, ram_bytes=10**13, cores=8, drives=(), output=DriveFacts("/out", 10**13, "ext4")
     )
-    plan = make_plan(config, source.shape, machine)
+    ranks = config.parallel.sequence
+    plan = make_plan(config, source.shape, machine, world=ranks)
     # Inputs of blocks that leave are gone at once here; those still on their way are the plan's.
     unseen = (*UNSEEN, "block inputs") if config.model.offload_activations else UNSEEN
-    return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen)
+    return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen) // ranks
 
 
 def tracked(config: TrainConfig, source: ModelSource) -> int:
-    """The peak of one micro-batch, weights and all."""
+    """The peak of one micro-batch, weights and all; of a piece of it where ranks share rows."""
     with ExitStack() as stack:
         # Asked of values that are not there: rows of consecutive positions are not packed.
-        given = masking_utils.find_packed_sequence_indices
-        stack.callback(setattr, masking_utils, "find_packed_sequence_indices", given)
+        asked = masking_utils.find_packed_sequence_indices
+        stack.callback(setattr, masking_utils, "find_packed_sequence_indices", asked)
         masking_utils.find_packed_sequence_indices = lambda *_: None
         stack.enter_context(FakeTensorMode())
         chunk = config.model.mlp_chunk
         module = source.build(dtype=torch.bfloat16, mlp_chunk=chunk if isinstance(chunk, int) else 0)
         module.train()
+        length, positions = config.data.seq_len, list[torch.Tensor]()
+        if (count := config.parallel.sequence) > 1:
+            share_rows(module.model, send=torch.empty_like, count=count)
+            length //= count
+            positions.append(torch.zeros(config.train.micro_batch, length, dtype=torch.int64))
         tied = _take_apart(module)
         if config.model.offload_activations:
             _keep_inputs_elsewhere(module)
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(partial(_hand_over, tied))
-        tokens = torch.zeros(config.train.micro_batch, config.data.seq_len, dtype=torch.int64)
+        tokens = torch.zeros(config.train.micro_batch, length, dtype=torch.int64)
         tracker = _Peak()
         tracker.track_external(module, tokens)
         with tracker:
-            module(tokens, tokens, None, tokens.numel()).backward()
+            module(tokens, tokens, None, tokens.numel(), *positions).backward()
         return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 

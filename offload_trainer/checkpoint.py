@@ -47,12 +47,12 @@ from offload_trainer.storage.removal import name_in_workplace, replacing
 from offload_trainer.storage.transfer import Future, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 
-RESIDENT = "resident"
+RESIDENT, MADE = "resident", "run.json"
 _SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most, for most models
 
 # What a run may change when it goes on, and what then goes on differently.
 _STEERING = {
-    "model": ("dtype", "attention"),
+    "model": ("dtype", "attention", "mlp_chunk"),
     "optim": ("lr", "betas", "eps", "states", "weight_decay", "clip", "schedule", "warmup_steps", "decay_steps"),
     "train": ("steps", "micro_batch", "accumulate"),
 }
@@ -239,7 +239,7 @@ class Checkpoints:
 def finish_checkpoint(directory: Path, files: dict[str, Any], state: TrainState, record: RunRecord) -> None:
     """What is not the engine's, put into `files`, then the manifest."""
     write_text(directory / "state.json", json.dumps(asdict(state), indent=1))
-    write_text(directory / "run.json", json.dumps(record.run, indent=1))
+    write_text(directory / MADE, json.dumps(record.run, indent=1))
     copy_tree(record.model, directory / "model")
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -367,18 +367,22 @@ def check_resume(checkpoint: Path, record: RunRecord) -> list[str]:
     manifest = read_manifest(checkpoint)
     refuse_other_run(checkpoint, manifest.identity, record.identity)
     refuse_other_run(checkpoint, manifest.layout, record.layout)
-    before = read_back(checkpoint / "run.json", _RunConfiguration, fix=_fix(checkpoint)).config
-    return changed_settings(checkpoint.name, before, record.run["config"])
+    return changed_settings(checkpoint.name, configuration_of(checkpoint), record.run["config"])
+
+
+def configuration_of(directory: Path) -> dict[str, dict[str, Any]]:
+    """What the run was made with that left this checkpoint, or these page files. UserError where it cannot be read."""
+    return read_back(directory / MADE, _RunConfiguration, fix=_fix(directory)).config
 
 
 def changed_settings(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Which settings that steer a run differ from those that what is called `name` was saved with, one line each."""
     return [
-        f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then.get(key))}"
+        f"{section}.{key} is {now[section].get(key)}; {name} was saved with {shown(then[key])}"
         for section, keys in _STEERING.items()
         for then in [before.get(section, {})]
         for key in keys
-        if now[section].get(key) != then.get(key)
+        if key in then and now[section].get(key) != then[key]
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from offload_trainer.plan.kept import inputs_of
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
-from offload_trainer.ranks import gather, group_of
+from offload_trainer.ranks import all_to_all, gather, group_of
 from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -102,7 +103,8 @@ class TieredEngine:
         """Neighbours have a piece each of the same rows. All ranks call it."""
         groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
         group = group_of(groups, backend="nccl" if self._place.type == "cuda" else "gloo")
-        return share_rows(self._module.model, count=self._together, group=group)
+        send = partial(all_to_all, group=group)
+        return share_rows(self._module.model, send=send, count=self._together)
 
     def _piece(self, batch: Batch) -> Batch:
         """This rank's part of what its group has."""

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload_trainer.model.activations import count_activations
 from offload_trainer.model.initial import meta_model
-from offload_trainer.model.source import ModelSource, block_names
+from offload_trainer.model.source import ModelSource, block_names, checkpoint_blocks
 from offload_trainer.model.tiles import tile
 from offload_trainer.model.twins import twin_of
 from offload_trainer.storage.dtypes import DTYPES
@@ -48,7 +48,7 @@ def with_tiles(source: ModelSource) -> ModelSource:
     """The same model with what can run in pieces looked for, and counted so; as it is where nothing can."""
     words = {"trust_remote_code": source.section.trust_remote_code}
     model, shape = meta_model(source.config, **words), source.shape
-    names = tileable(model, block_names, **words)
+    names, again = _found(model, block_names, **words)
     if not names:
         return source
     trained = {weight.name for weight in shape.weights if weight.trainable}
@@ -60,7 +60,8 @@ def with_tiles(source: ModelSource) -> ModelSource:
         with suppress(Exception):  # of an architecture's own code, which may do anything
             dtype = DTYPES[source.section.dtype]
             on_gpu, on_cpu = count_activations(model, block_names(model), dtype=dtype, **how)
-    return replace(source, shape=replace(shape, tiles=tuple(names), tiled_on_gpu=on_gpu, tiled_on_cpu=on_cpu))
+    found = replace(shape, tiles=tuple(names), tiles_again=tuple(again), tiled_on_gpu=on_gpu, tiled_on_cpu=on_cpu)
+    return replace(source, shape=found)
 
 
 def tileable(model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]], **built: Any) -> list[str]:
@@ -68,15 +69,24 @@ def tileable(model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]
 
     `blocks`: names of a model's blocks; `built`: words for transformers' `from_config`.
     """
+    return _found(model, blocks, **built)[0]
+
+
+def _found(
+    model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]], **built: Any
+) -> tuple[list[str], list[str]]:
+    """As `tileable`; and those of them that a checkpointed block's recomputation runs too."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             twin = _twin(model, **built)
             proven = _proven(twin, blocks(twin))
+            again = _recomputed(twin, proven)
         except Exception:  # of transformers' code, for a configuration that it did not expect
-            return []
-    kinds = {kind for kind, _ in proven}
-    return [name for kind, name in _inside(model, blocks(model)) if kind in kinds]
+            return [], []
+    inside = _inside(model, blocks(model))
+    proven_kinds, again_kinds = ({kind for kind, _ in ones} for ones in (proven, again))
+    return [name for kind, name in inside if kind in proven_kinds], [n for kind, n in inside if kind in again_kinds]
 
 
 def _twin(model: PreTrainedModel, **built: Any) -> PreTrainedModel:
@@ -174,6 +184,31 @@ def _together(twin: PreTrainedModel, names: Sequence[str], ids: torch.Tensor) ->
     whole = found()
     with _in_pieces([twin.get_submodule(name) for name in names], 7):
         return _same(whole, found())
+
+
+def _recomputed(twin: PreTrainedModel, parts: Sequence[tuple[_Kind, str]]) -> list[tuple[_Kind, str]]:
+    """Those of these parts that have something behind them in their block that is kept: none may end a recomputation.
+
+    Others run once in the forward and once in the backward.
+    """
+    if not parts or not twin.supports_gradient_checkpointing:
+        return []
+    checkpoint_blocks(twin, reentrant=False)
+    ids, tokens = torch.randint(5, twin.config.get_text_config().vocab_size - 5, (1, _ROW)), dict.fromkeys(parts, 0)
+
+    def counted(part: tuple[_Kind, str]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+            if (count := output.shape[:-1].numel()) < _ROW:
+                tokens[part] += count
+
+        return hook
+
+    hooks = [twin.get_submodule(part[1]).register_forward_hook(counted(part), with_kwargs=True) for part in parts]
+    with _in_pieces([twin.get_submodule(name) for _, name in parts], 7):
+        twin(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return [part for part in parts if tokens[part] > 2 * _ROW]
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from offload_trainer import ranks
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.attention import with_groups
 from offload_trainer.model.loss import adds_router_loss
@@ -53,8 +52,7 @@ class SharedRows:
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
         """[a, b, c, size], b in parts, one for each rank -> [a, b / count, c of all ranks, size]."""
-        parts = values.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous()
-        come: torch.Tensor = _Sent.apply(parts, self._send)
+        come: torch.Tensor = _Sent.apply(values.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous(), self._send)
         return come.movedim(0, 2).flatten(2, 3)
 
 
@@ -139,14 +137,15 @@ class DividedAttention:
             return None
         if self._mask is None or self._window != (tokens, window):
             places = torch.arange(tokens, device=query.device)
-            behind = places[:, None] - places
-            self._window, self._mask = (tokens, window), ((behind >= 0) & (behind < window))[None, None]
+            seen = places <= places[:, None]
+            seen &= places > places[:, None] - window
+            self._window, self._mask = (tokens, window), seen[None, None]
         return self._mask
 
 
-def share_rows(model: PreTrainedModel, *, count: int, group: Any) -> DividedAttention:
-    """From now on this rank has pieces of rows in `model`, together with the others of the `group` of `count`."""
-    made = DividedAttention(SharedRows(lambda parts: ranks.all_to_all(parts, group=group), count=count))
+def share_rows(model: PreTrainedModel, *, send: Send, count: int) -> DividedAttention:
+    """From now on this rank has pieces of rows in `model`; `send` reaches all `count` that have the others."""
+    made = DividedAttention(SharedRows(send, count=count))
     _set(model, made, name=_NAME)
     return made
 

@@ -111,7 +111,7 @@ class ModelSource:
             parameter.requires_grad_(trainable[name])
         if wants_checkpointing(self.section, self.shape):
             # Without a GPU they are in host memory already.
-            _checkpoint(model, reentrant=reentrant, offload=offload and torch.cuda.is_available())
+            checkpoint_blocks(model, reentrant=reentrant, offload=offload and torch.cuda.is_available())
             if reentrant:
                 # That variant gives no gradients at all where its input needs none: with frozen embeddings.
                 model.enable_input_require_grads()
@@ -153,7 +153,7 @@ class ModelSource:
         return meta_model(self.config, trust_remote_code=self.section.trust_remote_code)
 
 
-def _checkpoint(model: PreTrainedModel, *, reentrant: bool, offload: bool) -> None:
+def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool = False) -> None:
     """Blocks keep their inputs only. transformers named the method anew after 5.17, and has `offload` from 5.17 on."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))

@@ -36,7 +36,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"heads|n_head$|n_groups$|o_groups$", HEADS),
     (r"head_dim|d_head|dim_head|head_size|kv_channels|headdim|rotary_dim|v_head_dim", HIDDEN // HEADS),
     (r"hidden_size_per_layer_input|rank$|time_step_rank", 8),
-    (r"^(intermediate_size|ffn|dff|dim_ff|.*intermediate|.*ffn|feed_forward|d_inner|expert_ffn)", 48),
+    (r"^(intermediate_size|ffn|dff|dim_ff|.*intermediate|.*ffn|feed_forward|[dn]_inner|expert_ffn)", 48),
     (r"hidden_size|d_model|n_embd|embed|emb_dim|dim_model|lru_width|mamba_d_ssm", HIDDEN),
     (r"d_state|state_size|chunk|block_size|window|extent|index_topk|local_attention$|index_block", 8),
     (r"buckets", 8),

@@ -10,7 +10,7 @@ count what never exists together. `model/activations.py` counts the moments of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import add, sub
 
 
@@ -159,6 +159,32 @@ def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients
     hidden = counted.hidden.at(rows, length)
     last = hidden * (tokens - chunk) // tokens + summed + largest
     return max(last, hidden + 3 * summed, 2 * hidden)
+
+
+def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
+    """What each of `ranks` that share rows holds, of rows as long as a piece.
+
+    Attention is fused, so pairs of tokens are a window's mask: of whole rows, and one for all. Positions are each row's
+    own. `more`: bytes a token that attention keeps beside, until its block's backward.
+    """
+
+    def changed(one: Growth) -> Growth:
+        square = (one.square + one.pair) * ranks**2
+        return replace(one, position=0.0, token=one.token + one.position, square=square, pair=0.0)
+
+    def part(one: Part, beside: Growth) -> Part:
+        forward, backward = (tuple(changed(moment) + beside for moment in each) for each in (one.forward, one.backward))
+        return Part(changed(one.kept) + beside, forward, backward)
+
+    return Activations(
+        before=changed(counted.before),
+        kinds=tuple(part(kind, Growth(token=more)) for kind in counted.kinds),
+        blocks=counted.blocks,
+        hidden=counted.hidden,
+        norm=part(counted.norm, Growth()),
+        head=part(counted.head, Growth()),
+        embedding=tuple(map(changed, counted.embedding)),
+    )
 
 
 def pruned(moments: Sequence[Growth]) -> tuple[Growth, ...]:

@@ -33,6 +33,7 @@ from offload_trainer.plan.take import at_once
 from offload_trainer.plan.tiered import Tiered
 from offload_trainer.plan.time import forecast, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.undivided import too_large
 from offload_trainer.plan.ways import FORWARD, OFF, Way, asking, gains, left_open
 from offload_trainer.plan.wishes import mistakes_of_division, mistakes_of_rule, only_here
 from offload_trainer.plan.workload import Workload, chunks_of
@@ -208,6 +209,8 @@ def make_plan(
     for chunk in chunks_of(work) if not chosen.fits and config.model.mlp_chunk == "auto" else ():
         if not chosen.fits:
             chosen = _fastest(engine, replace(work, mlp_chunk=chunk), machine)
+    if isinstance(engine, Tiered) and not chosen.fits:
+        chosen = replace(chosen, too_large=too_large(work, machine))
     notes = [*_notes_of_rule(config.optim), *_note_of_stock(config, chosen, work, machine)]
     return replace(chosen, notes=(*chosen.notes, *notes))
 

@@ -45,7 +45,8 @@ def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float
 def work_of_token(work: Workload) -> tuple[Work, Work, Work]:
     """What the backward computes again (the blocks, the head of a loss in several chunks), a forward, a backward.
 
-    Of blocks that are not checkpointed MLPs that run on pieces; others' recomputation stops short of theirs.
+    With MLPs that run on pieces those too: of checkpointed blocks only where something that is kept comes behind them,
+    since the recomputation stops short of them elsewhere, and their pieces' is theirs.
     """
     shape, seq_len = work.shape, work.seq_len
     blocks = Work(
@@ -65,8 +66,9 @@ def work_of_token(work: Workload) -> tuple[Work, Work, Work]:
     again = Work(0.0, 0.0, 0.0, 0.0)
     if work.checkpointing:
         again += blocks
-    elif work.mlp_chunk:
-        again += Work(products=shape.tiled_flops(), attention=0.0, values=0.0, logits=0.0)
+    if work.mlp_chunk:
+        flops, widths = (count(checkpointing=work.checkpointing) for count in (shape.tiled_flops, shape.tiled_widths))
+        again += Work(products=flops, attention=0.0, values=widths, logits=0.0)
     if work.micro_batch * work.length > work.loss_chunk:
         again += head
     return again, forward, backward

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload_trainer.plan.activations import peak_of
-from offload_trainer.plan.parallel import Mode, divided
+from offload_trainer.plan.activations import in_pieces, peak_of
+from offload_trainer.plan.parallel import Mode, kept_elements
 from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
@@ -56,7 +56,8 @@ def activation_items(
     offloaded = bool(kept) or bool(work.inputs_away and device == "gpu")
     of_rank = counted or estimated(shape, work.item_bytes)
     if work.sequence > 1:
-        of_rank = divided(of_rank, Mode(sequence=work.sequence))
+        more = work.item_bytes * kept_elements(Mode(sequence=work.sequence), shape)
+        of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
     peak = peak_of(
         of_rank,
         rows=rows,

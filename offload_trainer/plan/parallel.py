@@ -71,7 +71,7 @@ class Mode:
     @property
     def words(self) -> str:
         """What makes this package run it; nothing where nothing does."""
-        if self.sequence > 1 or self.pipeline > 1:
+        if self.pipeline > 1:
             return ""
         if self.tensor > 1:
             return f"--engine deepspeed parallel.tensor={self.tensor}"
@@ -107,15 +107,15 @@ class Flow:
 
 
 def modes(world: int) -> Iterator[Mode]:
-    """Those that people run: each ZeRO alone, and each other division by itself and with the ZeRO that goes with it."""
+    """Those that people run: each ZeRO alone, and each other division by itself and with the ZeRO that goes with it.
+
+    Not sequence parallel, which is the tiered engine's and has its own plan.
+    """
     for stage in (1, 2, 3):
         yield Mode(data=world, stage=stage)
     parts = [part for part in range(2, world + 1) if world % part == 0]
     for part in parts:
         yield Mode(tensor=part, data=world // part)
-    for part in parts:
-        for stage in (1, 3):
-            yield Mode(sequence=part, data=world // part, stage=stage)
     for part in parts:
         yield Mode(pipeline=part, data=world // part)
     for tensor in parts:
@@ -214,10 +214,24 @@ def flows(mode: Mode, work: Workload, *, held: int, trained: float, gathered: Ga
 
 def heads_elements(mode: Mode, shape: ModelShape) -> float:
     """Elements of a token in queries, keys, values and results; heads of keys are repeated till ranks divide them."""
-    widest = max(shape.attention, default=0) / 2 or shape.hidden
+    return _of_all_heads(shape) * (2 + 2 * _sent(mode, shape))
+
+
+def kept_elements(mode: Mode, shape: ModelShape) -> float:
+    """Of those what a block keeps beside what it keeps of whole rows: the result once more, and keys as repeated."""
+    own = shape.key_heads / shape.heads if shape.heads and shape.key_heads else 1.0
+    return _of_all_heads(shape) * (1 + 2 * max(0.0, _sent(mode, shape) - own))
+
+
+def _of_all_heads(shape: ModelShape) -> float:
+    """Elements of a token in what attention gives."""
+    return max(shape.attention, default=0) / 2 or shape.hidden
+
+
+def _sent(mode: Mode, shape: ModelShape) -> float:
+    """Elements of keys that are sent, as of values, for each of queries."""
     known = shape.heads and shape.key_heads
-    sent = math.lcm(shape.key_heads, mode.sequence) / shape.heads if known else 1.0  # of keys, as of values
-    return widest * (2 + 2 * min(1.0, sent))
+    return min(1.0, math.lcm(shape.key_heads, mode.sequence) / shape.heads) if known else 1.0
 
 
 def _of_zero(mode: Mode, work: Workload, *, trained: float, gathered: Gathers) -> Iterator[Flow]:
@@ -238,38 +252,19 @@ def _of_zero(mode: Mode, work: Workload, *, trained: float, gathered: Gathers) -
 
 
 def divided(counted: Activations, mode: Mode) -> Activations:
-    """What a rank holds of them, with rows of length / S tokens: inside blocks 1 / T, and two hidden states whole.
+    """What a rank of a tensor group, or a pipeline, holds of them: inside blocks 1 / T, and two hidden states whole."""
+    left = (1 - 1 / mode.tensor) * 2
 
-    Attention's matrices are of whole rows and 1 / S of the heads, masks between tokens of whole rows.
-    """
-
-    def in_block(one: Growth) -> Growth:
+    def inside(one: Growth) -> Growth:
         if mode.tensor == 1:
             return one
-        inside = Growth(*(value / mode.tensor for value in one.values()))
-        left = (1 - 1 / mode.tensor) * 2
-        return inside + Growth(token=left * counted.hidden.token)
+        return Growth(*(value / mode.tensor for value in one.values())) + Growth(token=left * counted.hidden.token)
 
-    def by_row(one: Growth) -> Growth:
-        return replace(one, square=one.square * mode.sequence**2, pair=one.pair * mode.sequence)
-
-    def part(one: Part, *, block: bool = False) -> Part:
-        inside = in_block if block else by_row
-        return Part(
-            by_row(inside(one.kept)) if block else by_row(one.kept),
-            tuple(by_row(inside(moment)) if block else by_row(moment) for moment in one.forward),
-            tuple(by_row(inside(moment)) if block else by_row(moment) for moment in one.backward),
-        )
-
-    return Activations(
-        before=by_row(counted.before),
-        kinds=tuple(part(kind, block=True) for kind in counted.kinds),
-        blocks=counted.blocks[: -(-len(counted.blocks) // mode.pipeline)],
-        hidden=counted.hidden,
-        norm=part(counted.norm),
-        head=part(counted.head),
-        embedding=tuple(map(by_row, counted.embedding)),
+    kinds = tuple(
+        Part(inside(kind.kept), tuple(map(inside, kind.forward)), tuple(map(inside, kind.backward)))
+        for kind in counted.kinds
     )
+    return replace(counted, kinds=kinds, blocks=counted.blocks[: -(-len(counted.blocks) // mode.pipeline)])
 
 
 def link_seconds(flow: Flow, machine: MachineProfile, *, here: int) -> float | None:

@@ -195,7 +195,7 @@ def _memory(mode: Mode, work: Workload, held: Held, *, state: bool, device: str)
     peak = peak_of(
         divided(counted, mode),
         rows=work.micro_batch,
-        length=work.seq_len // mode.sequence,
+        length=work.seq_len,
         chunk=work.loss_chunk,
         checkpointing=work.checkpointing,
         keepers=mode.tensor if work.partition else 1,

@@ -11,6 +11,7 @@ from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel import modes, refusal
 from offload_trainer.plan.parallel_cost import Priced, Stock, priced, stock_rates
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.sequence import all_to_alls
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -98,16 +99,19 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def compare(work: Workload, machine: MachineProfile, *, ours: Callable[[int], Plan | None]) -> Comparison:
-    """For the tokens of `work`. `ours`: the tiered engine's plan of so many tokens, if there can be one."""
-    rows, refused = _rows(work, machine, stock=stock_rates(work, machine), ours=ours(work.tokens))
+Ours = Callable[[int, int], Plan | str]  # the tiered engine's plan: of so many tokens, so many ranks that share rows
+
+
+def compare(work: Workload, machine: MachineProfile, *, ours: Ours) -> Comparison:
+    """For the tokens of `work`. `ours` says in words why there can be no plan; nothing where rows do not divide."""
+    rows, refused = _rows(work, machine, stock=stock_rates(work, machine), ours=ours)
     wins = list[tuple[int, str]]()
     for rows_a_rank in _ROWS:
         step = replace(work, micro_batch=1, accumulate=rows_a_rank)
-        found, _ = _rows(step, machine, stock=stock_rates(step, machine), ours=ours(tokens := step.tokens))
+        found, _ = _rows(step, machine, stock=stock_rates(step, machine), ours=ours)
         fit = [row for row in found if not row.lacks]
         if fit and fit[0].seconds is not None and (not wins or wins[-1][1] != fit[0].name):
-            wins.append((tokens, fit[0].name))
+            wins.append((step.tokens, fit[0].name))
     return Comparison(
         tuple(rows),
         tuple(refused),
@@ -120,10 +124,17 @@ def compare(work: Workload, machine: MachineProfile, *, ours: Callable[[int], Pl
 
 
 def _rows(
-    work: Workload, machine: MachineProfile, *, stock: Stock, ours: Plan | None
+    work: Workload, machine: MachineProfile, *, stock: Stock, ours: Ours
 ) -> tuple[list[Row], list[tuple[str, str]]]:
     """From the fastest on, what does not fit last; and what the model or the rows cannot be divided into."""
-    rows, refused = ([_of_plan(ours, machine)] if ours else []), []
+    rows, refused = list[Row](), list[tuple[str, str]]()
+    for count in (count for count in range(1, work.world + 1) if work.world % count == 0):
+        step = replace(work, sequence=count)
+        plan = ours(work.tokens, count)
+        if isinstance(plan, Plan):
+            rows.append(_of_plan(plan, step, machine))
+        elif plan:
+            refused.append((_tiered(step), plan))
     for mode in modes(work.world):
         reason = refusal(mode, work.shape, rows=work.tokens // work.seq_len, seq_len=work.seq_len)
         if reason:
@@ -154,8 +165,14 @@ def _of_mode(one: Priced, work: Workload) -> Row:
     )
 
 
-def _of_plan(plan: Plan, machine: MachineProfile) -> Row:
-    """The tiered engine's, whose ranks are data parallel: its own plan, with all that it does of its own."""
+def _tiered(work: Workload) -> str:
+    return f"tiered, {work.world} ranks" + (f", sequence {work.sequence}" if work.sequence > 1 else "")
+
+
+def _of_plan(plan: Plan, work: Workload, machine: MachineProfile) -> Row:
+    """The tiered engine's, of ranks or groups with rows of their own: its own plan, and all that it does by itself."""
+    step = replace(work, micro_batch=plan.micro_batch, accumulate=1)
+    step = replace(step, accumulate=plan.tokens_per_step // step.tokens)
 
     def moved(place: str) -> int:
         found = [one for one in (*plan.traffic, *plan.links) if one.place == place]
@@ -163,17 +180,17 @@ def _of_plan(plan: Plan, machine: MachineProfile) -> Row:
 
     own = machine.links.between_gpus is not None
     return Row(
-        name=f"tiered, {plan.world} ranks",
-        words="--engine tiered",
+        name=_tiered(work),
+        words="--engine tiered" + (f" parallel.sequence={work.sequence}" if work.sequence > 1 else ""),
         micro_batch=plan.micro_batch,
-        accumulate=plan.tokens_per_step // (plan.micro_batch * plan.seq_len * plan.world),
+        accumulate=step.accumulate,
         state=plan.placement.optimizer,
         gpu_bytes=plan.tiers["gpu"]["need"] * plan.nodes // plan.world,
         ram_bytes=plan.tiers["ram"]["need"],
         pcie_bytes=moved("device") + (0 if own else moved("gpus")),
         link_bytes=moved("gpus") if own else 0,
         network_bytes=moved("network"),
-        collectives=None,
+        collectives=sum(one.count for one in all_to_alls(step)) or None,
         seconds=plan.forecast.step,
         lacks="; ".join(plan.shortfalls()),
     )
@@ -184,7 +201,7 @@ def _assumptions(work: Workload, machine: MachineProfile) -> Sequence[str]:
     found = [
         "each mode at the micro-batch that is its fastest of those that fit (rows: micro-batches x rows of each)",
         "rings and all-to-alls at the whole rate of their link, with nothing for their latency, which many small ones "
-        "(collectives) do not have: what a mode of tensor or sequence gains over few tokens is less than this says",
+        "(collectives) do not have: what tensor or sequence parallel gains over few tokens is less than this says",
         "tensor parallel as DeepSpeed's AutoTP has it: embeddings and head whole on each rank, and an all-reduce for "
         "each product's input gradient",
         "inside blocks activations are divided by the tensor ranks, all but two hidden states; assumed, not counted",

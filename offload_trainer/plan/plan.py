@@ -44,6 +44,7 @@ class Plan:
     ways: tuple[Way, ...] = ()  # of the update that were left open, as each would be
     way: str = ""  # the one that was taken
     longest_row: int | None = None  # tokens, with which it would still fit; None: not worked out
+    too_large: str = ""  # what of the model no homes make room for, where there is such a thing
 
     @property
     def fits(self) -> bool:
@@ -55,7 +56,8 @@ class Plan:
     def refuse(self, *, force: bool) -> None:
         """UserError where it does not fit, unless it is wanted all the same."""
         if not self.fits and not force:
-            raise UserError("this does not fit: " + "; ".join(self.shortfalls()) + " (--force tries all the same)")
+            missing = [*self.shortfalls(), *([self.too_large] if self.too_large else [])]
+            raise UserError("this does not fit: " + "; ".join(missing) + " (--force tries all the same)")
 
     def to_json(self) -> dict[str, Any]:
         """The contract of `plan --json`, the reader's own. Seconds are null where the machine has not been timed."""
@@ -85,6 +87,7 @@ class Plan:
             "links": [asdict(moved) for moved in self.links],
             "ways": [{**asdict(way), "taken": way.words == self.way} for way in self.ways],
             "longest_row": self.longest_row,
+            "too_large": self.too_large or None,
             "rejected": [{"placement": name, "reason": reason} for name, reason in self.rejected],
             "notes": list(self.notes),
         }
@@ -98,6 +101,7 @@ class Plan:
             + (f"; MLPs {self.mlp_chunk} tokens at a time" if self.mlp_chunk else "")
         ]
         lines += self._describe_tiers()
+        lines += [f"  {self.too_large}"] if self.too_large else []
         if self.longest_row is not None:
             rows = "a row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
             lines.append(f"  longest row: {self.longest_row} tokens, {rows} at a time, with whatever homes fit")

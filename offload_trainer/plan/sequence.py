@@ -1,8 +1,8 @@
 """Sequence parallel in the tiered engine: what ranks that share rows send each other, hold for it, and cannot do.
 
 Queries, keys, values and results of attention go through all-to-alls (`model/sequence.py`; bytes: `parallel.py`).
-Beside what a model holds anyway there are whole rows' queries, keys and values of a rank's heads while its own tokens'
-are still held, and one of them once more, as it was sent.
+Blocks keep attention's result of whole rows, of a rank's heads, and once more of all heads, of its own tokens
+(`activations.in_pieces`). What else is there while it is sent is less than an MLP holds (tests/plan/test_gpu_bytes.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from offload_trainer.plan.exchange import GPUS, NETWORK
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import Item
-from offload_trainer.plan.parallel import Flow, Mode, flows, heads_elements, link_seconds, refusal
+from offload_trainer.plan.parallel import Flow, Mode, flows, link_seconds, refusal
+from offload_trainer.plan.take import NCCL_BYTES
 from offload_trainer.plan.time import Bound
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
@@ -24,8 +25,6 @@ def not_in_pieces(work: Workload) -> list[str]:
     if work.sequence == 1:
         return []
     wish, shape = f"parallel.sequence={work.sequence}", work.shape
-    if work.checkpoints is None:
-        return [f"{wish}: rows of a session are its caller's; leave it out"]
     if work.world % work.sequence:
         return [f"{wish} with {work.world} rank(s): a multiple of {work.sequence} is needed (--gpus)"]
     if shape.packed:
@@ -42,12 +41,10 @@ def all_to_alls(work: Workload) -> list[Flow]:
 
 
 def sequence_items(work: Workload, *, device: str) -> list[Item]:
-    """On the device of each of a node's ranks."""
-    if work.sequence == 1:
+    """On the device of each of a node's ranks, beside what `activation_items` has."""
+    if work.sequence == 1 or device != "gpu":
         return []
-    tokens = work.item_bytes * work.micro_batch * work.length
-    size = round(tokens * heads_elements(_mode(work), work.shape))
-    return [Item(device, "all-to-alls", work.here * size, "queries, keys and values of whole rows, of some heads")]
+    return [Item(device, "NCCL", work.here * NCCL_BYTES, "assumed: its buffers for the all-to-alls")]
 
 
 def sequence_links(work: Workload) -> Iterator[Traffic]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +60,7 @@ class ModelShape:
     on_gpu: Activations | None = None  # what forward and backward hold; None: it could not be counted
     on_cpu: Activations | None = None  # the same with a CPU's kernels
     tiles: tuple[str, ...] = ()  # parts of blocks that can run on pieces of a row, where that was looked at
+    tiles_again: tuple[str, ...] = ()  # those of them that a checkpointed block's recomputation runs as well
     tiled_on_gpu: Activations | None = None  # what is held with those in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
     can_checkpoint: bool = True  # whether its blocks can be checkpointed
@@ -85,7 +87,7 @@ class ModelShape:
         Where no blocks are known: of all that is not an embedding or a head.
         """
         inside = [w for w in self.weights if w.block] or [w for w in self.weights if self.vocabulary not in w.shape]
-        return int(sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in inside))
+        return int(_widths(inside))
 
     # -- floating-point operations of one token: matrix products, of what is really multiplied. Attention is counted
     # over the whole row, also where half of it is masked (Chowdhery et al. 2022, PaLM, appendix B).
@@ -106,10 +108,17 @@ class ModelShape:
         """Of a forward, what is outside the blocks: a loss in several chunks does it once more."""
         return sum(_forward(weight) for weight in self.weights if not weight.block)
 
-    def tiled_flops(self) -> float:
-        """Of a forward, what can run on pieces of a row: their backward does it once more."""
-        inside = tuple(f"{name}." for name in self.tiles)
-        return sum(_forward(weight) for weight in self.weights if weight.name.startswith(inside))
+    def tiled_flops(self, *, checkpointing: bool) -> float:
+        """Of a forward, what is computed once more where tiles run on pieces, beside the recomputation of blocks."""
+        return sum(_forward(weight) for weight in self._tiled(checkpointing=checkpointing))
+
+    def tiled_widths(self, *, checkpointing: bool) -> float:
+        """Of that, as `widths`."""
+        return _widths(self._tiled(checkpointing=checkpointing))
+
+    def _tiled(self, *, checkpointing: bool) -> list[Weight]:
+        inside = tuple(f"{name}." for name in (self.tiles_again if checkpointing else self.tiles))
+        return [weight for weight in self.weights if weight.name.startswith(inside)]
 
     def backward_flops(self, *, seq_len: int) -> float:
         """2 for an element's gradient where it is trained, 2 more for its input's where something before it is.
@@ -135,6 +144,10 @@ class ModelShape:
 
 def _forward(weight: Weight) -> float:
     return 2 * weight.products * weight.numel
+
+
+def _widths(weights: Iterable[Weight]) -> float:
+    return sum(w.products * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in weights)
 
 
 def estimated(shape: ModelShape, item_bytes: int) -> Activations:

@@ -25,7 +25,7 @@ from typing import Any
 
 from pydantic import with_config
 
-from offload_trainer.checkpoint import TrainState, changed_settings
+from offload_trainer.checkpoint import MADE, TrainState, changed_settings
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.identity import differences
@@ -49,8 +49,6 @@ from offload_trainer.storage.lease import clear, folders_in, keep_listed, keep_n
 from offload_trainer.storage.lease import take_over as taken_over
 from offload_trainer.storage.removal import Workplace
 from offload_trainer.trainer import Job
-
-_RUN = "run.json"
 
 
 @with_config(LENIENT)
@@ -103,7 +101,7 @@ def keep(setup: Setup, job: Job) -> None:
     assert engine.offloaded.account is not None
     engine.offloaded.account.commits = True
     made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.planned.plan.world)
-    write_text(job.swaps[0] / _RUN, json.dumps(asdict(made)))
+    write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
     keep_listed(setup.listed, job.swaps)
     job.commit = lambda state: engine.commit(asdict(state))
 
@@ -232,7 +230,7 @@ def _refuse_others(setup: Setup, folders: Sequence[Path], told: Told, *, step: i
 
     Lines for settings that steer it differently.
     """
-    made = read_back(folders[0] / _RUN, _Made, fix="The run goes on from its newest checkpoint")
+    made = read_back(folders[0] / MADE, _Made, fix="The run goes on from its newest checkpoint")
     others = differences(made.identity, _in_json(setup.record.identity))
     others += differences(made.layout, _in_json(setup.record.layout))
     if others:

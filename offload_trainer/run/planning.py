@@ -11,10 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.config import ModelSection, TrainConfig
+from offload_trainer.config import ModelSection, ParallelSection, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.auto import row_length
+from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.card import refuse_card, with_dtype_of_card
 from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan, workload
 from offload_trainer.plan.longest import longest_row
@@ -22,6 +23,7 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.parallel_table import Comparison, compare
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.sizes import Layouts
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.launch import ranks_of_environment
 
@@ -62,8 +64,35 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
     _refuse_nothing_trained(source.shape)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
-    planned = _planned(config, source, machine, world=world, nodes=nodes)
+    planned = _as_before(config, source, machine, world=world, nodes=nodes)
+    if planned is None:
+        planned = _planned(config, source, machine, world=world, nodes=nodes)
     return _with_longest_row(planned, config) if longest else planned
+
+
+def _as_before(config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int) -> Planned | None:
+    """With the micro-batches and pieces that were chosen for the run that this one goes on from, since its bits are
+    theirs. None where neither is left open, there is no such run, or it would not fit any more.
+    """
+    from offload_trainer.run.left import made_with
+
+    model, train = config.model, config.train
+    if engine_of(config).name == "deepspeed" or (model.mlp_chunk != "auto" and train.tokens_per_step == "auto"):
+        return None
+    before = made_with(config.save)
+    chunk = before.get("model", {}).get("mlp_chunk")
+    if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
+        model = model.model_copy(update={"mlp_chunk": chunk})
+    rows = max(1, world // config.parallel.sequence)
+    for one in micro_batches(train, seq_len=row_length(config.data.seq_len, source.shape), world=rows):
+        if one.micro_batch == before.get("train", {}).get("micro_batch"):
+            train = one
+    kept = config.model_copy(update={"model": model, "train": train})
+    source = with_what_is_tiled(source, kept)
+    if kept == config or (isinstance(model.mlp_chunk, int) and not source.shape.tiles):
+        return None
+    settled, plan = settle_and_plan(kept, source.shape, machine, world=world, nodes=nodes)
+    return Planned(settled, plan, machine, source) if plan.fits else None
 
 
 def _planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1) -> Planned:
@@ -81,8 +110,10 @@ def _with_longest_row(planned: Planned, config: TrainConfig) -> Planned:
 
     def longest(source: Any) -> int:
         plan = planned.plan
-        return longest_row(planned.config, source.shape, planned.machine, world=plan.world, nodes=plan.nodes)
+        return longest_row(wish, source.shape, planned.machine, world=plan.world, nodes=plan.nodes)
 
+    model = planned.config.model.model_copy(update={"mlp_chunk": config.model.mlp_chunk})
+    wish = planned.config.model_copy(update={"model": model})
     tokens = longest(planned.source)
     if tokens < planned.source.shape.context and _may_tile(config, planned.plan):
         tokens = longest(_tiled(planned.source))
@@ -196,24 +227,53 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
     count = here.nodes if nodes is None else int(nodes)
     if gpus * count == 1:
         raise UserError("--parallel compares ways to divide a step over ranks, and there is one: add --gpus N")
-    shape = _shape_elsewhere(config)
+    shape, whole = _preset(config), ""
+    if shape is None:
+        source = with_what_is_tiled(_source_elsewhere(config), config)
+        shape, whole = source.shape, _why_whole(source)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     refuse_card(here, dtype=config.model.dtype)
+    layouts = Layouts(shape)
 
-    def ours(tokens: int) -> Plan | None:
-        rows, left = divmod(tokens, gpus * count * row_length(config.data.seq_len, shape))
+    def ours(tokens: int, sequence: int) -> Plan | str:
+        rows, left = divmod(tokens, gpus * count // sequence * row_length(config.data.seq_len, shape))
         if left or not rows:
-            return None
-        place = config.placement.model_copy(update={"engine": "tiered"})
-        for micro in sorted({math.gcd(rows, most) for most in _MICRO}, reverse=True):
+            return ""
+        if sequence > 1 and whole:
+            return whole
+        wish = config.model_copy(
+            update={
+                "placement": config.placement.model_copy(update={"engine": "tiered"}),
+                "parallel": ParallelSection(sequence=sequence),
+            }
+        )
+        for micro in sorted({math.gcd(rows, most * sequence) for most in _MICRO}, reverse=True):
             train = config.train.model_copy(update={"micro_batch": micro, "accumulate": rows // micro})
-            wish = config.model_copy(update={"train": train, "placement": place})
-            plan = make_plan(wish, shape, here, world=gpus * count, nodes=count, saves=False)
+            one = wish.model_copy(update={"train": train})
+            try:
+                plan = make_plan(one, shape, here, world=gpus * count, nodes=count, saves=False, layouts=layouts)
+            except UserError as error:
+                if sequence == 1:
+                    raise
+                return str(error)
             if plan.fits:
                 break
         return plan
 
     return compare(workload(config, shape, world=gpus * count, nodes=count, saves=False), here, ours=ours)
+
+
+def _why_whole(source: Any) -> str:
+    """Why ranks cannot share this model's rows; nothing where they can. Presets' have been tried."""
+    from offload_trainer.model.initial import meta_model
+    from offload_trainer.model.sequence import refuse_pieces
+
+    words = {"trust_remote_code": source.section.trust_remote_code}
+    try:
+        refuse_pieces(meta_model(source.config, **words), **words)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _shape_elsewhere(config: TrainConfig) -> ModelShape:

@@ -103,6 +103,26 @@ def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
     assert tracked < compare_gpu_bytes.planned(whole, source)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("gpt2", "on"), ("llama, untied", "off"), ("llama, untied", "in host memory"), ("mistral, windows", "off")],
+)
+def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
+    name: str, kept: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one of several ranks that share rows, its all-to-alls among them. Nothing is sent, and as much comes."""
+    monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, MODELS[name] | {"vocab_size": 300})
+    config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 512, *KEPT[kept]), tmp_path)
+    more = {"model": {"loss_chunk": 256}, "parallel": {"sequence": ranks}}
+    config = config.model_copy(
+        update={name: getattr(config, name).model_copy(update=words) for name, words in more.items()}
+    )
+    source = resolve_model(config.model, seed=0)
+    tracked = compare_gpu_bytes.tracked(config, source)
+    assert 0.98 * tracked <= compare_gpu_bytes.planned(config, source) <= 1.08 * tracked
+
+
 @pytest.mark.parametrize("name", UNUSUAL)
 @pytest.mark.parametrize("chunk", [128, 4096])
 def test_planned_bytes_follow_eager_attention_and_whole_logits(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from offload_trainer.model.positionwise import with_tiles
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
 from offload_trainer.plan.longest import longest, longest_row
-from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.machine import Rate, layer_key, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
@@ -101,22 +102,48 @@ def test_pieces_make_longer_rows() -> None:
     assert pieces > 4 * whole
 
 
+def seconds_of_backward(shape: ModelShape, *words: str, timed: bool = False) -> float:
+    """Computed; `timed`: with a rate for what is no product."""
+    here, rows = read_machine("h200"), ["--seq-len", "8192", "--micro-batch", "1", "model.loss_chunk=8192"]
+    if timed:
+        parts = [(part, phase) for part in ("attention", "values", "loss") for phase in ("forward", "backward")]
+        slow = {layer_key("bf16", *each): Rate(1e12 if each[0] == "values" else 1e30, "assumed", "") for each in parts}
+        here = replace(here, rates=replace(here.rates, layers=slow))
+    plan = make_plan(load_config([*rows, *words]), shape, here)
+    return next(one.seconds or 0.0 for one in plan.forecast.bounds if (one.phase, one.kind) == ("backward", "compute"))
+
+
 def test_pieces_of_blocks_that_are_not_checkpointed_are_computed_twice() -> None:
+    """Their products, and the values that go into those and come out."""
     inside = 2 * 2 * 2 * 256 * 16384  # of a token: a product and a sum in two matrices of two blocks
-    assert wide().tiled_flops() - inside < 0.001 * inside
-    timed = read_machine("h200")
-
-    def backward(*words: str) -> float:
-        rows = ["--seq-len", "8192", "--micro-batch", "1", "model.loss_chunk=8192", *words]
-        plan = make_plan(load_config(rows), wide(), timed)
-        return next(
-            one.seconds or 0.0 for one in plan.forecast.bounds if (one.phase, one.kind) == ("backward", "compute")
-        )
-
-    more = backward("model.mlp_chunk=1024", "model.checkpointing=off") / backward("model.checkpointing=off")
+    more = wide().tiled_flops(checkpointing=False)
+    assert more - inside < 0.001 * inside
+    widths = wide().tiled_widths(checkpointing=False)
+    assert widths == pytest.approx(2 * 2 * (256 + 16384), rel=0.001)
+    off, on = "model.checkpointing=off", "model.checkpointing=on"
+    backward = partial(seconds_of_backward, wide())
     flops = wide().backward_flops(seq_len=8192)
-    assert more == pytest.approx((flops + wide().tiled_flops()) / flops)
-    assert backward("model.mlp_chunk=1024", "model.checkpointing=on") == backward("model.checkpointing=on")
+    assert backward("model.mlp_chunk=1024", off) / backward(off) == pytest.approx((flops + more) / flops)
+    found = backward("model.mlp_chunk=1024", off, timed=True) - backward(off, timed=True)
+    products = backward("model.mlp_chunk=1024", off) - backward(off)
+    assert found == pytest.approx(0.8 * products + 8192 * widths / 1e12, rel=1e-3)
+    assert backward("model.mlp_chunk=1024", on) == backward(on)
+
+
+def test_pieces_with_a_norm_behind_them_are_computed_three_times(tmp_path: Path) -> None:
+    """Gemma 2's, checkpointed: its recomputation runs them too, for the norm's input."""
+    config = {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    shape = with_tiles(resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)).shape
+    assert shape.tiles_again == shape.tiles != () == wide().tiles_again
+    assert shape.tiled_flops(checkpointing=True) == 2 * 3 * 2 * 64 * 512
+    on, off = (
+        seconds_of_backward(shape, "model.mlp_chunk=1024", words) - seconds_of_backward(shape, words)
+        for words in ("model.checkpointing=on", "model.checkpointing=off")
+    )
+    assert on == pytest.approx(off)
+    assert on > 0
 
 
 def test_the_search_finds_each_length() -> None:

@@ -331,7 +331,13 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["fastest"] == fit[0]["name"]
     assert found["wins"][0]["tokens_per_step"] == 8 * 1024
     by_name = {row["name"]: row for row in found["modes"]}
-    assert by_name["tiered, 8 ranks"]["words"] == "--engine tiered"
+    whole, shared = by_name["tiered, 8 ranks"], by_name["tiered, 8 ranks, sequence 2"]
+    assert (whole["words"], shared["words"]) == ("--engine tiered", "--engine tiered parallel.sequence=2")
+    assert (whole["accumulate"] * whole["micro_batch"], shared["accumulate"] * shared["micro_batch"]) == (16, 32)
+    assert shared["collectives"] == 24 * 4 * 3 * shared["accumulate"]  # of each block, checkpointed
+    assert shared["network_bytes"] == whole["network_bytes"]  # neighbours share rows
+    assert shared["pcie_bytes"] > whole["pcie_bytes"]
+    assert ["sequence" in row["name"] for row in found["modes"]].count(True) == 3
     assert by_name["ZeRO-3 over 8"]["network_bytes"] > by_name["pipeline 2 x ZeRO-1 over 4"]["network_bytes"] > 0
     assert by_name["ZeRO-3 over 8"]["link_bytes"] == 0 < by_name["ZeRO-3 over 8"]["pcie_bytes"]
     assert main([*WORDS, "--machine", "8xh100-80gb"]) == 0
@@ -359,9 +365,9 @@ def test_a_mode_that_runs_says_what_with() -> None:
     step, fast = work("--micro-batch", "1"), here(between_gpus=rate(1e11))
     ruled = replace(SHAPE, weights=tuple(replace(one, split="column" if one.block else "") for one in SHAPE.weights))
     for shape, expected in ((SHAPE, ""), (ruled, "--engine deepspeed parallel.tensor=2")):
-        found = compare(replace(step, shape=shape), fast, ours=lambda _: None)
+        found = compare(replace(step, shape=shape), fast, ours=lambda *_: "")
         words = {row.name: row.words for row in found.rows}
         assert words["tensor 2 x ZeRO-1 over 4"] == expected
         for stage in (1, 2, 3):
             assert words[f"ZeRO-{stage} over 8"] == f"--engine deepspeed deepspeed.zero_stage={stage}"
-        assert words["pipeline 8"] == words["sequence 2 x ZeRO-3 over 8"] == ""
+        assert words["pipeline 8"] == ""

@@ -16,7 +16,7 @@ from workplaces import dead_lease
 
 from offload_trainer.errors import AGAIN
 from offload_trainer.offloading.page_index import read_store
-from offload_trainer.run.left import ANEW, goes_on
+from offload_trainer.run.left import ANEW, goes_on, made_with
 from offload_trainer.run.planning import _as_left
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease, dead_runs, folders_in
@@ -222,6 +222,9 @@ def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
 
 def test_settings_that_steer_it_are_told(place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
+    before = made_with(load_config(["--output", str(tmp_path / "run")]).save)
+    assert (before["model"]["mlp_chunk"], before["train"]["micro_batch"]) == ("off", 2)
+    assert made_with(load_config(["--output", str(tmp_path / "run"), "--resume", "never"]).save) == {}
     run = call("--nvme", place, *ALL, "--lr", "5e-3", output=tmp_path / "run")
     assert gone_on(run) == 2
     assert "note: optim.lr is 0.005; the page files' run was saved with" in run.text

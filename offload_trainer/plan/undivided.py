@@ -1,0 +1,25 @@
+"""A unit of the model that no placement helps, since it is larger than what computes. Pure arithmetic.
+
+Weights that live elsewhere come to the device a unit at a time, a block or a module outside them, and each is there
+whole while it runs.
+"""
+
+from __future__ import annotations
+
+from offload_trainer.plan.layout import units_of
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import CUDA_CONTEXT
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+
+def too_large(work: Workload, machine: MachineProfile) -> str:
+    """The largest unit with its bytes, where the device has not even those; else nothing."""
+    largest = max(units_of(work.shape), key=lambda unit: unit.elements)
+    size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
+    room = machine.gpu_bytes - CUDA_CONTEXT if gpu else machine.ram_bytes
+    if size <= room:
+        return ""
+    name = f"the block {largest.name}" if largest.block else largest.name
+    where = "a GPU has room for" if gpu else "there is RAM for"
+    return f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it is never divided"

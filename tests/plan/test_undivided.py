@@ -1,0 +1,43 @@
+"""A unit that is larger than what computes: refused, and named with its bytes."""
+
+from __future__ import annotations
+
+import pytest
+from plans import GB, machine, wish
+
+from offload_trainer.errors import UserError
+from offload_trainer.model.presets import PRESETS, gpt2_shape
+from offload_trainer.plan.choose import make_plan
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.units import format_bytes
+
+# Blocks of 12 x 8192^2 weights, 1.6 GB in bf16; or an embedding of 2 GB over small blocks.
+WIDE = gpt2_shape(PRESETS["gpt2"] | {"n_embd": 8192, "n_head": 64, "n_layer": 3})
+WORDS = gpt2_shape(PRESETS["gpt2"] | {"vocab_size": 10**6, "n_embd": 1024, "n_layer": 3})
+
+
+def planned(shape: ModelShape, gpu: float, *words: str) -> Plan:
+    return make_plan(wish("--micro-batch", "1", "--seq-len", "64", *words), shape, machine(gpu=int(gpu * GB)))
+
+
+@pytest.mark.parametrize(("shape", "name"), [(WIDE, "the block transformer.h.0"), (WORDS, "transformer.wte")])
+def test_what_no_home_helps_is_named_with_its_bytes(shape: ModelShape, name: str) -> None:
+    size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
+    plan = planned(shape, 1.5)
+    assert not plan.fits
+    told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it is never divided"
+    assert told in plan.describe()
+    assert plan.to_json()["too_large"] == told
+    with pytest.raises(UserError, match=f"gpu needs .*; {told}"):
+        plan.refuse(force=False)
+
+
+def test_what_is_small_enough_by_itself_is_not() -> None:
+    """It lacks something else."""
+    plan = planned(WIDE, 2.2)
+    assert not plan.fits
+    assert plan.too_large == ""
+    roomy = planned(WIDE, 24)
+    assert roomy.fits
+    assert roomy.too_large == ""

@@ -1,0 +1,78 @@
+"""What a plan chose of a run's bits holds for the run that goes on from it, where it would choose otherwise now too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import TINY, Run, run_script
+
+from offload_trainer.plan.plan import Plan
+from offload_trainer.run import planning
+from offload_trainer.run.planning import plan_run
+from offload_trainer.settings import load_config
+
+ROOMY = Path(__file__).parents[1] / "roomy.py"
+ALWAYS = ["model.overrides.n_inner=8192", "--engine", "tiered", "--save-every", "2", "train.eval_every=0"]
+PIECES = [*TINY, *ALWAYS, "--micro-batch", "16", "--steps", "4"]
+ROWS = TINY.index("--micro-batch")
+TOKENS = [*TINY[:ROWS], *TINY[ROWS + 2 :], *ALWAYS, "model.mlp_chunk=off", "train.tokens_per_step=512"]
+
+
+def run(ram: int, *words: object, output: Path) -> Run:
+    """With so many bytes of RAM, as the plan sees it."""
+    done = run_script(ROOMY, ram, *words, "--output", output)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return Run(done.returncode, done.stdout + done.stderr, output)
+
+
+def planned(*words: str, output: Path, ram: int = 10**12) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        here = planning.machine_here
+        patch.setattr(planning, "machine_here", lambda *given, **more: replace(here(*given, **more), ram_bytes=ram))
+        return plan_run(load_config([*words, "--output", str(output)])).plan
+
+
+def needs(*words: str, output: Path) -> int:
+    return planned(*words, output=output).tiers["ram"]["need"]
+
+
+def chosen(output: Path) -> dict:
+    return json.loads((output / "plan.json").read_text())["chosen"]
+
+
+def test_a_run_goes_on_with_its_pieces_of_mlps(tmp_path: Path) -> None:
+    """Needed no more, and to the bit; whole where it was whole; in others, which is said, where that is too much."""
+    sizes = [needs(*PIECES, f"model.mlp_chunk={chunk}", output=tmp_path) for chunk in ("off", 256)]
+    assert sizes[0] - sizes[1] > 10**7
+    between, ample = sum(sizes) // 2, 4 * sizes[0]
+    whole = run(between, *PIECES, output=tmp_path / "small")
+    assert chosen(whole.output)["mlp_chunk"] == 256
+    saved = whole.output / "checkpoints/step-00000002"
+    later = run(ample, *PIECES, "--resume", saved, output=tmp_path / "later")
+    assert chosen(later.output)["mlp_chunk"] == 256
+    assert later.losses == whole.losses[2:]
+    assert "was saved with" not in later.text
+    asked = run(ample, *PIECES, "model.mlp_chunk=off", "--resume", saved, output=tmp_path / "asked")
+    assert "note: model.mlp_chunk is off; step-00000002 was saved with 256" in asked.text
+    saved = asked.output / "checkpoints/step-00000004"
+    assert planned(*PIECES, "--steps", "6", "--resume", str(saved), output=tmp_path / "x", ram=ample).mlp_chunk == 0
+    less = run(between, *PIECES, "--steps", "6", "--resume", saved, output=tmp_path / "less")
+    assert chosen(less.output)["mlp_chunk"] == 256
+    assert "note: model.mlp_chunk is 256; step-00000004 was saved with off" in less.text
+
+
+def test_a_run_goes_on_with_its_micro_batches(tmp_path: Path) -> None:
+    """Where only the tokens of a step are wished: 16 rows, of which there was room for half at a time."""
+    half, all_rows = (
+        needs(*PIECES, "model.mlp_chunk=off", *more, output=tmp_path)
+        for more in (("--micro-batch", "8", "--accumulate", "2"), ())
+    )
+    made = run((half + all_rows) // 2, *TOKENS, "--steps", "2", output=tmp_path / "run")
+    assert chosen(made.output)["micro_batch"] == 8
+    words = [*TOKENS, "--steps", "4"]
+    assert planned(*words, output=made.output, ram=2 * all_rows).micro_batch == 8
+    assert planned(*words, output=tmp_path / "other", ram=2 * all_rows).micro_batch == 16
+    assert planned(*words, "--resume", "never", output=made.output, ram=2 * all_rows).micro_batch == 16

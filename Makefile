@@ -14,7 +14,7 @@ demo: setup
 # DeepSpeed's kernels name the environment they were built in: two that share a cache build each other's anew.
 test: export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
 test: setup check
-	$(RUN)/python scripts/build_kernels.py
+	$(RUN)/python scripts/lowest_versions.py --install & $(RUN)/python scripts/build_kernels.py && wait $$!
 	$(RUN)/python -m pytest -n 2 --dist worksteal
 	$(RUN)/python scripts/lowest_versions.py
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""lowest_versions.py [VENV]: the lowest versions that pyproject.toml allows, installed and tried.
+"""lowest_versions.py [--install] [VENV]: the lowest versions that pyproject.toml allows, installed and tried.
 
 They go into VENV (.venv-lowest), which is kept while the bounds, this interpreter and its torch are the same. torch is
 this interpreter's, by links: another one is gigabytes where there is a GPU. DeepSpeed's bound is the version that all
-other tests run with. Without a package index nothing is tried, and that is said.
+other tests run with. Without a package index nothing is tried, and that is said. With --install nothing is tried yet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TESTS = (
 
 def main() -> int:
     """0 where the tests passed or nothing could be tried, else pytest's or pip's code."""
-    venv = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-lowest")
+    venv = Path(next((word for word in sys.argv[1:] if word != "--install"), ROOT / ".venv-lowest"))
     pins = [f"{name}=={bound}" for name, bound in (REQUIRED | OPTIONAL).items() if name not in ("torch", "deepspeed")]
     wanted = hashlib.sha256(json.dumps([pins, TOOLS, sys.version, version("torch")]).encode()).hexdigest()
     ready = venv / "ready"
@@ -48,6 +48,8 @@ def main() -> int:
         if code := _install(venv, pins):
             return 0 if code == _UNREACHABLE else code
         ready.write_text(wanted)
+    if "--install" in sys.argv:
+        return 0
     print(f"lowest versions: {' '.join(pins)}", flush=True)
     command = [venv / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *_CHOSEN, *_TWO, *TESTS]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from safetensors.torch import load_file
 from wheels import wheel_in
 
 import offload_trainer.plan.layout as layout
+from offload_trainer.engine import cpu_matmul
 
 # An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
 TINY = [
@@ -35,8 +38,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole populations, where a part is tried otherwise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: one that begins last keeps a single worker busy at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What all those modules have made stays: no collection need walk it again."""
+    gc.collect()
+    gc.freeze()
+
+
 # What this machine was timed at before must not decide what tests see.
 os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"
+# Nor which other files are run with a test's own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)  # several tests run at a time
 
 
 @dataclass(frozen=True)
@@ -148,9 +165,9 @@ def fill(directory: Path) -> None:
                 pass
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory on a real drive: /tmp may be a tmpfs, which has no O_DIRECT."""
+    """A directory of this test alone, for page files."""
     return tmp_path_factory.mktemp("drive")
 
 
@@ -194,17 +211,33 @@ def wheel(shared: Path) -> Path:
     return made
 
 
+@pytest.fixture(autouse=True)
+def own_products() -> Iterator[None]:
+    """A run that replaces torch's 16-bit products does so for its whole process, where other tests follow."""
+    yield
+    products_of_torch()
+
+
+def products_of_torch() -> None:
+    if cpu_matmul._library is not None:
+        cpu_matmul._library._destroy()
+        cpu_matmul._library = None
+
+
 KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
 
 
 LIMIT = 3 << 29  # bytes: 1.5 GiB
 
 
+_boxes = count()
+
+
 @pytest.fixture
 def box() -> Iterator[Path]:
     """A memory cgroup with LIMIT; skipped where this user may not make one."""
     v1 = Path("/sys/fs/cgroup/memory")
-    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}"
+    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}-{next(_boxes)}"
     name = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"
     try:
         folder.mkdir()
@@ -214,12 +247,13 @@ def box() -> Iterator[Path]:
             folder.rmdir()
         pytest.skip(f"no memory cgroup can be made here: {error}")
     yield folder
-    for _ in range(50):
+    for _ in range(300):
         try:
             folder.rmdir()
             return
         except OSError:
             time.sleep(0.1)
+    pytest.fail(f"{folder} still has processes: {(folder / 'cgroup.procs').read_text().split()}")
 
 
 def assert_same_run(run: Run, expected: Run) -> None:

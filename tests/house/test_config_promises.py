@@ -11,13 +11,14 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bench_of_engines import model_directory
-from conftest import TINY
+from conftest import TINY, products_of_torch
 from plans import SHAPES, machine
 
 from offload_trainer import trainer
@@ -165,14 +166,13 @@ def test_every_key_has_a_row() -> None:
 
 @pytest.fixture(scope="module")
 def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
-    """`observe(words...)`: what is seen of a run with these words.
-
-    Never kept for another row: what a run leaves in the process (fp16 changes how products are taken) reaches the next.
-    """
+    """`observe(words...)`: what is seen of a run with these words, which is carried out once."""
     held, patch = dict(os.environ), pytest.MonkeyPatch()
     threads = torch.get_num_threads()
 
+    @cache
     def seen(*words: str) -> dict[str, Any]:
+        products_of_torch()  # whatever the run before has left
         return _observed(tmp_path_factory.mktemp("run"), list(words), patch)
 
     yield seen

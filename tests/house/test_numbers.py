@@ -171,9 +171,9 @@ def loss_of(model: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor
 
 
 @pytest.fixture(scope="module")
-def counted(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> Counted:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     """With all that a long run does: a drive, validations, samples, saves."""
-    folder = tmp_path_factory.mktemp("numbers")
+    folder, drive = tmp_path_factory.mktemp("numbers"), tmp_path_factory.mktemp("drive")
     words = ["--steps", STEPS, "train.eval_every=3", "train.sample_every=2", "--save-every", 3, "data.shuffle=false"]
     words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", "optim.warmup_steps=0"]
     with pytest.MonkeyPatch.context() as patch:

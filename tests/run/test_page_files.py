@@ -64,9 +64,9 @@ def place(drive: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run that nobody has killed, with pages of one place."""
-    output = tmp_path_factory.mktemp("alone") / "run"
+    output, drive = tmp_path_factory.mktemp("alone") / "run", tmp_path_factory.mktemp("drive")
     return left(call("--nvme", drive, *ALL, "tiered.places=1", output=output).output)
 
 

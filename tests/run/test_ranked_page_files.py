@@ -32,9 +32,9 @@ MOMENTS = [  # whose, before or after what, and by how many steps the files go o
 
 
 @pytest.fixture(scope="module")
-def alone(drive: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
     """What one rank leaves with so many micro-batches a step."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder, drive = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("drive")
 
     @cache
     def made(count: int) -> dict[str, Any]:

@@ -11,11 +11,16 @@ from conftest import LIMIT
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import long_rows
 
+NARROW = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}  # attention is most of the time
+
 
 @pytest.mark.box
 @pytest.mark.slow
-def test_a_row_runs_in_pieces_where_it_does_not_whole(box: Path, tmp_path: Path) -> None:
+def test_a_row_runs_in_pieces_where_it_does_not_whole(
+    box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole it is refused, or killed; in pieces the plan lets it run, with the losses of the whole."""
+    monkeypatch.setattr(long_rows, "WIDE", long_rows.WIDE | NARROW)
     inside = ["sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box"]
     found = long_rows.tiles(tmp_path, tokens=32768, dtype="fp32", box=inside)
     whole, pieces = found["whole, outside"], found["in pieces"]

@@ -54,8 +54,12 @@ def words(name: str, drive: Path) -> list:
     return ["--nvme", drive, *TINY, *STEPS, *PLACEMENTS[name], *saves]
 
 
+def drive_of(finished: Path) -> Path:
+    return finished.with_name(f"drive-of-{finished.name}")
+
+
 @pytest.fixture(scope="session")
-def finished(drive: Path, shared: Path):
+def finished(shared: Path):
     """`finished(name)`: that placement's uninterrupted run of 20 steps, made once for all workers of pytest."""
 
     @cache
@@ -63,7 +67,8 @@ def finished(drive: Path, shared: Path):
         output = shared / f"finished-{name.replace(' ', '-')}"
         with in_turn(output):
             if not (output / "finished").exists():
-                run = call(*words(name, drive), output=output)
+                drive_of(output).mkdir(exist_ok=True)
+                run = call(*words(name, drive_of(output)), output=output)
                 (output / "finished").write_text(run.text)
         return Run(0, (output / "finished").read_text(), output)
 
@@ -100,7 +105,7 @@ def test_homes_agree_among_themselves(finished) -> None:
 
 @pytest.mark.ops
 @pytest.mark.parametrize("name", ["zero-3 nvme optimizer", "zero-3 nvme"])
-def test_nvme_is_really_used_and_left_clean(name: str, finished, drive: Path) -> None:
+def test_nvme_is_really_used_and_left_clean(name: str, finished) -> None:
     run = finished(name)
     trained = json.loads((run.output / "plan.json").read_text())
     state = next(item["bytes"] for item in trained["items"] if item["name"] == "masters and moments")
@@ -108,7 +113,7 @@ def test_nvme_is_really_used_and_left_clean(name: str, finished, drive: Path) ->
         assert step["nvme_read_bytes"] > 0.9 * state
         assert step["nvme_written_bytes"] > 0.9 * state
     assert finished("zero-2 cpu").steps[-1]["nvme_read_bytes"] < 0.1 * state
-    assert not list((drive / "offload-trainer").glob("run-*"))
+    assert not list((drive_of(run.output) / "offload-trainer").glob("run-*"))
 
 
 # -- interruption ----------------------------------------------------------------------------------------------------

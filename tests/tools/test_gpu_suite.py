@@ -267,6 +267,7 @@ def test_deterministic_is_more_than_a_warning() -> None:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 # -- what is compared, and with what -----------------------------------------------------------------------------------

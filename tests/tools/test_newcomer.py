@@ -19,7 +19,6 @@ from chats import CHATS
 from conftest import environment
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from wheels import wheel_in
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.search(r"^## Quickstart\n(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -80,7 +79,7 @@ def steps(output: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_each_command_does_what_it_says(fresh: dict[str, str], tmp_path: Path) -> None:
+def test_each_command_does_what_it_says(fresh: dict[str, str], wheel: Path, tmp_path: Path) -> None:
     """Installed from the wheel that the source distribution makes; the demo, cut short; then in an empty directory:
     recipe, text, conversations, kill and resume, report, exports.
     """
@@ -90,14 +89,15 @@ def test_each_command_does_what_it_says(fresh: dict[str, str], tmp_path: Path) -
     talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS] * 12
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     assert "'.[" in INSTALL
-    run(INSTALL.replace("'.[", f"'{wheel_in(tmp_path)}["), folder, fresh)
+    run(INSTALL.replace("'.[", f"'{wheel}["), folder, fresh)
     where = run("python -P -c 'import offload_trainer; print(offload_trainer.__file__)'", folder, fresh)
     assert where.startswith(os.fspath(Path(fresh["PATH"].partition(":")[0]).parent))
 
     assert DEMO == "make demo"
     venv, clone = Path(fresh["PATH"].partition(":")[0]).parent, cloned(tmp_path / "clone")
     (venv / ".ready").touch()  # as `make setup` leaves it, which whoever runs this has done
-    shown = run(f"{DEMO} VENV={venv} WORDS='--steps 160'", clone, fresh)
+    quick = "--steps 160 --seq-len 64 --lr 3e-3 model.overrides.n_layer=2"
+    shown = run(f"{DEMO} VENV={venv} WORDS='{quick}'", clone, fresh)
     assert "logits of the fp16 and the fp32 export differ by" in shown
     assert "--- a sample of the exported model ---\nMACBETH." in shown
     assert len(steps(clone / "demo-run/run")) == 160

@@ -4,10 +4,10 @@
     python benchmarks/long_rows.py inputs --drive DIR [--dtype fp32]
 
 `tiles`: one row of a small Llama with wide MLPs, whole outside of the box, then inside it: whole, which the plan
-refuses; whole all the same (--force), which the kernel kills; and in pieces, as the plan chooses. `inputs`: 96 narrow
-blocks, whose inputs are most of what is held, kept as they are, in host memory, on the drive; by two ranks, each of
-half of every row (parallel.sequence), and of all of them with half of each product (parallel.tensor), whole and halved
-(parallel.partition_activations).
+refuses; whole all the same (--force), which the kernel kills; and in pieces, as the plan chooses. `inputs`: what is
+kept of 48 narrow blocks of a row of 8,192 tokens, where it is, in host memory, on the drive; by two ranks, each with
+half of every row (parallel.sequence), or with half of each product (parallel.tensor) and all that is kept, or half of
+it (parallel.partition_activations).
 
 Prints for each run its exit code, the peak of resident memory beside what the plan says, of all ranks, and the losses.
 """
@@ -33,8 +33,8 @@ from offload_trainer.storage.removal import scratch
 _LLAMA = {"model_type": "llama", "vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
 _STOCK = ["--engine", "deepspeed", "--gpus", "2", "--optimizer", "cpu"]
 WIDE = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
-DEEP = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 96, "num_attention_heads": 2}
-TOKENS, ROWS = 128, 64  # short rows, so that attention is little
+DEEP = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 48, "num_attention_heads": 2}
+TOKENS = 8192  # of a row
 THREADS = 1  # of a rank; more only wait for each other where cores are shared
 STEPS = 2
 KILLED = -9
@@ -125,7 +125,7 @@ def tiles(folder: Path, *, tokens: int, dtype: str, box: Sequence[str]) -> dict[
 
 def inputs(folder: Path, *, drive: Path, dtype: str, only: str = "") -> dict[str, Found]:
     shape, found = DEEP | {"max_position_embeddings": TOKENS}, {}
-    always = ["--seq-len", str(TOKENS), "--micro-batch", str(ROWS), "--dtype", dtype, "data.validation=0"]
+    always = ["--seq-len", str(TOKENS), "--micro-batch", "1", "--dtype", dtype, "data.validation=0"]
     always.append(f"placement.threads={THREADS}")
     for name, words in INPUTS.items():
         if only not in name:

@@ -63,7 +63,7 @@ class TieredEngine:
         self._optim = optim
         self._dtype = DTYPES[work.dtype]
         self._scale = LossScale.of(optim, dtype=work.dtype)
-        return_what_is_freed(row=work.length)
+        return_what_is_freed(row=work.seq_len)
         with ExitStack() as stack:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._behind, self._hidden = parts.device.place, parts.layout.behind, 0.0

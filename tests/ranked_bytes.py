@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
+from offload_trainer.engine import tiered
 from offload_trainer.offloading.exchange import SharedGradients
 from offload_trainer.offloading.gathers import Copy, Gather
 from offload_trainer.offloading.node import Node
@@ -40,7 +41,7 @@ def count() -> None:
     """From now on."""
     lay_out, add_up, send = SharedGradients._lay_out, SharedGradients._add_up, SharedGradients._sent_and_received
     meet, trade, across, exchange = Node.meet, Node.trade, Node.across, Node.exchange
-    fill, join_parts, rounds, all_to_all = Gather.fill, ranks.join_parts, Node.rounds, ranks.all_to_all
+    fill, join_parts, rounds, all_to_all = Gather.fill, ranks.join_parts, Node.rounds, tiered.all_to_all
     of_rounds: list[bool] = []  # whether an exchange is made for rounds, which are no agreements
     sending: list[bool] = []  # whether what is traded are gradients; else they are parts of norms
 
@@ -116,7 +117,7 @@ def count() -> None:
         return all_to_all(parts, group=group)
 
     for owner, name, counting in (
-        (ranks, "all_to_all", to_all),
+        (tiered, "all_to_all", to_all),
         (Gather, "fill", filling),
         (ranks, "join_parts", joining),
         (SharedGradients, "_lay_out", laying_out),

@@ -251,7 +251,8 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
     swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sums were longer on their way: the slots hold the state of units that come later still."""
-    model, offer, late = gpt2(folder), MovingPages.offer, list[tuple[Any, ...]]()
+    model, offer, late, passed = gpt2(folder), MovingPages.offer, list[tuple[Any, ...]](), threading.Event()
+    deciding = threading.Lock()
     with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         first = train(ours, batches(1))
@@ -259,15 +260,19 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
         moving._order = order = sorted(moving._order, reverse=True)
 
         def out_of_turn(self: MovingPages, step: object, unit: int, *more: Any) -> None:
-            if unit == order[swapped]:
-                late.append((step, unit, *more))
-                return
+            with deciding:
+                if unit == order[swapped] and not passed.is_set():  # it may be late by itself
+                    late.append((step, unit, *more))
+                    return
             offer(self, step, unit, *more)
-            if late and unit == order[swapped + 1]:
+            if unit == order[swapped + 1]:
+                with deciding:
+                    passed.set()
                 end = time.monotonic() + 5
-                while len(self._early) < len(self._slots) and time.monotonic() < end:
+                while late and len(self._early) < len(self._slots) and time.monotonic() < end:
                     time.sleep(0.0005)
-                offer(self, *late.pop())
+                if late:
+                    offer(self, *late.pop())
 
         monkeypatch.setattr(MovingPages, "offer", out_of_turn)
         assert first + train(ours, batches(2)[1:]) == plain(model, 2, NOT_CLIPPED)[0]

@@ -24,21 +24,22 @@ def main(words: list[str]) -> int:
     """Start the ranks and wait for them; returns the exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     begin_launchers_watch(lambda line: print(f"offload-train: {line}", file=sys.stderr, flush=True))
+    of_ranks = words[words.index("offload_trainer") + 1 :]
     try:
         torchrun(words)
     except SignalException as stopped:
-        print(f"offload-train: stopped by {stopped.sigval.name}; {_goes_on(words)}", file=sys.stderr)
+        print(f"offload-train: stopped by {stopped.sigval.name}; {_goes_on(of_ranks)}", file=sys.stderr)
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
-        return _told(first_failure(error.failures), words)
+        return _told(first_failure(error.failures), of_ranks)
     return 0
 
 
 def _goes_on(words: list[str]) -> str:
-    """From where the ranks' command would."""
+    """From where a run of these words would."""
     from offload_trainer.run.left import goes_on  # nothing that a launcher needs while its ranks train
 
-    return goes_on(words[words.index("offload_trainer") + 1 :])
+    return goes_on(words)
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, int]:

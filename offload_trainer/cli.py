@@ -84,7 +84,7 @@ def _train(words: list[str]) -> None:
         from offload_trainer.run.launch import prepare_process, start_ranks
 
         start_ranks(given, count=config.placement.gpus, engine=engine_of(config).name)
-        prepare_process(config.process)
+        prepare_process(config)
         _quiet()
         from offload_trainer.run.train import train_run
 
@@ -143,7 +143,7 @@ def _print_plan(words: list[str], *, as_json: bool) -> Plan:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    prepare_process(config.process)
+    prepare_process(config)
     _quiet()
     from offload_trainer.run.planning import plan_run
     from offload_trainer.run.train import check_start, refuse
@@ -165,7 +165,7 @@ def _bench(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    prepare_process(config.process)
+    prepare_process(config)
     _quiet()
     from offload_trainer.run.bench import bench_here
 
@@ -191,7 +191,7 @@ def _tune(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    prepare_process(config.process)
+    prepare_process(config)
     _quiet()
     from offload_trainer.machine.cache import keep_ratios
     from offload_trainer.run.planning import plan_run
@@ -221,7 +221,7 @@ def _doctor(words: list[str]) -> None:
     from offload_trainer.run.launch import prepare_process
 
     given = os.environ.get("OMP_NUM_THREADS")
-    prepare_process(config.process)
+    prepare_process(config)
     _quiet()
     from offload_trainer.plan.choose import engine_of
     from offload_trainer.run.doctor import examine, report
@@ -247,7 +247,7 @@ def _prepare(words: list[str]) -> None:
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
-    prepare_process(config.process)
+    prepare_process(config)
     _quiet()
     from offload_trainer.run.train import prepare_run
 

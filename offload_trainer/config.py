@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -308,8 +307,16 @@ class TieredSection(_Section):
 
     page_size: Annotated[int, Field(ge=4096)] = Field(4 << 20, description="parameters updated at a time, at most")
     page_buffers: Annotated[int, Field(ge=2)] = Field(6, description="pages in memory on their way to or from a drive")
+    fetch: Literal["auto", "block", "module"] = Field(
+        "auto",
+        description="what of a block's weights is on the device at a time, where they live elsewhere; block: all; "
+        "module: a part, such as one matrix of its MLP, as far as a trial shows that parts are not needed together; "
+        "moments that chance rounds draw otherwise then; auto: module where nothing fits without, else block",
+    )
     unit_buffers: Annotated[int, Field(ge=1)] = Field(
-        3, description="blocks whose weights are on the device at a time, where they live elsewhere"
+        3,
+        description="blocks, or parts of them, whose weights are on the device at a time, where they live elsewhere; "
+        "where nothing is said and nothing fits: 2, or 1",
     )
     take: Literal["auto", "direct", "gather"] = Field(
         "auto",
@@ -370,17 +377,6 @@ class DeepSpeedSection(_Section):
     aio_threads: PositiveInt = Field(2, description="threads that one transfer is divided over")
 
 
-@dataclass(frozen=True)
-class ProcessWish:
-    """What a process must know of its run before torch is imported."""
-
-    threads: int | Auto
-    deterministic: bool
-    names: tuple[str, ...]  # of what may be on the hub
-    hung_seconds: int = 0  # for which a thread may be in one wait within the kernel; 0: for ever
-    ranks: int = 1  # on this machine, that a command plans for which is none of them
-
-
 class TrainConfig(_Section):
     """The whole wish. Sections are named as on the command line: ``optim.lr=1e-3``."""
 
@@ -393,8 +389,3 @@ class TrainConfig(_Section):
     parallel: ParallelSection = ParallelSection()
     tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
-
-    @property
-    def process(self) -> ProcessWish:
-        place, names = self.placement, (self.model.name, self.data.tokenizer)
-        return ProcessWish(place.threads, self.train.deterministic, names, place.hung_seconds, place.gpus)

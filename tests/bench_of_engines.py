@@ -21,6 +21,7 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model import source as model_source
 from offload_trainer.model.activations import count_activations
+from offload_trainer.model.apart import in_parts
 from offload_trainer.model.loss import CausalLoss
 from offload_trainer.model.positionwise import with_tiles
 from offload_trainer.model.source import ModelSource, resolve_model
@@ -124,6 +125,8 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
         source = resolve_model(config.model, seed=config.train.seed)
     if isinstance(config.model.mlp_chunk, int):
         source = with_tiles(source)
+    if config.tiered.fetch == "module":
+        source = in_parts(source)
     if REENTRANT in given:
         source = Reentrant(**vars(source))
     if config.placement.engine == "plain":

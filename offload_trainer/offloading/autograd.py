@@ -11,7 +11,12 @@ from torch import nn
 
 def in_backward() -> bool:
     """Whether this thread runs a part of a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
+
+
+def current_backward() -> int:
+    """The number of the backward that this thread runs a part of, -1 where it runs none."""
+    return int(torch._C._current_graph_task_id())
 
 
 def unprotected() -> bool:

@@ -1,12 +1,23 @@
-"""Where gradient checkpointing keeps a block's input: what torch's `checkpoint` saves of it, handed to a keeper."""
+"""What torch's `checkpoint` keeps of a block: its input, handed to a keeper, and its weights, which it need not hold.
+
+A block that is computed again saves what its backward needs through hooks of torch's own, weights too, as bare views
+until that backward is through. Weights that come and go by themselves are kept by place instead, in the forward
+already, and are none of what is computed again. An operation's backward asks for a weight and for what else it saved in
+an order that is autograd's; the block is computed again before the first of them is given, or its parts would pass
+through the memory that a weight was given in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from offload_trainer.offloading.autograd import current_backward, hooks_of_autograd
 
 
 class Keeper(Protocol):
@@ -31,6 +42,73 @@ def keep_inputs(model: nn.Module, keeper: Keeper) -> None:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and getattr(checkpoint, "kept_by", None) is not keeper:
             setattr(module, "_gradient_checkpointing_func", _keeping(checkpoint, keeper))  # noqa: B010
+
+
+class Places(Protocol):
+    """Keeps weights that come and go."""
+
+    def place_of(self, tensor: torch.Tensor) -> Any:
+        """What to keep of a weight; None of any other tensor."""
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The weight of such a place, for what is computed next."""
+
+
+def keep_weights(model: nn.Module, places: Places) -> None:
+    """Let `model`'s checkpointed blocks keep weights so, and all else as torch does."""
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None:
+            setattr(module, "_gradient_checkpointing_func", _without_weights(checkpoint, places))  # noqa: B010
+
+
+def _without_weights(checkpoint: Callable[..., Any], places: Places) -> Callable[..., Any]:
+    def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+        def inside(*given: Any, **named: Any) -> Any:
+            with Within(places).hooks():
+                return function(*given, **named)
+
+        return checkpoint(inside, *args, **words)
+
+    return without
+
+
+class Within:
+    """What a block saves in a forward, or as it is computed again: weights by place, the rest as torch's hooks do."""
+
+    def __init__(self, places: Places) -> None:
+        self._places, self._others = places, hooks_of_autograd()
+        self._computed = -1  # the backward in which the block has been computed again
+        if self._others is not None:
+            self._first = self._others[0](torch.empty(0))  # before all that the block saves
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        place = self._places.place_of(tensor)
+        if place is not None:
+            return _Place(place)
+        return self._others[0](tensor) if self._others else tensor.detach()
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, _Place):
+            self._compute_again()
+            return self._places.unpack(saved.place)
+        found: torch.Tensor = self._others[1](saved) if self._others else saved
+        return found
+
+    def _compute_again(self) -> None:
+        """If that is still to come in this backward."""
+        now = current_backward()
+        if self._others is not None and self._computed != now:
+            self._computed = now
+            self._others[1](self._first)
+
+
+@dataclass(frozen=True)
+class _Place:
+    place: Any
 
 
 def _keeping(checkpoint: Callable[..., Any], keeper: Keeper) -> Callable[..., Any]:

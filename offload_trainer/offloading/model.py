@@ -21,6 +21,7 @@ from torch import nn
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.activations import Activations
 from offload_trainer.offloading.agreement import renewal_of
+from offload_trainer.offloading.checkpointed import keep_weights
 from offload_trainer.offloading.decision import Decision, decision_of
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.drives import Drives
@@ -106,22 +107,24 @@ class OffloadedModel:
 
     def _blocks(self) -> list[tuple[nn.Module, nn.Parameter | None]]:
         """Each block with its first weight that is trained, whose gradient is its last."""
-        first = {self.places[name][0].name: self.parameters[name][0] for name in reversed(self.trained)}
-        return [(self._module.get_submodule(unit.name), first.get(unit.name)) for unit in self.units if unit.block]
+        first = {self.places[name][0].within: self.parameters[name][0] for name in reversed(self.trained)}
+        blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
+        return [(self._module.get_submodule(name), first.get(name)) for name in blocks]
 
     def _attach(self, layout: Layout, stack: ExitStack) -> tuple[Stream | None, Withheld | None]:
         """What brings the weights that are away, and what withholds the others; None where it has nothing to do."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
         names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
         wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
-        stream = withheld = None
+        held, stream, withheld = (self.weights, self.parameters, self.renewal), None, None
         if any(self.weights.resident(unit.index) is None for unit in self.units):
-            blocks, device = layout.unit_buffers, self._device
-            stream = Stream(self.weights, self.parameters, self.renewal, device=device, blocks=blocks)
+            stream = Stream(*held, device=self._device, blocks=layout.unit_buffers)
             stack.callback(stream.close)
             stream.attach(wanted)
+            if any(unit.is_part for unit in self.units):
+                keep_weights(self._module, stream)
         if layout.behind:
-            withheld = Withheld(self.weights, self.parameters, self.renewal, place=self._device.place)
+            withheld = Withheld(*held, place=self._device.place)
             withheld.attach(wanted)
         return stream, withheld
 

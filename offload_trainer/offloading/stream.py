@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
 from offload_trainer.offloading.autograd import as_saved, hooks_of_autograd, in_backward, set_memory, unprotected
+from offload_trainer.offloading.checkpointed import Within
 from offload_trainer.offloading.device import Arrival, Device
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.weights import Weights
@@ -132,7 +133,7 @@ class Stream:
             raise UserError(
                 "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
             )
-        if hooks[0] == self.pack:
+        if hooks[0] == self.pack or isinstance(getattr(hooks[0], "__self__", None), Within):
             return
         if hooks[0] is not self._recomputing:
             self._recomputing, self._recomputed = hooks[0], set()
@@ -173,9 +174,13 @@ class Stream:
         self._recomputing, self._recomputed = None, set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        return self.place_of(tensor) or tensor.detach()  # itself would be a cycle where it is its node's own result
+
+    def place_of(self, tensor: torch.Tensor) -> _Saved | None:
+        """Of a weight that comes and goes."""
         number = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if number is None:
-            return tensor.detach()  # itself would be a cycle where it is its node's own result
+            return None
         unit = self._rings.slots[number].unit
         assert unit is not None
         return _Saved(unit, int(tensor.storage_offset()), tensor.size(), tensor.stride())

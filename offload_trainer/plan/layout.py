@@ -2,11 +2,11 @@
 
     ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
 
-A unit is one of the model's repeated blocks, or a module outside them. Its weights lie end to end, the trainable ones
-first, matrices before vectors; so an element of the optimizer state has the same place in its unit as the weight it
-belongs to. A page is a stretch of one unit's trainable part. Everything that is moved starts and ends at a multiple
-of 4096 elements, which is a multiple of a drive's sector for elements of any size. Of several ranks each updates a
-stretch of every unit.
+A unit is one of the model's repeated blocks, a part of one (`plan/divided.py`), or a module outside them. Its weights
+lie end to end, the trainable ones first, matrices before vectors; so an element of the optimizer state has the same
+place in its unit as the weight it belongs to. A page is a stretch of one unit's trainable part. Everything that is
+moved starts and ends at a multiple of 4096 elements, which is a multiple of a drive's sector for elements of any size.
+Of several ranks each updates a stretch of every unit.
 """
 
 from __future__ import annotations
@@ -44,15 +44,21 @@ class Unit:
 
     index: int
     name: str
-    block: bool  # one of the model's repeated blocks
+    block: bool  # one of the model's repeated blocks, or a part of one
     places: tuple[Place, ...]
     trained: int  # the trainable weights lie in [0, trained); a multiple of ALIGN
     elements: int  # with those that stay fixed; a multiple of ALIGN
+    within: str = ""  # the block that it is, or is in
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is one of several units of a block, which comes and goes by itself."""
+        return self.block and self.name != self.within
 
     @property
     def small(self) -> bool:
-        """Too small to be worth moving: its weights stay on the device."""
-        return not self.block and self.elements <= SMALL
+        """Too small to be worth moving: its weights stay on the device. What is left of a divided block is."""
+        return not self.block and (self.within != "" or self.elements <= SMALL)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def units_of(shape: ModelShape) -> tuple[Unit, ...]:
     """The model's units, in the order of their first weight."""
     held: dict[str, list[Weight]] = {}
     for weight in shape.weights:
-        held.setdefault(weight.unit, []).append(weight)
+        held.setdefault(weight.part or weight.unit, []).append(weight)
     return tuple(_unit(index, name, weights) for index, (name, weights) in enumerate(held.items()))
 
 
@@ -86,10 +92,11 @@ def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
     return Unit(
         index=index,
         name=name,
-        block=weights[0].block,
+        block=weights[0].block and weights[0].part != weights[0].unit,
         places=tuple(places),
         trained=aligned(trained),
         elements=aligned(end),
+        within=weights[0].unit if weights[0].block else "",
     )
 
 

@@ -23,6 +23,7 @@ class Weight:
     trainable: bool = True
     unit: str = ""  # name of the block that it is in, or of its own module
     block: bool = False  # whether that is one of the repeated blocks
+    part: str = ""  # of a divided block (`plan/divided.py`): what of it the weight comes with; "": all of its unit
     uses: int = 1  # modules that hold it: 2 for tied embeddings
     spared: bool = False  # a bias or part of a norm, although it is not a vector
     split: Split = ""
@@ -46,6 +47,15 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Names of a divided block's weights in the order in which they are needed, each time that they are."""
+
+    block: str
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]  # of a checkpointed block, with those that it is computed again with
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Counts of a causal language model, its parameters in the model's own order."""
 
@@ -63,6 +73,8 @@ class ModelShape:
     tiles_again: tuple[str, ...] = ()  # those of them that a checkpointed block's recomputation runs as well
     tiled_on_gpu: Activations | None = None  # what is held with those in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
+    apart: tuple[str, ...] = ()  # blocks, and modules in them, whose parts' weights need not be there at once
+    needs: tuple[Needs, ...] = ()  # of blocks among those
     can_checkpoint: bool = True  # whether its blocks can be checkpointed
     whole_logits: bool = False  # whether the loss needs those of all tokens of a micro-batch at once
     packed: bool = False  # whether a mask keeps documents of a row apart

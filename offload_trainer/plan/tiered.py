@@ -13,6 +13,7 @@ from functools import cached_property
 
 from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.errors import UserError
+from offload_trainer.plan.divided import not_in_parts, note_of_parts
 from offload_trainer.plan.exchange import Exchange, exchange_of, hidden_waits, waits
 from offload_trainer.plan.formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.layout import Homes, Unit
@@ -103,6 +104,7 @@ class Tiered:
             *self._not_remainders(work),
             *self._not_in_a_session(work),
             *not_in_pieces(work),
+            *not_in_parts(work, self.section.fetch),
         ]
 
     def _not_in_a_session(self, work: Workload) -> list[str]:
@@ -347,7 +349,7 @@ class TieredCandidate:
                 notes.append(
                     "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"
                 )
-        notes += [sequence_note(self.work)] if self.work.sequence > 1 else []
+        notes += [*note_of_parts(self.units), *([sequence_note(self.work)] if self.work.sequence > 1 else [])]
         notes += self._note_of_take()
         for phase in PHASES:
             held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]

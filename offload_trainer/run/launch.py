@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from offload_trainer import numa
-from offload_trainer.config import ProcessWish
+from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
 from offload_trainer.run.watch import LAUNCHER, begin_watch
@@ -25,26 +25,27 @@ def ranks_of_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def prepare_process(wish: ProcessWish) -> int:
+def prepare_process(config: TrainConfig) -> int:
     """Set the environment for this rank; returns its number of CPU threads. Call before torch is imported.
 
     A command that plans for several ranks, or times the machine for them, has the threads of all. torchrun sets
     OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels bring an OpenMP
     runtime of their own, which only the environment reaches.
     """
-    begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=wish.hung_seconds)
+    begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=config.placement.hung_seconds)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)
     alone = "RANK" not in os.environ
-    ranks = wish.ranks if alone else local_world
-    each = max(1, cores // ranks) if wish.threads == "auto" else wish.threads
+    ranks = config.placement.gpus if alone else local_world
+    threads = config.placement.threads
+    each = max(1, cores // ranks) if threads == "auto" else threads
     threads = each * ranks if alone else each
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if wish.deterministic:
+    if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
-    if not any(map(_is_of_hub, wish.names)):
+    if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:
         with socket.socket() as free:

@@ -6,7 +6,9 @@ A preset on a described machine needs no torch; everything else counts on transf
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from offload_trainer.plan.auto import row_length
 from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.card import refuse_card, with_dtype_of_card
 from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan, workload
+from offload_trainer.plan.divided import is_divided, undivided
 from offload_trainer.plan.longest import longest_row
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.parallel_table import Comparison, compare
@@ -76,10 +79,14 @@ def _as_before(config: TrainConfig, source: Any, machine: MachineProfile, *, wor
     """
     from offload_trainer.run.left import made_with
 
-    model, train = config.model, config.train
-    if engine_of(config).name == "deepspeed" or (model.mlp_chunk != "auto" and train.tokens_per_step == "auto"):
+    model, train, tiered = config.model, config.train, config.tiered
+    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or tiered.fetch == "auto"
+    if engine_of(config).name == "deepspeed" or not left_open:
         return None
     before = made_with(config.save)
+    if tiered.fetch == "auto" and before.get("tiered", {}).get("fetch") == "module":  # page files are laid out by it
+        count = tiered.unit_buffers if "unit_buffers" in tiered.model_fields_set else before["tiered"]["unit_buffers"]
+        tiered = tiered.model_copy(update={"fetch": "module", "unit_buffers": count})
     chunk = before.get("model", {}).get("mlp_chunk")
     if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
         model = model.model_copy(update={"mlp_chunk": chunk})
@@ -87,8 +94,8 @@ def _as_before(config: TrainConfig, source: Any, machine: MachineProfile, *, wor
     for one in micro_batches(train, seq_len=row_length(config.data.seq_len, source.shape), world=rows):
         if one.micro_batch == before.get("train", {}).get("micro_batch"):
             train = one
-    kept = config.model_copy(update={"model": model, "train": train})
-    source = with_what_is_tiled(source, kept)
+    kept = config.model_copy(update={"model": model, "train": train, "tiered": tiered})
+    source = as_wished(source, kept)
     if kept == config or (isinstance(model.mlp_chunk, int) and not source.shape.tiles):
         return None
     settled, plan = settle_and_plan(kept, source.shape, machine, world=world, nodes=nodes)
@@ -96,13 +103,40 @@ def _as_before(config: TrainConfig, source: Any, machine: MachineProfile, *, wor
 
 
 def _planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1) -> Planned:
-    """What may run on pieces of a row is looked for where that is asked for, or where nothing fits without."""
-    source = with_what_is_tiled(source, config)
-    settled, plan = settle_and_plan(config, source.shape, machine, world=world, nodes=nodes)
-    if not plan.fits and _may_tile(config, plan):
-        source = _tiled(source)
-        settled, plan = settle_and_plan(config, source.shape, machine, world=world, nodes=nodes)
-    return Planned(settled, plan, machine, source)
+    """As it is wished; where the device has no room for that, the first roomier way that fits."""
+    first: Planned | None = None
+    for wish, of in _ways(config, source):
+        settled, plan = settle_and_plan(wish, of.shape, machine, world=world, nodes=nodes)
+        found = Planned(settled, plan, machine, of)
+        if plan.fits:
+            return found
+        first = first or found
+        room = plan.tiers[machine.device]
+        if room["need"] <= room["have"]:
+            break
+    assert first is not None
+    return found if first.plan.too_large else first
+
+
+def _ways(config: TrainConfig, source: Any) -> Iterator[tuple[TrainConfig, Any]]:
+    """Wishes with their model, each with more room on the device than the one before, as far as that is left open.
+
+    Fewer buffers for weights, MLPs on pieces of a row, blocks' weights by the module. What can run on pieces or be
+    divided is looked for where it is asked for, or nothing fits without.
+    """
+    name, tiered = engine_of(config).name, config.tiered
+    fetches = ("auto", "module") if name == "tiered" and tiered.fetch == "auto" else (tiered.fetch,)
+    fewer = name == "tiered" and "unit_buffers" not in tiered.model_fields_set
+    tiled = cache(lambda: _tiled(source))
+    for fetch in fetches:
+        for pieces in (False, True) if _may_tile(config) else (False,):
+            wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch": fetch})})
+            of = as_wished(tiled() if pieces else source, wish)
+            if (pieces and not of.shape.tiles) or (fetch != tiered.fetch and not is_divided(of.shape)):
+                continue
+            for count in range(tiered.unit_buffers, 0, -1) if fewer else (tiered.unit_buffers,):
+                section = wish.tiered.model_copy(update={"unit_buffers": count})
+                yield wish.model_copy(update={"tiered": section}), of
 
 
 def _with_longest_row(planned: Planned, config: TrainConfig) -> Planned:
@@ -115,24 +149,33 @@ def _with_longest_row(planned: Planned, config: TrainConfig) -> Planned:
     model = planned.config.model.model_copy(update={"mlp_chunk": config.model.mlp_chunk})
     wish = planned.config.model_copy(update={"model": model})
     tokens = longest(planned.source)
-    if tokens < planned.source.shape.context and _may_tile(config, planned.plan):
+    if tokens < planned.source.shape.context and _may_tile(config):
         tokens = longest(_tiled(planned.source))
     return replace(planned, plan=replace(planned.plan, longest_row=tokens))
 
 
-def with_what_is_tiled(source: Any, config: TrainConfig) -> Any:
-    """A ModelSource that knows what runs on pieces of a row, where the configuration says how long they are."""
-    return _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
+def as_wished(source: Any, config: TrainConfig) -> Any:
+    """A ModelSource that knows what runs on pieces of a row, or comes in parts, where the configuration asks for it."""
+    source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
+    if config.tiered.fetch == "module":
+        return _in_parts(source)
+    return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
 
 
-def _may_tile(config: TrainConfig, plan: Plan) -> bool:
-    return config.model.mlp_chunk == "auto" and plan.engine != "deepspeed"
+def _may_tile(config: TrainConfig) -> bool:
+    return config.model.mlp_chunk == "auto" and engine_of(config).name != "deepspeed"
 
 
 def _tiled(source: Any) -> Any:
     from offload_trainer.model.positionwise import with_tiles
 
     return source if source.shape.tiles else with_tiles(source)
+
+
+def _in_parts(source: Any) -> Any:
+    from offload_trainer.model.apart import in_parts
+
+    return source if is_divided(source.shape) else in_parts(source)
 
 
 def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
@@ -193,6 +236,8 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
         planned = _planned(config, _source_elsewhere(config), machine, world=world)
         return _with_longest_row(planned, config).plan
     settled, plan = settle_and_plan(config, shape, machine, world=world)
+    if not plan.fits and engine_of(config).name == "tiered":
+        return _planned(config, _source_elsewhere(config), machine, world=world).plan
     return replace(plan, longest_row=longest_row(settled, shape, machine, world=world, nodes=1))
 
 
@@ -229,7 +274,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
         raise UserError("--parallel compares ways to divide a step over ranks, and there is one: add --gpus N")
     shape, whole = _preset(config), ""
     if shape is None:
-        source = with_what_is_tiled(_source_elsewhere(config), config)
+        source = as_wished(_source_elsewhere(config), config)
         shape, whole = source.shape, _why_whole(source)
     config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
     refuse_card(here, dtype=config.model.dtype)
@@ -277,14 +322,15 @@ def _why_whole(source: Any) -> str:
 
 
 def _shape_elsewhere(config: TrainConfig) -> ModelShape:
-    return _preset(config) or with_what_is_tiled(_source_elsewhere(config), config).shape
+    return _preset(config) or as_wished(_source_elsewhere(config), config).shape
 
 
 def _preset(config: TrainConfig) -> ModelShape | None:
     """Of a preset as it is, counted without torch."""
     section = config.model
-    packed, pieces = config.data.packing == "on", isinstance(section.mlp_chunk, int)
-    changed = section.overrides or section.freeze or section.attention != ModelSection().attention or packed or pieces
+    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch == "module"  # with torch
+    changed = section.overrides or section.freeze or section.attention != ModelSection().attention
+    changed = changed or config.data.packing == "on" or looked_at
     return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
 
 

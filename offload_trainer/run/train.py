@@ -34,7 +34,7 @@ from offload_trainer.run.directory import Log, held, keep_model, refuse_second, 
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.run.nodes import refuse_node, refuse_unseen
 from offload_trainer.run.page_files import clear_drives, drop, keep, take_over
-from offload_trainer.run.planning import Planned, plan_run, with_what_is_tiled
+from offload_trainer.run.planning import Planned, as_wished, plan_run
 from offload_trainer.run.report import report
 from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
@@ -128,7 +128,7 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))
     config, plan, machine = share_from_zero((here.config, here.plan, here.machine))
-    planned = Planned(_with_drives_of(here.config, config), plan, machine, with_what_is_tiled(here.source, config))
+    planned = Planned(_with_drives_of(here.config, config), plan, machine, as_wished(here.source, config))
     log.say(plan.describe())
     on_rank_zero(lambda: refuse(planned))
     if len(nodes) > 1:

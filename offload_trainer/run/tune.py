@@ -122,7 +122,7 @@ def _child(words: list[str]) -> None:
 
     steps = int(words.pop(0))
     config = load_config(words)
-    prepare_process(config.process)
+    prepare_process(config)
     from offload_trainer.run.train import train_run
 
     def time_steps(job: Any) -> None:

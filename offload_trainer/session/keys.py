@@ -25,6 +25,7 @@ _NOT = {  # what a session has in another way, or not yet
     "placement.threads": "use torch.set_num_threads",
     "placement.hung_seconds": "it is for several ranks",
     "tiered.take": "a session trains with one GPU",
+    "tiered.fetch": "a session's code may read a block's weights wherever it likes",
     "tiered.masters": "a session's masters are in fp32, since its weights are in others' hands",
     "optim.lr": "give it to session.adamw",
     "optim.betas": "give them to session.adamw",

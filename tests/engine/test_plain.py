@@ -53,7 +53,7 @@ def test_a_gpu_takes_the_same_bits_where_that_is_asked_for(words: list[str], mon
     before, config = torch.get_num_threads(), load_config(words)
     torch.use_deterministic_algorithms(False)
     try:
-        prepare_process(config.process)
+        prepare_process(config)
         with pytest.raises(PlannedError):
             train_module.train_run(config)
         assert torch.are_deterministic_algorithms_enabled() == bool(words)

@@ -128,6 +128,7 @@ ELSEWHERE = {
     "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
     "placement.hung_seconds": "run/test_watch.py::test_a_rank_that_hangs_within_the_kernel_is_named_and_killed",
+    "tiered.fetch": "offloading/test_parts.py::test_parts_of_blocks_have_plain_torchs_bits",
     "tiered.take": "offloading/test_rank_bytes.py::test_bytes_are_the_plans",
     "tiered.masters": "offloading/test_tiered_remainders.py::test_bytes_are_the_planned_ones",
     "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
@@ -197,7 +198,7 @@ def _observed(folder: Path, words: list[str], patch: pytest.MonkeyPatch) -> dict
     config = load_config([*BASE, "--output", str(folder / "out"), *given])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         patch.delenv(name, raising=False)
-    facts: dict[str, Any] = {"threads": prepare_process(config.process)}
+    facts: dict[str, Any] = {"threads": prepare_process(config)}
     train = trainer.train
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(trainer, "train", lambda *given, **more: _trained(train, given, more, facts, inner, folder))

@@ -26,6 +26,7 @@ WHOLE = {
     "settings",
     "plan.choose",
     "plan.longest",
+    "run.launch",  # what a process must be, of four sections
     "run.planning",
     "run.train",
     "session.start",  # the library's own way in

@@ -14,12 +14,16 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
 from offload_trainer.offloading.stream import Stream
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.run.planning import as_wished
 from offload_trainer.settings import load_config
 
 KINDS = {
     "tied": ("gpt2", True, []),
     "untied": ("gpt2", False, []),
     "untied, checkpointed": ("qwen3", False, ["model.checkpointing=on"]),
+    "untied, by the module": ("qwen3", False, ["model.checkpointing=off", "tiered.fetch=module"]),
+    "tied, by the module, checkpointed": ("gpt2", True, ["model.checkpointing=on", "tiered.fetch=module"]),
+    "untied, by the module, checkpointed": ("qwen3", False, ["model.checkpointing=on", "tiered.fetch=module"]),
     "untied, reentrant": ("qwen3", False, ["model.checkpointing=on", REENTRANT]),
 }
 
@@ -63,7 +67,8 @@ def third_step(
     assert len(begins) == 3
     events = watch.events[begins[1] : begins[2]]
     config = load_config(["--model", str(model), "--scratch", *(word for word in words if word != REENTRANT)])
-    plan = make_plan(config, resolve_model(config.model, seed=0).shape, probe_machine(drives=(), output=str(folder)))
+    source = as_wished(resolve_model(config.model, seed=0), config)
+    plan = make_plan(config, source.shape, probe_machine(drives=(), output=str(folder)))
     planned = sum(moved.read for moved in plan.traffic if moved.place == "device" and moved.phase != "update")
     return events, sum(fetched[unit] for kind, unit in events if kind == "start"), planned
 

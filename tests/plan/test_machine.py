@@ -314,7 +314,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
             monkeypatch.delenv(name)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return prepare_process(load_config([*words, *more]).process)
+        return prepare_process(load_config([*words, *more]))
 
     each = 3 if words else 64 // 6
     assert prepared("--gpus", "6") == 6 * each

@@ -1,0 +1,203 @@
+"""Which modules of a model's blocks need their parts' weights one after the other: found by trying.
+
+A block whose attention and MLP are read by nobody else can have the weights of either while it runs, and not those of
+the other. No list of names says so: some code reads a child's weight without calling it (the convolution of a Mamba
+mixer, an output projection inside attention). So in a tiny model of the same kind (twins.py), with the weights of one
+child there at a time and NaN in the place of all others,
+
+    each alone   every module inside a block that has children with weights, in all blocks of its kind
+    together     all that passed, as finely divided as they can be
+
+and what passed gives the logits of the whole model, to the last bit. Then a forward and a backward with checkpointed
+blocks tell in which order weights are needed, for the plan to count how often they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from offload_trainer.model.initial import meta_model
+from offload_trainer.model.source import ModelSource, block_names, checkpoint_blocks
+from offload_trainer.model.twins import twin_model
+from offload_trainer.offloading.checkpointed import keep_weights
+from offload_trainer.plan.divided import divided
+from offload_trainer.plan.shape import Needs
+
+_Kind = tuple[type, str, type]  # of a block, the name in it, of the module
+_Made = tuple[type, frozenset[str]]
+_ROW = 24  # tokens
+
+
+def in_parts(source: ModelSource) -> ModelSource:
+    """The same model with the weights of its blocks in parts; as it is where no block can be divided."""
+    trusted = source.section.trust_remote_code
+    model = meta_model(source.config, trust_remote_code=trusted)
+    names, needs = apart(model, block_names, trust_remote_code=trusted)
+    return replace(source, shape=divided(replace(source.shape, apart=tuple(names), needs=tuple(needs))))
+
+
+def apart(
+    model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]], *, trust_remote_code: bool
+) -> tuple[list[str], list[Needs]]:
+    """Names of `model`'s blocks, and of modules in them, whose children's weights need not be there at once.
+
+    And in which order the blocks need them. Nothing where a tiny model of its kind does not run. `blocks`: names of a
+    model's blocks.
+    """
+    try:
+        with twin_model(model, trust_remote_code=trust_remote_code) as twin:
+            proven = _proven(twin, blocks(twin))
+            orders = _orders(twin, blocks(twin)) if proven and twin.supports_gradient_checkpointing else {}
+    except Exception:  # of transformers' code, for a configuration that it did not expect
+        return [], []
+    names = [name for kind, name in _with_children(model, blocks(model)) if kind in proven]
+    needs = []
+    for block in blocks(model):
+        forward, backward = orders.get(_made(model, block), ((), ()))
+        if forward:
+            needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in (forward, backward))))
+    return names, needs
+
+
+def _with_children(model: nn.Module, blocks: Sequence[str]) -> list[tuple[_Kind, str]]:
+    """Each block, and each module inside one, that has children with weights: its kind, and its name in the model."""
+    found = []
+    for name in blocks:
+        block = model.get_submodule(name)
+        for inner, module in block.named_modules():
+            if _children(module):
+                found.append(((type(block), inner, type(module)), f"{name}.{inner}" if inner else name))
+    return found
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if next(child.parameters(), None) is not None]
+
+
+@torch.no_grad()
+def _proven(twin: PreTrainedModel, blocks: Sequence[str]) -> set[_Kind]:
+    ids = torch.randint(5, twin.config.get_text_config().vocab_size - 5, (2, _ROW))
+
+    def logits() -> Any:
+        return twin(input_ids=ids, use_cache=False).logits
+
+    whole, every = logits(), _with_children(twin, blocks)
+    if not bool(whole.isfinite().all()):
+        return set()
+
+    def passes(parts: Sequence[nn.Module]) -> bool:
+        with _one_at_a_time(parts):
+            return torch.equal(logits(), whole)
+
+    proven = set[_Kind]()
+    for kind in dict.fromkeys(kind for kind, _ in every):
+        alike = [twin.get_submodule(name) for its, name in every if its == kind]
+        if passes([child for module in alike for child in _children(module)]):
+            proven.add(kind)
+    divisible = {twin.get_submodule(name) for kind, name in every if kind in proven}
+    finest = [part for name in blocks for part in _finest(twin.get_submodule(name), divisible)]
+    return proven if passes(finest) else set()
+
+
+def _finest(module: nn.Module, divisible: set[nn.Module]) -> list[nn.Module]:
+    if module not in divisible:
+        return [module]
+    return [part for child in _children(module) for part in _finest(child, divisible)]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd saves of a weight."""
+
+    name: str
+    values: torch.Tensor
+
+
+class _Needed:
+    """Names of weights inside blocks, as they are needed."""
+
+    def __init__(self, twin: PreTrainedModel, blocks: Sequence[str]) -> None:
+        below = tuple(f"{block}." for block in blocks)
+        self._names = {weight.data_ptr(): name for name, weight in twin.named_parameters() if name.startswith(below)}
+        self.names: list[str] = []
+
+    def run(self, module: nn.Module, _: Any) -> None:
+        found = (self._names.get(weight.data_ptr()) for weight in module.parameters(recurse=False))
+        self.names.extend(name for name in found if name)
+
+    def place_of(self, tensor: torch.Tensor) -> _Saved | None:
+        name = self._names.get(tensor.untyped_storage().data_ptr())
+        return _Saved(name, tensor.detach()) if name else None
+
+    def unpack(self, saved: _Saved) -> torch.Tensor:
+        self.names.append(saved.name)
+        return saved.values
+
+
+def _orders(twin: PreTrainedModel, blocks: Sequence[str]) -> dict[_Made, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Of each kind of block: names in it of its weights, as a forward needs them, and as a backward does."""
+    twin.train()
+    checkpoint_blocks(twin, reentrant=False)
+    needed = _Needed(twin, blocks)
+    keep_weights(twin, needed)
+    for module in twin.modules():
+        module.register_forward_pre_hook(needed.run)
+    ids = torch.randint(5, twin.config.get_text_config().vocab_size - 5, (2, _ROW))
+    loss = twin(input_ids=ids, use_cache=False).logits.sum()
+    forward, needed.names = needed.names, []
+    loss.backward()
+    return {_made(twin, block): (_inside(block, forward), _inside(block, needed.names)) for block in blocks}
+
+
+def _inside(block: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
+
+
+def _made(model: nn.Module, block: str) -> _Made:
+    """What blocks of one kind have alike: their class, and the names of their weights."""
+    module = model.get_submodule(block)
+    return type(module), frozenset(name for name, _ in module.named_parameters())
+
+
+@contextmanager
+def _one_at_a_time(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the weights of one of these are there at a time: of the one that runs, or ran last."""
+    held = {part: [(weight, weight.data) for weight in part.parameters()] for part in parts}
+    there: list[nn.Module] = []
+
+    def bring(part: nn.Module) -> None:
+        if there == [part]:
+            return
+        for other in there:
+            _send_away(held[other])
+        there[:] = [part]
+        for weight, values in held[part]:
+            weight.data = values
+
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, part=part: bring(part))
+        for part in parts
+        for module in part.modules()
+    ]
+    try:
+        for part in parts:
+            _send_away(held[part])
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for weights in held.values():
+            for weight, values in weights:
+                weight.data = values
+
+
+def _send_away(weights: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    for weight, values in weights:
+        weight.data = values.new_full((1,), torch.nan).expand(values.shape)

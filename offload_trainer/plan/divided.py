@@ -1,0 +1,131 @@
+"""Blocks divided by module: of each only a part's weights need to be on the device at a time. Pure arithmetic.
+
+    model.layers.0   ──> model.layers.0.self_attn, .mlp.gate_proj, .mlp.up_proj, .mlp.down_proj   one after the other
+                     ──> model.layers.0, what is left: norms, routers, vectors                    stays where it is used
+
+A part is a module with all that is inside it, as large as the largest that cannot be divided any more, at most. Which
+modules can be is not known here: `shape.apart` names them (`model/apart.py` tries it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from offload_trainer.plan.layout import SMALL, Unit
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_count
+
+_LITTLE = 16  # a module that many times smaller than the largest part is not worth a buffer; it stays
+
+
+@dataclass
+class _Module:
+    """A module inside a block, or the block, with its weights."""
+
+    name: str
+    own: list[Weight] = field(default_factory=list)
+    inside: dict[str, _Module] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        return sum(weight.numel for weight in self.weights())
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.own
+        for module in self.inside.values():
+            yield from module.weights()
+
+
+def divided(shape: ModelShape) -> ModelShape:
+    """The shape with the weights of blocks in parts, as small as they can be; as it is where no block gets smaller.
+
+    What runs on pieces of a row (`shape.tiles`) is not divided: each piece would bring all of it anew.
+    """
+    blocks = _blocks(shape.weights)
+    whole = set(shape.tiles)
+    apart = {name for name in shape.apart if name not in whole}
+    least = [part for block in blocks for part in _parts(block, apart, most=0)]
+    most = max((part.elements for part in least), default=0)
+    if most >= max((block.elements for block in blocks), default=0):
+        return shape
+    part_of: dict[str, str] = {}
+    for block in blocks:
+        parts = _parts(block, apart, most=most)
+        if parts == [block]:
+            continue
+        part_of |= {weight.name: block.name for weight in block.weights()}
+        for part in _moved(parts, most=most):
+            part_of |= {weight.name: part.name for weight in part.weights()}
+    weights = tuple(replace(weight, part=part_of.get(weight.name, "")) for weight in shape.weights)
+    return replace(shape, weights=weights)
+
+
+def undivided(shape: ModelShape) -> ModelShape:
+    """The same with all of a block's weights at once."""
+    weights = tuple(replace(weight, part="") for weight in shape.weights)
+    return replace(shape, weights=weights, apart=(), needs=())
+
+
+def is_divided(shape: ModelShape) -> bool:
+    """Whether some block's weights come in parts."""
+    return any(weight.part for weight in shape.weights)
+
+
+def not_in_parts(work: Workload, fetch: str) -> list[str]:
+    """Where that is asked for of a model whose blocks cannot be divided: one sentence at most."""
+    if fetch != "module" or is_divided(work.shape):
+        return []
+    return [
+        "tiered.fetch=module: no block of this model is made of modules that need their weights one after the other, "
+        "as a trial with a tiny one shows; leave it out"
+    ]
+
+
+def note_of_parts(units: Sequence[Unit]) -> list[str]:
+    """What a plan says of blocks in parts."""
+    parts = [unit for unit in units if unit.is_part]
+    if not parts:
+        return []
+    blocks: dict[str, int] = {}
+    for unit in units:
+        blocks[unit.within] = blocks.get(unit.within, 0) + unit.elements
+    largest = max(parts, key=lambda unit: unit.elements)
+    return [
+        f"tiered.fetch=module: blocks' weights come in parts, the largest of which, {largest.name}, has "
+        f"{format_count(largest.elements)} parameters of its block's {format_count(blocks[largest.within])}"
+    ]
+
+
+def _blocks(weights: Sequence[Weight]) -> list[_Module]:
+    blocks: dict[str, _Module] = {}
+    for weight in weights:
+        if not weight.block:
+            continue
+        module = blocks.setdefault(weight.unit, _Module(weight.unit))
+        owner = weight.name.rpartition(".")[0]
+        for name in owner.removeprefix(weight.unit).split(".")[1:]:
+            module = module.inside.setdefault(name, _Module(f"{module.name}.{name}"))
+        module.own.append(weight)
+    return list(blocks.values())
+
+
+def _parts(module: _Module, apart: set[str], *, most: int) -> list[_Module]:
+    """Modules whose weights are there at once, of at most so many elements where they can be divided."""
+    own = sum(weight.numel for weight in module.own)
+    if module.elements <= most or module.name not in apart or own > SMALL:
+        return [module]
+    return [part for inner in module.inside.values() for part in _parts(inner, apart, most=most)]
+
+
+def _moved(parts: Sequence[_Module], *, most: int) -> list[_Module]:
+    """Those that come and go: all but the smallest, which stay as long as they are little, together too."""
+    ordered = sorted(parts, key=lambda part: part.elements)
+    staying, held = 0, 0
+    for part in ordered:
+        held += part.elements
+        if part.elements > most // _LITTLE or held > SMALL:
+            break
+        staying += 1
+    return ordered[staying:]

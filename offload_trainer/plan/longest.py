@@ -1,4 +1,4 @@
-"""The longest row that fits, found by planning rows of other lengths. Pure arithmetic."""
+"""Whether a wish fits at all, and the longest row with which one does. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from offload_trainer.plan.choose import engine_of, tiers_of, workload
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory import saved_items
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.sizes import Layouts
 from offload_trainer.plan.take import at_once
+from offload_trainer.plan.tiered import Tiered
 from offload_trainer.plan.workload import Workload, chunks_of
 
 _ROWS = 256  # tokens that rows are looked for in multiples of
@@ -23,23 +25,30 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 
     Of micro-batches of as many rows as the wish says, where nothing is left open any more.
     """
+    layouts = Layouts(shape)
+
+    def fits(seq_len: int) -> bool:
+        rows = config.data.model_copy(update={"seq_len": seq_len})
+        return some_homes_fit(config.model_copy(update={"data": rows}), layouts, machine, world=world, nodes=nodes)
+
+    return longest(shape.context, fits)
+
+
+def some_homes_fit(config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int) -> bool:
+    """Whether the wish fits in some homes, MLPs in pieces or not, as it leaves that open; no seconds are worked out."""
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # none of the state is on the GPU then
         config = config.model_copy(update={"placement": place.model_copy(update={"gpu_fraction": 0.0})})
     engine = engine_of(config)
-
-    def fits(seq_len: int) -> bool:
-        rows = config.data.model_copy(update={"seq_len": seq_len})
-        work = workload(config.model_copy(update={"data": rows}), shape, world=world, nodes=nodes)
-        least = () if work.mlp_chunk else chunks_of(work)[-1:]  # longer pieces hold more
-        tried = (*(replace(work, mlp_chunk=chunk) for chunk in least), work)
-        for each in tried:
-            candidates: Sequence[Candidate] = engine.candidates(each, machine)
-            if any(_fits(one, each, machine) for one in reversed(candidates)):  # the roomiest first
-                return True
-        return False
-
-    return longest(shape.context, fits)
+    if isinstance(engine, Tiered):
+        engine = replace(engine, layouts=layouts)
+    work = workload(config, layouts.shape, world=world, nodes=nodes)
+    least = () if work.mlp_chunk else chunks_of(work)[-1:]  # longer pieces hold more
+    for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
+        candidates: Sequence[Candidate] = engine.candidates(each, machine)
+        if any(_fits(one, each, machine) for one in reversed(candidates)):  # the roomiest first
+            return True
+    return False
 
 
 def _fits(one: Candidate, work: Workload, machine: MachineProfile) -> bool:

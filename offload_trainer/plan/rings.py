@@ -12,7 +12,7 @@ from itertools import islice
 
 from offload_trainer.plan.layout import Unit
 
-# Of modules outside blocks: an embedding and a head, each on its way while the other one is used.
+# Of modules outside blocks, at most: an embedding and a head, each on its way while the other one is used.
 OTHERS = 2
 
 
@@ -104,9 +104,9 @@ class Rings:
 
 
 def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[int]:
-    """Elements of the slots of one kind. Blocks are alike; of the others the largest have a place each."""
+    """Elements of the slots of one kind, no more than `blocks`; of modules outside them the largest have one each."""
     sizes = sorted((unit.elements for unit in units if unit.block == of_blocks), reverse=True)
-    return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[:OTHERS]
+    return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[: min(blocks, OTHERS)]
 
 
 def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: int = 1) -> list[tuple[int, int]]:

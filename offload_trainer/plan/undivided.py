@@ -22,4 +22,4 @@ def too_large(work: Workload, machine: MachineProfile) -> str:
         return ""
     name = f"the block {largest.name}" if largest.block else largest.name
     where = "a GPU has room for" if gpu else "there is RAM for"
-    return f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it is never divided"
+    return f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it comes as a whole"

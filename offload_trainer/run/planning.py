@@ -21,7 +21,7 @@ from offload_trainer.plan.batches import micro_batches
 from offload_trainer.plan.card import refuse_card, with_dtype_of_card
 from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan, workload
 from offload_trainer.plan.divided import is_divided, undivided
-from offload_trainer.plan.longest import longest_row
+from offload_trainer.plan.longest import longest_row, some_homes_fit
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.parallel_table import Comparison, compare
 from offload_trainer.plan.plan import Plan
@@ -104,39 +104,51 @@ def _as_before(config: TrainConfig, source: Any, machine: MachineProfile, *, wor
 
 def _planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1) -> Planned:
     """As it is wished; where the device has no room for that, the first roomier way that fits."""
-    first: Planned | None = None
-    for wish, of in _ways(config, source):
+
+    def planned(wish: TrainConfig, of: Any) -> Planned:
         settled, plan = settle_and_plan(wish, of.shape, machine, world=world, nodes=nodes)
-        found = Planned(settled, plan, machine, of)
-        if plan.fits:
-            return found
-        first = first or found
-        room = plan.tiers[machine.device]
-        if room["need"] <= room["have"]:
-            break
-    assert first is not None
-    return found if first.plan.too_large else first
+        return Planned(settled, plan, machine, of)
+
+    first = planned(config, as_wished(source, config))
+    room = first.plan.tiers[machine.device]
+    if first.plan.fits or room["need"] <= room["have"] or first.plan.engine == "deepspeed":
+        return first
+    for wish, of in _roomier(config, source):
+        layouts, fewer = Layouts(of.shape), _with_fewer_buffers(wish)
+
+        def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
+            return some_homes_fit(one, layouts, machine, world=world, nodes=nodes)
+
+        if fits(fewer[-1]):
+            found = planned(next(one for one in fewer if fits(one)), of)
+            if found.plan.fits:
+                return found
+    return planned(fewer[-1], of) if first.plan.too_large else first
 
 
-def _ways(config: TrainConfig, source: Any) -> Iterator[tuple[TrainConfig, Any]]:
+def _roomier(config: TrainConfig, source: Any) -> Iterator[tuple[TrainConfig, Any]]:
     """Wishes with their model, each with more room on the device than the one before, as far as that is left open.
 
-    Fewer buffers for weights, MLPs on pieces of a row, blocks' weights by the module. What can run on pieces or be
-    divided is looked for where it is asked for, or nothing fits without.
+    MLPs on pieces of a row, blocks' weights by the module: what can be is looked for only here, or where it is asked
+    for.
     """
-    name, tiered = engine_of(config).name, config.tiered
-    fetches = ("auto", "module") if name == "tiered" and tiered.fetch == "auto" else (tiered.fetch,)
-    fewer = name == "tiered" and "unit_buffers" not in tiered.model_fields_set
-    tiled = cache(lambda: _tiled(source))
-    for fetch in fetches:
+    tiered, tiled = config.tiered, cache(lambda: _tiled(source))
+    left_open = engine_of(config).name == "tiered" and tiered.fetch == "auto"
+    for fetch in ("auto", "module") if left_open else (tiered.fetch,):
         for pieces in (False, True) if _may_tile(config) else (False,):
             wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch": fetch})})
             of = as_wished(tiled() if pieces else source, wish)
-            if (pieces and not of.shape.tiles) or (fetch != tiered.fetch and not is_divided(of.shape)):
-                continue
-            for count in range(tiered.unit_buffers, 0, -1) if fewer else (tiered.unit_buffers,):
-                section = wish.tiered.model_copy(update={"unit_buffers": count})
-                yield wish.model_copy(update={"tiered": section}), of
+            if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch):
+                yield wish, of
+
+
+def _with_fewer_buffers(wish: TrainConfig) -> list[TrainConfig]:
+    """The wish, and with fewer buffers for weights where nothing is said of their number."""
+    tiered = wish.tiered
+    said = engine_of(wish).name != "tiered" or "unit_buffers" in tiered.model_fields_set
+    counts = [tiered.unit_buffers] if said else range(tiered.unit_buffers, 0, -1)
+    sections = [tiered.model_copy(update={"unit_buffers": count}) for count in counts]
+    return [wish.model_copy(update={"tiered": section}) for section in sections]
 
 
 def _with_longest_row(planned: Planned, config: TrainConfig) -> Planned:

@@ -17,6 +17,7 @@ from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_count
 
+_WORTH = 0.9  # of the largest block, that its largest part has at most
 _LITTLE = 16  # a module that many times smaller than the largest part is not worth a buffer; it stays
 
 
@@ -39,7 +40,7 @@ class _Module:
 
 
 def divided(shape: ModelShape) -> ModelShape:
-    """The shape with the weights of blocks in parts, as small as they can be; as it is where no block gets smaller.
+    """The shape with the weights of blocks in parts, as small as they can be; as it is where that gains too little.
 
     What runs on pieces of a row (`shape.tiles`) is not divided: each piece would bring all of it anew.
     """
@@ -48,7 +49,7 @@ def divided(shape: ModelShape) -> ModelShape:
     apart = {name for name in shape.apart if name not in whole}
     least = [part for block in blocks for part in _parts(block, apart, most=0)]
     most = max((part.elements for part in least), default=0)
-    if most >= max((block.elements for block in blocks), default=0):
+    if most > _WORTH * max((block.elements for block in blocks), default=0):
         return shape
     part_of: dict[str, str] = {}
     for block in blocks:
@@ -78,8 +79,8 @@ def not_in_parts(work: Workload, fetch: str) -> list[str]:
     if fetch != "module" or is_divided(work.shape):
         return []
     return [
-        "tiered.fetch=module: no block of this model is made of modules that need their weights one after the other, "
-        "as a trial with a tiny one shows; leave it out"
+        "tiered.fetch=module: no block of this model is made of modules that need their weights one after the other "
+        "and are much smaller than the block, as a trial with a tiny one shows; leave it out"
     ]
 
 

@@ -63,3 +63,9 @@ def _fill_ram(sizes: TierSizes, have: int, *, trained: int, needs: Needs) -> Tie
     spare = have - left_free(have) - needs(replace(sizes, ram_fraction=0.0))["ram"]
     share = max(0, spare) / (sizes.format.bytes_each * trained)
     return replace(sizes, ram_fraction=int(1000 * min(sizes.ram_fraction, share)) / 1000)
+
+
+def shares_in_words(shares: dict[str, float]) -> str:
+    """Shares that make 1, by their place."""
+    *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
+    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"else {last}" if parts else last])

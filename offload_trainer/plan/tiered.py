@@ -29,12 +29,12 @@ from offload_trainer.plan.overlap import (
     share_that_is_last,
 )
 from offload_trainer.plan.sequence import not_in_pieces, sequence_links, sequence_note, sequence_waits
-from offload_trainer.plan.shares import shares_that_fit
+from offload_trainer.plan.shares import shares_in_words, shares_that_fit
 from offload_trainer.plan.sizes import GradientHome, Layouts, TierSizes, tier_sizes
 from offload_trainer.plan.take import Take, Taken, bounds_by_parts, describe_take
 from offload_trainer.plan.tiered_items import tiered_items
 from offload_trainer.plan.tiered_traffic import bytes_of_additions, taken_by_parts, tiered_traffic
-from offload_trainer.plan.time import PHASES, UPDATE_START, Bound, Forecast, update_rate
+from offload_trainer.plan.time import PHASES, UPDATE_START, Bound, Forecast, in_turn, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.wishes import mistakes_of_shares
 from offload_trainer.plan.workload import Workload
@@ -220,7 +220,7 @@ class TieredCandidate:
         gradients = f", gradients {sizes.gradients}" if shown else ""
         if self.machine.gpu is None:
             on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
-        state = _divided({"gpu": on_gpu, "RAM": in_ram, "nvme": round(1 - on_gpu - in_ram, 9)})
+        state = shares_in_words({"gpu": on_gpu, "RAM": in_ram, "nvme": round(1 - on_gpu - in_ram, 9)})
         inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
         return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}")
 
@@ -275,6 +275,8 @@ class TieredCandidate:
         bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
         bounds += bounds_by_parts(self._by_parts, self.machine, ranks=self.work.here)
         bounds += [wait for wait in self._waits if wait.seconds is None]
+        if self.placement.params != "gpu" and self.sizes.unit_buffers == 1:
+            bounds += in_turn(self.work, self.machine, self.traffic())
         if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
             # Where the CPU computes it takes turns with that, as it was seen to.
             bounds.append(Bound("backward", added / memory.value, "adding gradients in RAM", "memory"))
@@ -392,9 +394,3 @@ class TieredCandidate:
         other = "tiered.io=async_io"
         rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
         return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []
-
-
-def _divided(shares: dict[str, float]) -> str:
-    """Shares that make 1, in words."""
-    *parts, (last, _) = [(place, share) for place, share in shares.items() if share > 0]
-    return ", ".join([*(f"{share:.1%} {place}" for place, share in parts), f"else {last}" if parts else last])

@@ -144,8 +144,9 @@ def _weight_items(
     items = [Item(tiers[DEVICE], "small weights", held.pop(DEVICE), "never moved")]
     items += [Item(tiers[home], "weights", size, f"{e} B a parameter") for home, size in held.items()]
     blocks, others = (slot_sizes(away, blocks=sizes.unit_buffers, of_blocks=kind) for kind in (True, False))
-    named = "parts of blocks" if any(unit.is_part for unit in away) else "blocks"
-    words = f"{len(blocks)} {named} and {len(others)} other module{'s' * (len(others) != 1)}"
+    of_block = "part" if any(unit.is_part for unit in away) else "block"
+    counts = ((len(blocks), of_block), (len(others), "other module"))
+    words = " and ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     in_use = sizes.here * e * (sum(blocks) + sum(others))
     items.append(Item(tiers[DEVICE], "weights in use", in_use, words))
     if sizes.by_parts and tiers[DEVICE] == "gpu":

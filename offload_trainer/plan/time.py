@@ -31,7 +31,7 @@ class Bound:
     phase: str
     seconds: float | None  # None: not timed
     what: str
-    kind: str  # "compute", "adamw", "adamw_gpu", "device", "drive" or "memory"
+    kind: str  # "compute", "turns", "adamw", "adamw_gpu", "device", "drive" or "memory"
     place: str = ""  # of a drive: the disk
 
 
@@ -134,6 +134,19 @@ def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
         )
         for phase, seconds in seconds_of_token(work, machine).items()
     ]
+
+
+def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic]) -> list[Bound]:
+    """Of a forward and a backward with one buffer for weights: what comes is not on its way while others compute."""
+    found = []
+    for computing in _computing(work, machine):
+        phase = computing.phase
+        moving = _traffic_bounds([one for one in traffic if one.phase == phase], machine, phase=phase, stretch=1.0)
+        each = (computing.seconds, _longest(moving) if moving else 0.0)
+        seconds = None if None in each else sum(one for one in each if one)
+        what = f"{computing.what}, and weights that come in between: there is one buffer"
+        found.append(Bound(phase, seconds, what, "turns"))
+    return found
 
 
 def _longest(bounds: Sequence[Bound]) -> float | None:

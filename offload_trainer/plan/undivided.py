@@ -20,6 +20,6 @@ def too_large(work: Workload, machine: MachineProfile) -> str:
     room = machine.gpu_bytes - CUDA_CONTEXT if gpu else machine.ram_bytes
     if size <= room:
         return ""
-    name = f"the block {largest.name}" if largest.block else largest.name
+    name = f"the block {largest.name}" if largest.name == largest.within else largest.name
     where = "a GPU has room for" if gpu else "there is RAM for"
     return f"{name} alone has {format_bytes(size)} of weights, {where} {format_bytes(room)}, and it comes as a whole"

@@ -1,0 +1,174 @@
+"""Blocks in parts: what a part is, and when a plan takes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import GB, machine
+
+from offload_trainer.errors import UserError
+from offload_trainer.plan.divided import divided, is_divided, undivided
+from offload_trainer.plan.layout import Unit, units_of
+from offload_trainer.plan.machine import Rate
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.run.planning import plan_elsewhere
+from offload_trainer.settings import load_config
+
+WIDE = 2048
+
+
+def block(number: int, **modules: tuple[tuple[int, ...], ...]) -> list[Weight]:
+    """Weights of one, by the name of their module."""
+    name = f"layers.{number}"
+    return [
+        Weight(f"{name}.{module.replace('__', '.')}.w{place}", shape, unit=name, block=True)
+        for module, shapes in modules.items()
+        for place, shape in enumerate(shapes)
+    ]
+
+
+def shape_of(*blocks: list[Weight], apart: tuple[str, ...], **more: tuple[str, ...]) -> ModelShape:
+    weights = [Weight("embed.weight", (999, WIDE), unit="embed"), *(weight for one in blocks for weight in one)]
+    return ModelShape(tuple(weights), layers=len(blocks), hidden=WIDE, vocabulary=999, context=64, apart=apart, **more)
+
+
+def names(shape: ModelShape) -> dict[str, list[str]]:
+    """Of each unit the weights, without the block's name."""
+    return {unit.name: [place.weight.name for place in unit.places] for unit in units_of(shape)}
+
+
+SQUARE, TALL = (WIDE, WIDE), (4 * WIDE, WIDE)
+LLAMA = {
+    "attn__q": (SQUARE,), "attn__k": ((256, WIDE),), "attn__o": (SQUARE,), "mlp__up": (TALL,), "mlp__down": (TALL,),
+    "norm": ((WIDE,),),
+}  # fmt: skip
+BOTH = ("layers.0", "layers.0.attn", "layers.0.mlp")
+
+
+def test_a_part_is_at_most_as_large_as_the_largest_that_cannot_be_divided() -> None:
+    shape = shape_of(block(0, **LLAMA), apart=BOTH)
+    assert names(divided(shape)) == {
+        "embed": ["embed.weight"],
+        "layers.0.attn": [f"layers.0.attn.{one}.w0" for one in "qko"],
+        "layers.0.mlp.up": ["layers.0.mlp.up.w0"],
+        "layers.0.mlp.down": ["layers.0.mlp.down.w0"],
+        "layers.0": ["layers.0.norm.w0"],
+    }
+    kinds = {unit.name: (unit.block, unit.is_part, unit.small, unit.within) for unit in units_of(divided(shape))}
+    assert kinds["layers.0.attn"] == kinds["layers.0.mlp.up"] == (True, True, False, "layers.0")
+    assert kinds["layers.0"] == (False, False, True, "layers.0")  # it stays on the device
+    assert undivided(divided(shape)) == replace(shape, apart=())
+
+
+def test_what_a_trial_did_not_show_to_be_divisible_is_whole() -> None:
+    one = block(0, **LLAMA)
+    mlp = ["layers.0.mlp.up.w0", "layers.0.mlp.down.w0"]
+    assert names(divided(shape_of(one, apart=BOTH[:2])))["layers.0.mlp"] == mlp
+    assert names(divided(shape_of(one, apart=BOTH, tiles=("layers.0.mlp",))))["layers.0.mlp"] == mlp
+    for apart in ((), BOTH[1:]):  # what is inside helps nothing where the block itself cannot be divided
+        shape = shape_of(one, apart=apart)
+        assert divided(shape) is shape
+        assert not is_divided(shape)
+
+
+def test_experts_in_one_tensor_are_one_part_and_blocks_that_are_smaller_stay_whole() -> None:
+    experts = block(0, attn__q=(SQUARE,) * 4, mlp__router=((2, WIDE),), mlp__experts=((2, *TALL), (2, *SQUARE)))
+    dense = block(1, attn__q=(SQUARE,), mlp__up=(TALL,))
+    apart = tuple(f"layers.{number}{part}" for number in (0, 1) for part in ("", ".mlp"))
+    units = {unit.name: unit for unit in units_of(divided(shape_of(experts, dense, apart=apart)))}
+    assert set(units) == {"embed", "layers.0", "layers.0.attn", "layers.0.mlp.experts", "layers.1"}
+    assert units["layers.1"].block
+    assert not units["layers.1"].is_part
+    assert [place.weight.name for place in units["layers.0"].places] == ["layers.0.mlp.router.w0"]
+
+
+def test_many_little_modules_come_and_go_where_together_they_are_not_little() -> None:
+    """A list of a thousand small experts, beside one large matrix."""
+    many = {f"mlp__experts__{number}": ((64, WIDE),) for number in range(32)}
+    shape = shape_of(block(0, attn__q=(TALL,), **many), apart=("layers.0", "layers.0.mlp", "layers.0.mlp.experts"))
+    units: dict[str, Unit] = {unit.name: unit for unit in units_of(divided(shape))}
+    assert units["layers.0.mlp"].is_part  # all of them are smaller than the matrix
+    larger = shape_of(block(0, attn__q=((WIDE, 1024),), **many), apart=shape.apart)
+    units = {unit.name: unit for unit in units_of(divided(larger))}
+    assert units["layers.0"].elements <= 1 << 20
+    assert sum(unit.is_part for unit in units.values()) > 24
+
+
+# -- when it is taken -------------------------------------------------------------------------------------------------
+
+MODEL = ["model.overrides.n_embd=2048", "model.overrides.n_head=16", "model.overrides.n_layer=3"]
+ALWAYS = ["--model", "gpt2", *MODEL, "model.overrides.vocab_size=1000", "--seq-len", "64", "--micro-batch", "1"]
+AWAY = ["--params", "nvme", "--nvme", "/ssd", "--save-every", "0", "placement.gpu_fraction=0", "model.mlp_chunk=off"]
+RUNGS = [("block", 3), ("block", 2), ("block", 1), ("module", 3), ("module", 2), ("module", 1)]
+
+
+def planned(gpu: float, *words: str) -> Plan:
+    return plan_elsewhere(load_config([*ALWAYS, *AWAY, *words]), machine(gpu=int(gpu)))
+
+
+def way(plan: Plan) -> tuple[str, int]:
+    assert isinstance(plan.sizes, TierSizes)
+    parts = any(note.startswith("tiered.fetch=module: blocks' weights come in parts") for note in plan.notes)
+    return "module" if parts else "block", plan.sizes.unit_buffers
+
+
+def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
+    """Fewer buffers before parts: those move nothing twice."""
+    needs = []
+    for fetch, count in RUNGS:
+        plan = planned(80 * GB, f"tiered.fetch={fetch}", f"tiered.unit_buffers={count}")
+        assert way(plan) == (fetch, count)
+        needs.append(plan.tiers["gpu"]["need"])
+    assert needs[:3] == sorted(needs[:3], reverse=True)
+    assert needs[-1] == min(needs)
+    for rung, need in zip(RUNGS, needs, strict=True):
+        first = next(one for one, other in zip(RUNGS, needs, strict=True) if other <= need)
+        plan = planned(need)
+        assert plan.fits
+        assert way(plan) == first, rung
+    refused = planned(needs[-1] - 10**6)
+    assert not refused.fits
+    assert way(refused) == ("block", 3)  # as it was wished
+
+
+def test_what_is_asked_for_is_not_changed() -> None:
+    least = planned(80 * GB, "tiered.fetch=module", "tiered.unit_buffers=1").tiers["gpu"]["need"]
+    assert not planned(least, "tiered.fetch=block").fits
+    assert not planned(least, "tiered.unit_buffers=3").fits
+    assert planned(least).fits
+
+
+def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
+    assert "the block transformer.h.0 alone has" in planned(560 * 10**6, "tiered.fetch=block").too_large
+    told = planned(510 * 10**6)
+    assert not told.fits
+    assert told.too_large.startswith("transformer.h.0.attn alone has 33.6 MB of weights")
+
+
+def test_one_buffer_is_no_way_ahead() -> None:
+    """What comes in between is on top of what computes."""
+    timed = replace(
+        machine(gpu=80 * GB).rates,
+        matmul={"bf16": Rate(1e12, "measured", "")},
+        to_device=Rate(1e9, "measured", ""),
+        from_device=Rate(1e9, "measured", ""),
+        both_ways=Rate(1e9, "measured", ""),
+    )
+    seconds = {}
+    for count in (2, 1):
+        wish = load_config([*ALWAYS, *AWAY, "--params", "cpu", "--ram-fraction", "1", f"tiered.unit_buffers={count}"])
+        plan = plan_elsewhere(wish, replace(machine(gpu=80 * GB), rates=timed))
+        seconds[count] = {bound.kind: bound.seconds for bound in plan.forecast.bounds if bound.phase == "forward"}
+    assert "turns" not in seconds[2]
+    assert seconds[1]["turns"] == pytest.approx(seconds[1]["compute"] + seconds[1]["device"])
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}')
+    words = ["--model", str(tmp_path), "--scratch", "tiered.fetch=module", "--nvme", "/ssd"]
+    with pytest.raises(UserError, match=r"tiered\.fetch=module: no block of this model is made of modules that need"):
+        plan_elsewhere(load_config(words), machine(gpu=80 * GB))

@@ -1,10 +1,12 @@
-"""Activations in bounded memory: MLPs in pieces; blocks' inputs elsewhere, or over ranks. Plan beside run.
+"""Rows and blocks in bounded memory: MLPs in pieces; blocks' inputs elsewhere, or over ranks; blocks by the module.
 
     python benchmarks/long_rows.py tiles  --drive DIR [--tokens 32768] [--dtype fp32] [--box "box --ram 1536M --"]
+    python benchmarks/long_rows.py parts  --drive DIR [--dtype fp32] [--box "box --ram 1536M --"]
     python benchmarks/long_rows.py inputs --drive DIR [--dtype fp32]
 
 `tiles`: one row of a small Llama with wide MLPs, whole outside of the box, then inside it: whole, which the plan
-refuses; whole all the same (--force), which the kernel kills; and in pieces, as the plan chooses. `inputs`: what is
+refuses; whole all the same (--force), which the kernel kills; and in pieces, as the plan chooses. `parts`: the same of
+a Llama whose blocks are too large, all of it on the drive, with blocks whole and by the module. `inputs`: what is
 kept of 48 narrow blocks of a row of 8,192 tokens, where it is, in host memory, on the drive; by two ranks, each with
 half of every row (parallel.sequence), or with half of each product (parallel.tensor) and all that is kept, or half of
 it (parallel.partition_activations).
@@ -34,6 +36,7 @@ _LLAMA = {"model_type": "llama", "vocab_size": 2048, "tie_word_embeddings": Fals
 _STOCK = ["--engine", "deepspeed", "--gpus", "2", "--optimizer", "cpu"]
 WIDE = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
 DEEP = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 48, "num_attention_heads": 2}
+LARGE = {"hidden_size": 1024, "intermediate_size": 24576, "num_hidden_layers": 2, "num_attention_heads": 8}
 TOKENS = 8192  # of a row
 THREADS = 1  # of a rank; more only wait for each other where cores are shared
 STEPS = 2
@@ -123,6 +126,20 @@ def tiles(folder: Path, *, tokens: int, dtype: str, box: Sequence[str]) -> dict[
     }
 
 
+def parts(folder: Path, *, drive: Path, dtype: str, box: Sequence[str]) -> dict[str, Found]:
+    shape = LARGE | {"max_position_embeddings": 1024}
+    words = ["--seq-len", "128", "--micro-batch", "1", "--dtype", dtype, "data.validation=0", "placement.threads=2"]
+    words += ["--engine", "tiered", "--nvme", str(drive), "--ram-fraction", "0", "placement.gradients=nvme"]
+    words += ["tiered.overlap=off", "tiered.page_size=1048576"]
+    whole = ["tiered.fetch=block"]
+    return {
+        "whole, outside": run(folder, "outside", shape, *words, *whole),
+        "whole": run(folder, "whole", shape, *words, *whole, box=box),
+        "whole, --force": run(folder, "forced", shape, *words, *whole, "tiered.unit_buffers=1", "--force", box=box),
+        "by the module": run(folder, "parts", shape, *words, box=box),
+    }
+
+
 def inputs(folder: Path, *, drive: Path, dtype: str, only: str = "") -> dict[str, Found]:
     shape, found = DEEP | {"max_position_embeddings": TOKENS}, {}
     always = ["--seq-len", str(TOKENS), "--micro-batch", "1", "--dtype", dtype, "data.validation=0"]
@@ -137,7 +154,7 @@ def inputs(folder: Path, *, drive: Path, dtype: str, only: str = "") -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tiles", "inputs"))
+    parser.add_argument("what", choices=("tiles", "parts", "inputs"))
     parser.add_argument("--drive", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -148,6 +165,8 @@ def main() -> None:
     with scratch("long-rows-", directory=wishes.drive) as folder:
         if wishes.what == "tiles":
             found = tiles(folder, tokens=wishes.tokens, dtype=wishes.dtype, box=shlex.split(wishes.box))
+        elif wishes.what == "parts":
+            found = parts(folder, drive=wishes.drive, dtype=wishes.dtype, box=shlex.split(wishes.box))
         else:
             found = inputs(folder, drive=wishes.drive, dtype=wishes.dtype, only=wishes.only)
         for name, one in found.items():

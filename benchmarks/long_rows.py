@@ -126,17 +126,21 @@ def tiles(folder: Path, *, tokens: int, dtype: str, box: Sequence[str]) -> dict[
     }
 
 
-def parts(folder: Path, *, drive: Path, dtype: str, box: Sequence[str]) -> dict[str, Found]:
-    shape = LARGE | {"max_position_embeddings": 1024}
-    words = ["--seq-len", "128", "--micro-batch", "1", "--dtype", dtype, "data.validation=0", "placement.threads=2"]
-    words += ["--engine", "tiered", "--nvme", str(drive), "--ram-fraction", "0", "placement.gradients=nvme"]
-    words += ["tiered.overlap=off", "tiered.page_size=1048576"]
-    whole = ["tiered.fetch=block"]
+def parts(folder: Path, *, drive: Path, dtype: str, box: Sequence[str], only: str = "") -> dict[str, Found]:
+    shape, whole = LARGE | {"max_position_embeddings": 1024}, "tiered.fetch=block"
+    always = ["--seq-len", "128", "--micro-batch", "1", "--dtype", dtype, "data.validation=0", "placement.threads=2"]
+    always += ["--engine", "tiered", "--nvme", str(drive), "--ram-fraction", "0", "placement.gradients=nvme"]
+    always += ["tiered.overlap=off", "tiered.page_size=1048576"]
+    ways = {
+        "whole, outside": ([whole], ()),
+        "whole": ([whole], box),
+        "whole, --force": ([whole, "tiered.unit_buffers=1", "--force"], box),
+        "by the module": ([], box),
+    }
     return {
-        "whole, outside": run(folder, "outside", shape, *words, *whole),
-        "whole": run(folder, "whole", shape, *words, *whole, box=box),
-        "whole, --force": run(folder, "forced", shape, *words, *whole, "tiered.unit_buffers=1", "--force", box=box),
-        "by the module": run(folder, "parts", shape, *words, box=box),
+        name: run(folder, name.replace(" ", "-"), shape, *always, *words, box=where)
+        for name, (words, where) in ways.items()
+        if only in name
     }
 
 
@@ -158,7 +162,7 @@ def main() -> None:
     parser.add_argument("--drive", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--only", default="", help="of `inputs`, those with these words in their name")
+    parser.add_argument("--only", default="", help="of `parts` and `inputs`, those with these words in their name")
     parser.add_argument("--items", action="store_true", help="print what the plan counts of host memory")
     parser.add_argument("--box", default="", help="what a command is run in, such as `box --ram 1536M --`")
     wishes = parser.parse_args()
@@ -166,7 +170,7 @@ def main() -> None:
         if wishes.what == "tiles":
             found = tiles(folder, tokens=wishes.tokens, dtype=wishes.dtype, box=shlex.split(wishes.box))
         elif wishes.what == "parts":
-            found = parts(folder, drive=wishes.drive, dtype=wishes.dtype, box=shlex.split(wishes.box))
+            found = parts(folder, drive=wishes.drive, dtype=wishes.dtype, box=shlex.split(wishes.box), only=wishes.only)
         else:
             found = inputs(folder, drive=wishes.drive, dtype=wishes.dtype, only=wishes.only)
         for name, one in found.items():

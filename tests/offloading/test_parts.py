@@ -9,6 +9,8 @@ import pytest
 import torch
 from bench_of_engines import Step, assert_same, batches, engine, masters, model_directory, train
 from late import LateDevice, LateTransfers
+from ranked import FILES, Case, run_ranks
+from safetensors.torch import load_file
 
 import offload_trainer.offloading.model as offloaded_model
 from offload_trainer.errors import UserError
@@ -165,3 +167,27 @@ def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -
         loss, norm = train(ours, batches(1))[0]
         assert loss != loss
         assert norm is None
+
+
+def test_ranks_that_take_parts_have_the_bits_of_one(tmp_path: Path) -> None:
+    """From the drive, read once for both, and from RAM by parts that are gathered."""
+    model = model_of(tmp_path, "qwen3")
+    drives = (str(drive(tmp_path)),)
+    homes = {"drive": (*DRIVE, "model.offload_activations=nvme"), "RAM": (*RAM, "tiered.take=gather")}
+
+    def by(ranks: int, *more: str) -> list[Case]:
+        words = (ON, "--dtype", "bf16", "--accumulate", str(2 // ranks), "tiered.unit_buffers=2", *more)
+        return [
+            Case(str(model), (*home, *words), str(tmp_path / f"{name}-{ranks}-{len(more)}"), steps=2, drives=drives)
+            for name, home in homes.items()
+        ]
+
+    alone, whole, several = by(1, PARTS), by(1), by(2, PARTS)
+    run_ranks([*alone, *whole], count=1, folder=tmp_path / "one")
+    run_ranks(several, count=2, folder=tmp_path / "two")
+    for made, one, other in zip(several, alone, whole, strict=True):
+        assert made.left == one.left  # file by file
+        assert made.left[0] == other.left[0]
+        for name in FILES:  # in the order of their units, so that those files differ
+            one_file, other_file = (load_file(Path(case.out) / f"{name}.safetensors") for case in (one, other))
+            assert_same(one_file, other_file)

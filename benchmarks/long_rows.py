@@ -11,7 +11,7 @@ it (parallel.partition_activations).
 
 Prints for each run its exit code, the peak of resident memory beside what the plan says, of all ranks, and the losses.
 Of several ranks that is the sum of what the kernel says of each one's largest (VmHWM), less pages of files, libraries
-above all, and shared memory that more than one of them has: those are there once, as the plan counts them.
+above all, that more than one of them has: those are there once, as the plan counts them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequen
     return Found(
         code=child.returncode,
         peaks=tuple(held.most for held in several) or own,
-        again=sum(sum(kind) - max(kind) for kind in zip(*((held.files, held.shared) for held in several), strict=True)),
+        again=sum(held.files for held in several) - max((held.files for held in several), default=0),
         losses=tuple(line["loss"] for line in lines),
         plan=json.loads(told.read_text()) if told.exists() else {},
         said=text,
@@ -109,11 +109,10 @@ def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequen
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of a process: the most it ever had resident, and of now pages of files and shared memory."""
+    """Bytes of a process: the most it ever had resident, and pages of files now."""
 
     most: int = 0
     files: int = 0
-    shared: int = 0
 
 
 def resident(pid: int) -> Resident:
@@ -122,7 +121,7 @@ def resident(pid: int) -> Resident:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return Resident()
-    found = [re.search(rf"{name}:\s+(\d+) kB", text) for name in ("VmHWM", "RssFile", "RssShmem")]
+    found = [re.search(rf"{name}:\s+(\d+) kB", text) for name in ("VmHWM", "RssFile")]
     return Resident(*(int(one[1]) * 1024 if one else 0 for one in found))
 
 

@@ -1,8 +1,7 @@
 """One placement of stock DeepSpeed in a plan: what it takes, and how long.
 
 Derivations: P parameters, T trainable ones, e bytes a weight, W ranks, w of them on this node, which holds w / W of
-what is divided. Items are what its source allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/), traffic is
-what was counted (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
+what is divided. Items are those of `deepspeed_items.py`, traffic is what was counted (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
 A GPU's way to the host carries what its rank owns: the rest comes from the other ranks' GPUs.
 """
 
@@ -199,7 +198,7 @@ class DeepSpeedCandidate:
 
     def notes(self) -> list[str]:
         notes = [
-            "what DeepSpeed copies beyond its buffers is from peaks seen on a CPU, not worked out (predictions.md)"
+            "what a CPU's heap keeps of what DeepSpeed frees is seen, not worked out (predictions.md)"
         ]
         if self.work.checkpoints == 0:
             notes.append(
@@ -208,7 +207,7 @@ class DeepSpeedCandidate:
         if self.work.tensor > 1:
             notes.append(
                 f"parallel.tensor={self.work.tensor}: {self.work.data} rank(s) have rows of their own; what AutoTP "
-                "holds of activations is assumed, and nothing of it was measured"
+                "holds of activations was measured on a CPU only"
             )
         if self.work.keepers > 1:
             notes.append(

@@ -1,7 +1,8 @@
 """One placement of stock DeepSpeed in a plan: what it takes, and how long.
 
 Derivations: P parameters, T trainable ones, e bytes a weight, W ranks, w of them on this node, which holds w / W of
-what is divided. Items are those of `deepspeed_items.py`, traffic is what was counted (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
+what is divided. Items are those of `deepspeed_items.py`, traffic is what was counted
+(docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
 A GPU's way to the host carries what its rank owns: the rest comes from the other ranks' GPUs.
 """
 

@@ -198,9 +198,7 @@ class DeepSpeedCandidate:
         return self.sizes, found
 
     def notes(self) -> list[str]:
-        notes = [
-            "what a CPU's heap keeps of what DeepSpeed frees is seen, not worked out (predictions.md)"
-        ]
+        notes = ["what a CPU's heap keeps of what DeepSpeed frees is seen, not worked out (predictions.md)"]
         if self.work.checkpoints == 0:
             notes.append(
                 "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"

@@ -12,6 +12,8 @@ half of every row (parallel.sequence), or with half of each product (parallel.te
 it (parallel.partition_activations).
 
 Prints for each run its exit code, the peak of resident memory beside what the plan says, of all ranks, and the losses.
+Of several ranks that is the sum of what the kernel says of each one's largest (VmHWM), less pages of files, libraries
+above all, that more than one of them has: those are there once, as the plan counts them.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ INPUTS = {
     "sequence 2": ["--engine", "tiered", "--gpus", "2", "parallel.sequence=2"],
     "tensor 2, whole": [*_STOCK, "parallel.tensor=2"],
     "tensor 2, in parts": [*_STOCK, "parallel.tensor=2", "parallel.partition_activations=true"],
+    "tensor 2, in host memory": [*_STOCK, "parallel.tensor=2", "model.offload_activations=cpu"],
 }
 
 
@@ -60,10 +63,11 @@ class Found:
     losses: tuple[float, ...]
     plan: dict[str, Any]  # empty where there is none
     said: str  # on stderr
+    again: int = 0  # bytes of those that another rank has too
 
     @property
     def peak(self) -> int:
-        return sum(self.peaks)
+        return sum(self.peaks) - self.again
 
     @property
     def planned(self) -> int:
@@ -83,34 +87,45 @@ def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequen
     always += [f"data.cache={folder}/cache", "model.checkpointing=on"]
     command = [sys.executable, "-m", "offload_trainer", "train", "--model", str(model), "--output", str(output)]
     told, steps = output / "plan.json", output / "metrics.jsonl"
-    ranks: dict[int, int] = {}
+    ranks: dict[int, Resident] = {}
     with (folder / f"{name}.txt").open("w+") as said:
         child = subprocess.Popen([*box, *command, *always, *words], stdout=subprocess.DEVNULL, stderr=said)
         while child.poll() is None:
             if not steps.exists() or steps.read_bytes().count(b"\n") < STEPS:  # exports are none of the plan's
-                ranks |= {pid: size for pid in ranks_below(child.pid) if (size := peak_of(pid))}
+                ranks |= {pid: held for pid in ranks_below(child.pid) if (held := resident(pid)).most}
             time.sleep(0.05)
         said.seek(0)
         text = said.read()
     lines = [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
     # Its own words of the kernel's VmHWM: the maximum that wait4 tells outlives exec, so it may be this process's.
-    own = [lines[-1]["host_rss_bytes"]] if lines else []
+    own = (lines[-1]["host_rss_bytes"],) if lines else ()
+    several = sorted(ranks.values(), key=lambda held: held.most)[-2:] if "--gpus" in words else []
     return Found(
         code=child.returncode,
-        peaks=tuple(sorted(ranks.values())[-2:]) if "--gpus" in words else tuple(own),
+        peaks=tuple(held.most for held in several) or own,
+        again=sum(held.files for held in several) - max((held.files for held in several), default=0),
         losses=tuple(line["loss"] for line in lines),
         plan=json.loads(told.read_text()) if told.exists() else {},
         said=text,
     )
 
 
-def peak_of(pid: int) -> int:
-    """Bytes that a process ever had resident; 0 where it is gone."""
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of a process: the most it ever had resident, and pages of files now."""
+
+    most: int = 0
+    files: int = 0
+
+
+def resident(pid: int) -> Resident:
+    """Nothing where it is gone."""
     try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0
+        return Resident()
+    found = [re.search(rf"{name}:\s+(\d+) kB", text) for name in ("VmHWM", "RssFile")]
+    return Resident(*(int(one[1]) * 1024 if one else 0 for one in found))
 
 
 def tiles(folder: Path, *, tokens: int, dtype: str, box: Sequence[str]) -> dict[str, Found]:

@@ -36,7 +36,6 @@ from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
 from offload_trainer.ranks import all_to_all, gather, group_of
-from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -63,7 +62,6 @@ class TieredEngine:
         self._optim = optim
         self._dtype = DTYPES[work.dtype]
         self._scale = LossScale.of(optim, dtype=work.dtype)
-        return_what_is_freed(row=work.seq_len)
         with ExitStack() as stack:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._behind, self._hidden = parts.device.place, parts.layout.behind, 0.0
@@ -92,7 +90,6 @@ class TieredEngine:
                 self.offloaded.put((name, as_parameter(w, self._dtype), w) for name, w in source.weights())
             self._open = stack.pop_all()
         self._decays = {weight.name: weight.decays for weight in source.shape.weights if weight.trainable}
-        return_now()
 
     def _keep_inputs(self, work: Workload) -> None:
         """Where what gradient checkpointing keeps goes, if it does not stay on the device."""

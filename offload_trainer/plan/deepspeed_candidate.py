@@ -1,22 +1,23 @@
 """One placement of stock DeepSpeed in a plan: what it takes, and how long.
 
 Derivations: P parameters, T trainable ones, e bytes a weight, W ranks, w of them on this node, which holds w / W of
-what is divided. Items are what its source allocates (0.19.8, stage_1_and_2.py, stage3.py, swap_tensor/), traffic is
-what was counted (docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
+what is divided. Items are those of `deepspeed_items.py`, traffic is what was counted
+(docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
 A GPU's way to the host carries what its rank owns: the rest comes from the other ranks' GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from offload_trainer.config import DeepSpeedSection
+from offload_trainer.plan.deepspeed_items import StockBytes
 from offload_trainer.plan.exchange import GPUS, NETWORK, zero_bounds
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import Item, activation_items, cuda_process
-from offload_trainer.plan.parallel import Flow, Mode, divided, flows, link_seconds, weights_held
+from offload_trainer.plan.memory import Item
+from offload_trainer.plan.parallel import Flow, Mode, flows, link_seconds, weights_held
 from offload_trainer.plan.time import PHASES, UPDATE_START, Bound, Forecast, forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
@@ -24,7 +25,6 @@ from offload_trainer.plan.zero import Placement, ZeroSizes, drive_stretch, zero_
 from offload_trainer.plan.zero_gathers import gathers
 from offload_trainer.units import format_count
 
-_PROCESS = 650_000_000  # interpreter, torch and transformers, with DeepSpeed's libraries
 # By docs/benchmarks/step.md and predictions.md: seconds a parameter that its hooks add to a backward on the CPU, and
 # the speed of its step, of the fused kernel's.
 _HOOKS = 8e-9
@@ -114,86 +114,21 @@ class DeepSpeedCandidate:
             return -(-self._held_trained * self.work.here // self.work.data)
         return self._of_node(self.work.shape.trainable)
 
-    def _tier(self, home: str) -> str:
-        return {"gpu": self.machine.device, "cpu": "ram", "nvme": self._drive or "nvme"}[home]
-
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def items(self) -> list[Item]:
         """What stock DeepSpeed holds at its peak."""
-        work, device = self.work, self.machine.device
-        process = (_PROCESS + cuda_process(device)) * work.here
-        return [
-            Item("ram", "process", process, "interpreter, torch and DeepSpeed, in each process"),
-            *self._weights(),
-            *self._gradients(),
-            *self._state(),
-            Item("ram", "seen beyond these", self._seen(), "measured (predictions.md); what it holds is not known"),
-            *activation_items(self._dividing(work), device=device),
-        ]
-
-    def _dividing(self, work: Workload) -> Workload:
-        """The work with what a rank holds of the activations."""
-        on_gpu, on_cpu = work.shape.on_gpu, work.shape.on_cpu
-        if work.tensor == 1 or on_gpu is None or on_cpu is None:
-            return work
-        on_gpu, on_cpu = divided(on_gpu, self._mode), divided(on_cpu, self._mode)
-        return replace(work, shape=replace(work.shape, on_gpu=on_gpu, on_cpu=on_cpu))
-
-    def _weights(self) -> list[Item]:
-        shape, world, e = self.work.shape, self.work.here, self.work.item_bytes
-        device, sizes = self.machine.device, self.sizes
-        if self.placement.stage < 3:
-            how = "whole on each rank" if self.work.tensor == 1 else f"{self._held:,} of them on each rank"
-            whole = Item(device, "weights", e * self._held * world, f"{e} B a parameter, {how}")
-            why = f"ZeRO-{self.placement.stage} copies them into one buffer at the start"
-            return [whole, Item(device, "weights, flattened", e * self._held_trained * world, why)]
-        home = self._tier(self.placement.params)
-        live = min(shape.parameters, sizes.max_live + sizes.prefetch_bucket)
-        why = "gathered at a time: max_live_parameters and a prefetch bucket"
-        items = [
-            Item(home, "weights", e * self._of_node(shape.parameters), f"{e} B a parameter, divided over the ranks"),
-            Item(device, "weights in use", e * live * world, why),
-        ]
-        if self.placement.params == "nvme":
-            buffers, why = e * sizes.weight_buffers * sizes.weight_buffer_elements, f"{sizes.weight_buffers} of the"
-            items.append(Item("ram", "weight swap buffers", buffers * world, f"{why} largest weight"))
-            items.append(Item("ram", "weight write buffer", e * sizes.largest_sub_group * world, "one sub-group"))
-        return items
-
-    def _gradients(self) -> list[Item]:
-        e, device = self.work.item_bytes, self.machine.device
-        buckets = 2 * e * self.sizes.reduce_bucket * self.work.here
-        if self.placement.stage == 1:
-            each = self.work.gradient_bytes * self._held_trained * self.work.here
-            return [
-                Item(device, "gradients", each, "whole on each rank"),
-                Item(device, "gradient buckets", buckets, "2"),
-            ]
-        return [
-            Item(device, "gradients", e * self._trained, f"{e} B a parameter before they are handed over"),
-            Item(device, "gradient buckets", buckets, "2 reduce buckets"),
-        ]
-
-    def _state(self) -> list[Item]:
-        trained, home, sizes = self._trained, self._tier(self.placement.optimizer), self.sizes
-        items = [Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")]
-        if self.placement.optimizer != "nvme":
-            return [*items, Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32")]
-        buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * self.work.here
-        why = f"{sizes.optimizer_buffers} of the largest sub-group"
-        return [
-            *items,
-            Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them with the state"),
-            Item("ram", "optimizer swap buffers", buffers, why),
-        ]
-
-    def _seen(self) -> int:
-        """What the peak was above the items, for 124 and 354 M parameters with the CPU as the accelerator (0.19.8)."""
-        trained = self._trained
-        if self.placement.optimizer == "nvme":
-            return int(11.5 * trained)
-        return 3 * trained if self.placement.stage == 3 else 380_000_000
+        return StockBytes(
+            work=self.work,
+            placement=self.placement,
+            sizes=self.sizes,
+            mode=self._mode,
+            held=self._held,
+            held_trained=self._held_trained,
+            trained=self._trained,
+            device=self.machine.device,
+            drive=self._drive or "nvme",
+        ).items()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -263,9 +198,7 @@ class DeepSpeedCandidate:
         return self.sizes, found
 
     def notes(self) -> list[str]:
-        notes = [
-            "what DeepSpeed copies beyond its buffers is from peaks seen on a CPU, not worked out (predictions.md)"
-        ]
+        notes = ["what a CPU's heap keeps of what DeepSpeed frees is seen, not worked out (predictions.md)"]
         if self.work.checkpoints == 0:
             notes.append(
                 "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"
@@ -273,7 +206,7 @@ class DeepSpeedCandidate:
         if self.work.tensor > 1:
             notes.append(
                 f"parallel.tensor={self.work.tensor}: {self.work.data} rank(s) have rows of their own; what AutoTP "
-                "holds of activations is assumed, and nothing of it was measured"
+                "holds of activations was measured on a CPU only"
             )
         if self.work.keepers > 1:
             notes.append(

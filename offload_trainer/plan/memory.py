@@ -17,6 +17,7 @@ from offload_trainer.units import format_bytes
 CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; free bytes are asked before there is one
 ALLOCATOR = 0.05  # of what comes and goes on a GPU: holes that fit nothing, sizes rounded up; assumed, not measured
 PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
+LIBRARIES = 105_000_000  # of those the pages of files, which processes of one machine share: there once
 PRODUCTS = 32_000_000  # what oneDNN and the allocator keep once products of all shapes ran (20 MB AVX2, 40 AMX)
 CUDA_PROCESS = 1_600_000_000  # more where a GPU computes: CUDA's libraries in host memory; estimated, not measured
 
@@ -36,9 +37,15 @@ def cuda_process(device: str) -> int:
     return CUDA_PROCESS if device == "gpu" else 0
 
 
-def process_item(device: str) -> Item:
-    """Of one process without DeepSpeed."""
-    return Item("ram", "process", PROCESS + cuda_process(device), "interpreter, torch and transformers")
+def process_items(
+    device: str, *, here: int = 1, own: int = PROCESS, what: str = "torch and transformers"
+) -> list[Item]:
+    """Of `here` processes of a machine, each with `own` bytes where it is alone."""
+    each = own - LIBRARIES + cuda_process(device)
+    return [
+        Item("ram", "process", each * here, f"interpreter, {what}, in each process"),
+        Item("ram", "libraries", LIBRARIES, "their pages in files, which processes share"),
+    ]
 
 
 def activation_items(

@@ -159,6 +159,11 @@ def weights_held(mode: Mode, shape: ModelShape) -> int:
     return round(blocks) + max(sum(weight.numel for weight in end) for end in (before, after))
 
 
+def part_held(mode: Mode, weight: Weight) -> int:
+    """Elements of it on a rank whose tensor group divides it, or all."""
+    return -(-weight.numel // mode.tensor) if weight.block and _is_divided(weight) else weight.numel
+
+
 def _is_divided(weight: Weight) -> bool:
     return weight.split in ("column", "row") or len(weight.shape) > 1
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offload_trainer.config import PlacementSection
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import Item, activation_items, process_item
+from offload_trainer.plan.memory import Item, activation_items, process_items
 from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.workload import Workload
@@ -64,7 +64,7 @@ class PlainCandidate:
     def items(self) -> list[Item]:
         shape, e, device = self.work.shape, self.work.item_bytes, self.machine.device
         return [
-            process_item(device),
+            *process_items(device),
             Item(device, "weights", e * shape.parameters, f"{e} B a parameter"),
             Item(device, "gradients", (e + 4) * shape.trainable, f"{e} B a parameter, and their fp32 sums"),
             Item(device, "masters and moments", 12 * shape.trainable, "fp32 master, first and second moment"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from offload_trainer.plan.kept import input_items
 from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Alike, Homes, Unit, largest_stretch
-from offload_trainer.plan.memory import Item, activation_items, process_item
+from offload_trainer.plan.memory import Item, activation_items, process_items
 from offload_trainer.plan.rings import slot_sizes
 from offload_trainer.plan.routes import Route, device_slot, host_slot, route_of
 from offload_trainer.plan.sequence import sequence_items
@@ -42,7 +42,7 @@ def tiered_items(
     """What a node's ranks hold at their peak. `device` is what computes: "gpu", or "ram" on a CPU."""
     tiers = {DEVICE: device, RAM: "ram"} | dict(enumerate(drives))
     e, g, is_gpu = work.item_bytes, work.gradient_bytes, device == "gpu"
-    items = _of_each_rank([process_item(device)], work.here)
+    items = process_items(device, here=work.here)
     items += _page_items(homes, sizes, tiers=tiers, e=e, g=g)
     items += _weight_items(units, homes.weights, sizes, tiers=tiers, e=e)
     items += _gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g)

@@ -70,7 +70,7 @@ def zero_sizes(
     live = _given(section.max_live_parameters, 2 * block)
     return ZeroSizes(
         sub_group=sub_group,
-        largest_sub_group=_largest_sub_group(shape, -(-sub_group // world), world=world),
+        largest_sub_group=_largest_sub_group(shape, sub_group, world=world),
         optimizer_buffers=_given(section.optimizer_buffer_count, _optimizer_buffers(section)),
         reduce_bucket=bucket,
         prefetch_bucket=prefetch,
@@ -110,7 +110,7 @@ def _optimizer_buffers(section: DeepSpeedSection) -> int:
 
 
 def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
-    """Elements of the largest sub-group on one rank: weights are added until `size` is reached."""
+    """Elements of the largest sub-group on one rank: its parts of weights are added until `size` is reached."""
     largest = 0
     for group in decay_groups(shape.weights):
         held = 0

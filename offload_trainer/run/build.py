@@ -20,6 +20,7 @@ import torch
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.token_bytes import TokenBytes
+from offload_trainer.engine.cpu_heap import built, keep_heap
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.model.sample import sample_text
@@ -91,8 +92,10 @@ def build_job(
     dtype = setup.planned.config.model.dtype
     if not torch.cuda.is_available() and use_fp32_products(DTYPES[dtype]):
         log.say(f"this CPU has no units for {dtype}: products are taken in fp32 and rounded once")
+    keep_heap(setup.planned.plan.engine, row=setup.planned.plan.seq_len)
     engine = build(setup, swaps=swaps, load_weights=begins is None)
     stack.callback(engine.close)
+    built()
     log.say(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
     )

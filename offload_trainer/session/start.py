@@ -17,6 +17,7 @@ from torch import nn
 
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
+from offload_trainer.engine.cpu_heap import built, keep_heap
 from offload_trainer.engine.parts import Parts, opened
 from offload_trainer.errors import UserError
 from offload_trainer.model.initial import meta_model, parameters_without_memory
@@ -36,7 +37,6 @@ from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
 from offload_trainer.session.shape import shape_of
 from offload_trainer.settings import load_config
-from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 from offload_trainer.storage.lease import DriveLease
 from offload_trainer.storage.removal import scratch
 
@@ -143,7 +143,7 @@ def _planned(
 
 def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> Parts:
     """Drives leased, the device and the kernels."""
-    return_what_is_freed()
+    keep_heap("tiered")
     drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
     leases = [stack.enter_context(DriveLease(drive, say=say)) for drive in drives]
     assert isinstance(plan.sizes, TierSizes)
@@ -193,7 +193,7 @@ def _offloaded(
     stack.callback(offloaded.close)
     offloaded.adds_up = parts.layout.gradient_dtype is torch.float32
     offloaded.put(weights)
-    return_now()
+    built()
     return offloaded
 
 

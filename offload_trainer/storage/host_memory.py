@@ -18,22 +18,18 @@ from offload_trainer.units import format_bytes
 
 PAGE = 4096  # bytes
 
-# glibc's mallopt(3). What autograd makes and frees is between: below 10 MiB it is used again, since fresh pages cost
-# more than the arithmetic in them; above, glibc would keep up to a gigabyte of it in a heap full of holes. A long row's
-# values cost so much arithmetic, in attention alone, that fresh pages are little from 1 MiB on.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGE, _LARGE_OF_LONG_ROWS = -1, -3, 10 << 20, 1 << 20
-_LONG = 8192  # tokens
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's mallopt(3)
 
 
-def return_what_is_freed(*, row: int = 0) -> None:
-    """From now on, and for the whole process, large blocks go back to the system when they are freed (glibc only).
+def return_what_is_freed(*, above: int) -> None:
+    """From now on, and for the whole process, blocks of so many bytes go back to the system when they are freed.
 
-    `row`: tokens of a row.
+    glibc only; what lies at the heap's end goes back from 32 MiB on.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_TRIM_THRESHOLD, 32 << 20)
-        library.mallopt(_MMAP_THRESHOLD, _LARGE_OF_LONG_ROWS if row >= _LONG else _LARGE)
+        library.mallopt(_MMAP_THRESHOLD, above)
 
 
 def return_now() -> None:

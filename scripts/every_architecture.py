@@ -41,6 +41,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.initial import initial_weights
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.run.planning import as_wished
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease
 from offload_trainer.storage.removal import scratch
@@ -148,7 +149,7 @@ def tiered(model: Path, drive: Path, words: Sequence[str]) -> Iterator[tuple[Tie
     """The engine as the command builds it, and its plan."""
     drive.mkdir(exist_ok=True)
     config = load_config(["--model", str(model), "--nvme", str(drive), "--engine", "tiered", *WORDS, *OPTIM, *words])
-    source = resolve_model(config.model, seed=0)
+    source = as_wished(resolve_model(config.model, seed=0), config)
     plan = make_plan(config, source.shape, probe_machine(drives=config.placement.nvme, output=str(drive)))
     lease = DriveLease(drive)
     work, drives = workload(config, source.shape), [lease.path]

@@ -14,6 +14,7 @@ blocks tell in which order weights are needed, for the plan to count how often t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from offload_trainer.model.initial import meta_model
@@ -31,7 +33,7 @@ from offload_trainer.plan.divided import divided
 from offload_trainer.plan.shape import Needs
 
 _Kind = tuple[type, str, type]  # of a block, the name in it, of the module
-_Made = tuple[type, frozenset[str]]
+_Made = tuple[str, type, frozenset[str]]
 _ROW = 24  # tokens
 
 
@@ -54,15 +56,15 @@ def apart(
     try:
         with twin_model(model, trust_remote_code=trust_remote_code) as twin:
             proven = _proven(twin, blocks(twin))
-            orders = _orders(twin, blocks(twin)) if proven and twin.supports_gradient_checkpointing else {}
+            orders = _orders(twin, blocks(twin), proven) if proven else {}
     except Exception:  # of transformers' code, for a configuration that it did not expect
         return [], []
     names = [name for kind, name in _with_children(model, blocks(model)) if kind in proven]
     needs = []
     for block in blocks(model):
-        forward, backward = orders.get(_made(model, block), ((), ()))
-        if forward:
-            needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in (forward, backward))))
+        shown = orders.get(_made(model, block))
+        if shown is not None:  # empty of a tower that text does not need
+            needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in shown)))
     return names, needs
 
 
@@ -101,9 +103,13 @@ def _proven(twin: PreTrainedModel, blocks: Sequence[str]) -> set[_Kind]:
         alike = [twin.get_submodule(name) for its, name in every if its == kind]
         if passes([child for module in alike for child in _children(module)]):
             proven.add(kind)
-    divisible = {twin.get_submodule(name) for kind, name in every if kind in proven}
+    divisible = _divisible(twin, blocks, proven)
     finest = [part for name in blocks for part in _finest(twin.get_submodule(name), divisible)]
     return proven if passes(finest) else set()
+
+
+def _divisible(twin: PreTrainedModel, blocks: Sequence[str], proven: set[_Kind]) -> set[nn.Module]:
+    return {twin.get_submodule(name) for kind, name in _with_children(twin, blocks) if kind in proven}
 
 
 def _finest(module: nn.Module, divisible: set[nn.Module]) -> list[nn.Module]:
@@ -123,34 +129,48 @@ class _Saved:
 class _Needed:
     """Names of weights inside blocks, as they are needed."""
 
-    def __init__(self, twin: PreTrainedModel, blocks: Sequence[str]) -> None:
+    def __init__(self, twin: PreTrainedModel, blocks: Sequence[str], divisible: set[nn.Module]) -> None:
         below = tuple(f"{block}." for block in blocks)
         self._names = {weight.data_ptr(): name for name, weight in twin.named_parameters() if name.startswith(below)}
+        self._divisible = divisible
         self.names: list[str] = []
+        for module in {module: None for block in blocks for module in twin.get_submodule(block).modules()}:
+            module.register_forward_pre_hook(self.run)
 
     def run(self, module: nn.Module, _: Any) -> None:
-        found = (self._names.get(weight.data_ptr()) for weight in module.parameters(recurse=False))
+        """Where it cannot be divided all of it is needed, also of children that nobody calls."""
+        found = (self._names.get(weight.data_ptr()) for weight in module.parameters(module not in self._divisible))
         self.names.extend(name for name in found if name)
 
     def place_of(self, tensor: torch.Tensor) -> _Saved | None:
         name = self._names.get(tensor.untyped_storage().data_ptr())
         return _Saved(name, tensor.detach()) if name else None
 
-    def unpack(self, saved: _Saved) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        return self.place_of(tensor) or tensor.detach()
+
+    def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if not isinstance(saved, _Saved):
+            return saved
         self.names.append(saved.name)
         return saved.values
 
 
-def _orders(twin: PreTrainedModel, blocks: Sequence[str]) -> dict[_Made, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Of each kind of block: names in it of its weights, as a forward needs them, and as a backward does."""
+def _orders(
+    twin: PreTrainedModel, blocks: Sequence[str], proven: set[_Kind]
+) -> dict[_Made, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Of each kind of block: names in it of its weights, as a forward needs them, and as a backward does.
+
+    The latter with those that a checkpointed block is computed again with; not all are, where a model has any.
+    """
     twin.train()
-    checkpoint_blocks(twin, reentrant=False)
-    needed = _Needed(twin, blocks)
-    keep_weights(twin, needed)
-    for module in twin.modules():
-        module.register_forward_pre_hook(needed.run)
+    needed = _Needed(twin, blocks, _divisible(twin, blocks, proven))
+    if twin.supports_gradient_checkpointing:
+        checkpoint_blocks(twin, reentrant=False)
+        keep_weights(twin, needed)
     ids = torch.randint(5, twin.config.get_text_config().vocab_size - 5, (2, _ROW))
-    loss = twin(input_ids=ids, use_cache=False).logits.sum()
+    with saved_tensors_hooks(needed.pack, needed.unpack):
+        loss = twin(input_ids=ids, use_cache=False).logits.sum()
     forward, needed.names = needed.names, []
     loss.backward()
     return {_made(twin, block): (_inside(block, forward), _inside(block, needed.names)) for block in blocks}
@@ -161,9 +181,12 @@ def _inside(block: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _made(model: nn.Module, block: str) -> _Made:
-    """What blocks of one kind have alike: their class, and the names of their weights."""
+    """What blocks of one kind have alike: the list that they are in, their class, and the names of their weights.
+
+    A list may run otherwise than another one of the same class: Blt's, which cuts rows, without gradients.
+    """
     module = model.get_submodule(block)
-    return type(module), frozenset(name for name, _ in module.named_parameters())
+    return re.sub(r"\.\d+", "", block), type(module), frozenset(name for name, _ in module.named_parameters())
 
 
 @contextmanager

@@ -48,11 +48,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Needs:
-    """Names of a divided block's weights in the order in which they are needed, each time that they are."""
+    """Names of a block's weights in the order in which they are needed, each time that they are; none of a tower's."""
 
     block: str
     forward: tuple[str, ...]
-    backward: tuple[str, ...]  # of a checkpointed block, with those that it is computed again with
+    backward: tuple[str, ...]  # where blocks are checkpointed, with those that this one is computed again with
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ModelShape:
     tiled_on_gpu: Activations | None = None  # what is held with those in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
     apart: tuple[str, ...] = ()  # blocks, and modules in them, whose parts' weights need not be there at once
-    needs: tuple[Needs, ...] = ()  # of blocks among those
+    needs: tuple[Needs, ...] = ()  # of blocks, where some are among those
     can_checkpoint: bool = True  # whether its blocks can be checkpointed
     whole_logits: bool = False  # whether the loss needs those of all tokens of a micro-batch at once
     packed: bool = False  # whether a mask keeps documents of a row apart

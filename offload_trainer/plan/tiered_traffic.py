@@ -142,7 +142,7 @@ def _orders(units: Sequence[Unit], shape: ModelShape, *, again: bool) -> tuple[l
     forward, backward = list[int](), list[list[int]]()
     for block, its in groupby(units[first:], key=lambda unit: unit.within or unit.index):
         parts = [unit.index for unit in its]
-        known = needs.get(str(block)) if len(parts) > 1 else None
+        known = needs.get(str(block))
         order = [unit_of[name] for name in known.forward] if known else parts
         forward += order
         backward.append([unit_of[name] for name in known.backward] if known and again else order[::-1])

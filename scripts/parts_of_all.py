@@ -1,0 +1,251 @@
+"""Every causal language model of transformers, tiny, with its blocks' weights by the module, and whole beside it.
+
+    parts_of_all.py [--only NAME ...] [--json FILE]
+
+Each is trained in fp32 for three steps by the tiered engine with all weights in RAM, with gradient checkpointing where
+transformers has it: with tiered.fetch=block, and with tiered.fetch=module in one buffer and in two. Right is: the same
+losses, norms and masters to the last bit, and parts fetched as often in a step as the plan has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from every_architecture import LR, batches, one_line, reference, saved, tiered
+from tiny_models import kinds, tiny_config
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model import apart
+from offload_trainer.model.initial import meta_model
+from offload_trainer.model.source import block_names
+from offload_trainer.model.twins import twin_model
+from offload_trainer.offloading.stream import Stream
+from offload_trainer.plan import divided, layout, tiered_traffic
+from offload_trainer.storage.removal import scratch
+from offload_trainer.telemetry.meters import PhaseClock
+
+SECONDS = 240  # one architecture may take
+VECTORS = 4096  # elements of a unit of them, aligned
+SMALL = {"all in parts": 0, "what is little stays": 1 << 20}  # elements of a divided block that stay on the device
+OUTCOMES = ("right", "wrong", "whole", "refused", "traceback", "transformers")
+WORDS = ("--params", "cpu", "--ram-fraction", "1")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one. `outcome`: right, wrong, whole (not divided), refused, traceback, or transformers."""
+
+    name: str
+    outcome: str
+    why: str = ""
+    blocks: int = 0
+    parts: int = 0
+    trial: str = ""  # what the trial found
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    steps: list[tuple[float, float | None]]
+    masters: dict[str, torch.Tensor]
+    fetched: dict[str, int]  # how often in a step after the first, by unit of a block
+    planned: dict[str, int]
+    parts: int
+    blocks: int
+
+
+class _Count:
+    """How often units are fetched between the ends of two updates, and how often the plan has them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Counter[int]] = []
+        self.planned: list[Counter[int]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        start, begin, fetched = Stream._start, Stream.begin, tiered_traffic.fetched
+
+        def started(stream: Stream, unit: int, number: int) -> None:
+            if self.steps:
+                self.steps[-1][unit] += 1
+            start(stream, unit, number)
+
+        def begun(stream: Stream) -> None:
+            self.steps.append(Counter())
+            begin(stream)
+
+        def noted(*given: Any) -> Any:
+            found = fetched(*given)
+            self.planned.append(Counter())
+            for (unit, _), times in found.items():
+                self.planned[-1][unit] += times
+            return found
+
+        with (
+            mock.patch.object(Stream, "_start", started),
+            mock.patch.object(Stream, "begin", begun),
+            mock.patch.object(tiered_traffic, "fetched", noted),
+        ):
+            yield
+
+
+def train(model: Path, drive: Path, *words: str) -> Trained:
+    count = _Count()
+    with count.watching(), tiered(model, drive, [*WORDS, *words]) as (engine, _):
+        steps = [engine.train_step([batch], lr=LR, clock=PhaseClock()) for batch in batches()]
+        masters = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
+        blocks = [unit for unit in engine.offloaded.units if unit.block]
+    parts = [unit.within for unit in blocks if unit.is_part]
+    numbers = [(step.loss, step.grad_norm) for step in steps]
+    fetched, planned = ({unit.name: of[unit.index] for unit in blocks} for of in (count.steps[-2], count.planned[-1]))
+    return Trained(numbers, masters, fetched, planned, len(parts), len(set(parts)))
+
+
+def differences(found: Trained, expected: Trained) -> list[str]:
+    """To the last bit, and to the byte."""
+    wrong = []
+    if any(loss != loss for loss, _ in found.steps):
+        wrong.append("a loss is NaN")
+    if found.steps != expected.steps:
+        wrong.append(f"losses and norms {found.steps} for {expected.steps}")
+    other = [name for name, value in expected.masters.items() if not torch.equal(found.masters[name], value)]
+    if other:
+        wrong.append(f"{len(other)} weights differ, {other[0]} among them")
+    if found.fetched != found.planned:
+        name = next(name for name, times in found.fetched.items() if found.planned[name] != times)
+        wrong.append(
+            f"{sum(found.fetched.values())} parts fetched, {sum(found.planned.values())} planned: {name} "
+            f"{found.fetched[name]} times for {found.planned[name]}"
+        )
+    return wrong
+
+
+def examine(name: str, folder: Path) -> Result:
+    """Never raises: what goes wrong is what becomes of it."""
+    start, wrong = time.monotonic(), list[str]()
+    try:
+        model = saved(tiny_config(kinds()[name]), folder / "model")
+        reference(model, batches()[:1])
+    except Exception as error:
+        return Result(name, "transformers", one_line(error))
+    how = f"model.checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
+    trial, parts, blocks, whole = "", 0, 0, None
+    try:
+        trial = _trial(saved_config(folder / "model"))
+        for moved, small in SMALL.items():
+            with mock.patch.object(layout, "SMALL", VECTORS), mock.patch.object(divided, "SMALL", small):
+                ways = _ways(folder, how)
+                if ways and whole is None:
+                    whole = train(folder / "model", folder / "drive", how, "tiered.fetch=block")
+            for way, one in ways.items():
+                assert whole is not None
+                wrong += [f"{moved}, {way}: {what}" for what in differences(one, whole)]
+                parts, blocks = max(parts, one.parts), max(blocks, one.blocks)
+    except (UserError, TrainerError) as error:
+        return Result(name, "refused", one_line(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Result(name, "traceback", one_line(error))
+    outcome = "wrong" if wrong else "right" if parts else "whole"
+    seconds = round(time.monotonic() - start, 1)
+    return Result(name, outcome, "; ".join(wrong), blocks, parts, trial, seconds)
+
+
+def saved_config(folder: Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def _trial(config: Any) -> str:
+    """What the trial says of it: why it did not run, or what it found."""
+    model = meta_model(config, trust_remote_code=False)
+    names, needs = apart.apart(model, block_names, trust_remote_code=False)
+    if names:
+        return f"{len(names)} modules, {len(needs)} orders"
+    if not block_names(model):
+        return "no blocks"
+    try:
+        with twin_model(model, trust_remote_code=False) as twin:
+            apart._proven(twin, block_names(twin))
+    except Exception as error:
+        return one_line(error)
+    return "nothing"
+
+
+def _ways(folder: Path, how: str) -> dict[str, Trained]:
+    """Trained with one buffer and with two, where there are parts."""
+    found: dict[str, Trained] = {}
+    for way, buffers in (("one buffer", 1), ("two buffers", 2)):
+        words = ["tiered.fetch=module", f"tiered.unit_buffers={buffers}"]
+        try:
+            found[way] = train(folder / "model", folder / "drive", how, *words)
+        except UserError as error:
+            if not str(error).startswith("tiered.fetch=module: no block"):
+                raise
+            return {}
+    return found
+
+
+def in_a_child(name: str) -> Result:
+    """In a process of its own: one that crashes or hangs does not end the others."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)
+        with scratch(f"architecture-{name}") as folder:
+            result = examine(name, folder)
+        os.write(write, json.dumps(asdict(result)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return Result(**json.loads(told)) if told else Result(name, "traceback", f"the process ended with status {status}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llama")
+    parser.add_argument("--json", type=Path)
+    wishes = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    results = []
+    for name in wishes.only or kinds():
+        one = in_a_child(name)
+        results.append(one)
+        print(
+            f"{name:24} {one.outcome:12} {one.parts:3} of {one.blocks}  {one.seconds:5} {one.trial} {one.why}",
+            flush=True,
+        )
+    if wishes.json:
+        wishes.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    print(counts(results))
+    sys.exit(any(result.outcome in ("wrong", "traceback") for result in results))
+
+
+def counts(results: Sequence[Result]) -> str:
+    found = [(what, [one.name for one in results if one.outcome == what]) for what in OUTCOMES]
+    told = [f"{len(names)} {what}" for what, names in found if names]
+    whole = dict(found)["whole"]
+    return ", ".join(told) + (f"; whole: {', '.join(whole)}" if whole else "")
+
+
+if __name__ == "__main__":
+    main()

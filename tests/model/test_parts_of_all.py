@@ -1,0 +1,59 @@
+"""Blocks' weights by the module, in architectures that differ in how they need them; scripts/parts_of_all.py does the
+same with all of them: the bits of whole blocks, and parts that come as often as the plan has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload_trainer.model import apart
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import parts_of_all
+
+SELECTED = {
+    "Bloom": "attention that is given what is added to its result",
+    "Blt": "blocks of one class that run without gradients, and some that are not checkpointed",
+    "DeepseekV3": "latent attention, experts",
+    "FalconH1": "attention beside a mixer",
+    "Gemma3nText": "blocks with several streams",
+    "GptOss": "experts with biases, sinks",
+    "InklingText": "a convolution whose module nobody calls",
+    "JetMoe": "no gradient checkpointing",
+    "MossTranscribeDiarize": "a tower that text does not need",
+    "Mamba": "a convolution, and a projection, whose weights are read",
+    "OPT": "a head that calls a part of the body",
+    "Qwen3Next": "a shared expert before the router",
+    "Zaya": "weights of modules that have children",
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_parts_have_the_bits_of_whole_blocks_and_come_as_planned(name: str, tmp_path: Path) -> None:
+    result = parts_of_all.examine(name, tmp_path)
+    assert (result.outcome, result.why) == ("right", "")
+    assert result.parts > result.blocks > 0
+
+
+def test_what_is_not_divided_says_why(tmp_path: Path) -> None:
+    found = {name: parts_of_all.examine(name, tmp_path / name) for name in ("XLNet", "Git")}
+    assert [(one.outcome, one.trial) for one in found.values()] == [("whole", "no blocks"), ("transformers", "")]
+    assert parts_of_all.counts(list(found.values())) == "1 whole, 1 transformers; whole: XLNet"
+
+
+def test_a_module_that_cannot_be_divided_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_proven", lambda twin, blocks: {kind for kind, _ in apart._with_children(twin, blocks)})
+    result = parts_of_all.examine("Mamba", tmp_path)
+    assert result.outcome == "wrong"
+    assert "a loss is NaN" in result.why
+
+
+def test_another_order_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = apart._inside
+    monkeypatch.setattr(apart, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
+    result = parts_of_all.examine("Llama", tmp_path)
+    assert result.outcome == "wrong"
+    assert "planned: model.layers" in result.why

@@ -149,7 +149,11 @@ def examine(name: str, folder: Path) -> Result:
     try:
         trial = _trial(saved_config(folder / "model"))
         for moved, small in SMALL.items():
-            with mock.patch.object(layout, "SMALL", VECTORS), mock.patch.object(divided, "SMALL", small):
+            with (
+                mock.patch.object(layout, "SMALL", VECTORS),
+                mock.patch.object(divided, "SMALL", small),
+                mock.patch.object(divided, "_WORTH", 1.0),  # of tiny ones, whose experts are most of them
+            ):
                 ways = _ways(folder, how)
                 if ways and whole is None:
                     whole = train(folder / "model", folder / "drive", how, "tiered.fetch=block")

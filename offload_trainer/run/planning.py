@@ -80,11 +80,12 @@ def _as_before(config: TrainConfig, source: Any, machine: MachineProfile, *, wor
     from offload_trainer.run.left import made_with
 
     model, train, tiered = config.model, config.train, config.tiered
-    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or tiered.fetch == "auto"
+    fetch_open = tiered.fetch == "auto" and engine_of(config).name == "tiered"
+    left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open
     if engine_of(config).name == "deepspeed" or not left_open:
         return None
     before = made_with(config.save)
-    if tiered.fetch == "auto" and before.get("tiered", {}).get("fetch") == "module":  # page files are laid out by it
+    if fetch_open and before.get("tiered", {}).get("fetch") == "module":  # page files are laid out by it
         count = tiered.unit_buffers if "unit_buffers" in tiered.model_fields_set else before["tiered"]["unit_buffers"]
         tiered = tiered.model_copy(update={"fetch": "module", "unit_buffers": count})
     chunk = before.get("model", {}).get("mlp_chunk")
@@ -98,8 +99,8 @@ def _as_before(config: TrainConfig, source: Any, machine: MachineProfile, *, wor
     source = as_wished(source, kept)
     if kept == config or (isinstance(model.mlp_chunk, int) and not source.shape.tiles):
         return None
-    settled, plan = settle_and_plan(kept, source.shape, machine, world=world, nodes=nodes)
-    return Planned(settled, plan, machine, source) if plan.fits else None
+    planned = _planned(kept, source, machine, world=world, nodes=nodes)
+    return planned if planned.plan.fits else None
 
 
 def _planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world: int, nodes: int = 1) -> Planned:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_of_engines import Step, assert_same, batches, engine, masters, model_directory, train
+from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
 from late import LateDevice, LateTransfers
 from ranked import FILES, Case, run_ranks
 from safetensors.torch import load_file
@@ -47,7 +47,7 @@ def drive(folder: Path) -> Path:
 
 @cache
 def plain(model: Path, *words: str, steps: int = 3) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    with engine(model, "--engine", "plain", *words) as reference:
+    with engine(model, *REFERENCE, *words) as reference:
         return train(reference, batches(steps)), masters(reference)
 
 

@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -277,8 +277,8 @@ def one_line(error: BaseException) -> str:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def in_a_child(name: str) -> Result:
-    """In a process of its own: one that crashes or hangs does not end the table."""
+def in_a_child(name: str, examine: Callable[[str, Path], Any], kind: Callable[..., Any]) -> Any:
+    """What `examine` finds, of this `kind`, in a process of its own: one that crashes ends no others."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -291,9 +291,7 @@ def in_a_child(name: str) -> Result:
     with os.fdopen(read, "rb") as pipe:
         told = pipe.read()
     _, status = os.waitpid(child, 0)
-    if not told:
-        return Result(name, "traceback", f"the process ended with status {status}")
-    return Result(**json.loads(told))
+    return kind(**json.loads(told)) if told else kind(name, "traceback", f"the process ended with status {status}")
 
 
 def main() -> None:
@@ -307,7 +305,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     results = []
     for name in wishes.only or kinds():
-        results.append(in_a_child(name))
+        results.append(in_a_child(name, examine, Result))
         print(f"{name:28} {results[-1].outcome:12} {results[-1].why}", flush=True)
     if wishes.json:
         wishes.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import time
 import traceback
@@ -27,7 +25,7 @@ from unittest import mock
 
 import torch
 import transformers
-from every_architecture import LR, batches, one_line, reference, saved, tiered
+from every_architecture import LR, batches, in_a_child, one_line, reference, saved, tiered
 from tiny_models import kinds, tiny_config
 
 from offload_trainer.errors import TrainerError, UserError
@@ -37,7 +35,6 @@ from offload_trainer.model.source import block_names
 from offload_trainer.model.twins import twin_model
 from offload_trainer.offloading.stream import Stream
 from offload_trainer.plan import divided, layout, tiered_traffic
-from offload_trainer.storage.removal import scratch
 from offload_trainer.telemetry.meters import PhaseClock
 
 SECONDS = 240  # one architecture may take
@@ -205,23 +202,6 @@ def _ways(folder: Path, how: str) -> dict[str, Trained]:
     return found
 
 
-def in_a_child(name: str) -> Result:
-    """In a process of its own: one that crashes or hangs does not end the others."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(SECONDS)
-        with scratch(f"architecture-{name}") as folder:
-            result = examine(name, folder)
-        os.write(write, json.dumps(asdict(result)).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return Result(**json.loads(told)) if told else Result(name, "traceback", f"the process ended with status {status}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations, such as Llama")
@@ -232,7 +212,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     results = []
     for name in wishes.only or kinds():
-        one = in_a_child(name)
+        one = in_a_child(name, examine, Result)
         results.append(one)
         print(
             f"{name:24} {one.outcome:12} {one.parts:3} of {one.blocks}  {one.seconds:5} {one.trial} {one.why}",

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 
 from offload_trainer.offloading.device import Read, Return
+from offload_trainer.offloading.stream import Stream
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of
 
@@ -144,3 +146,14 @@ class LateDevice:
 
     def close(self) -> None:
         pass
+
+
+def hasty(patch: pytest.MonkeyPatch) -> None:
+    """From now on nobody waits for a unit of weights that is on its way."""
+    start = Stream._start
+
+    def begun(stream: Stream, unit: int, number: int) -> None:
+        start(stream, unit, number)
+        stream._slots[number].arrival = type("Arrived", (), {"wait": lambda self: None})()
+
+    patch.setattr(Stream, "_start", begun)

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
-from late import LateDevice, LateTransfers
+from late import LateDevice, LateTransfers, hasty
 from ranked import FILES, Case, run_ranks
 from safetensors.torch import load_file
 
 import offload_trainer.offloading.model as offloaded_model
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.stream import Stream
 from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -118,13 +117,7 @@ def test_late_copies_and_reads_change_nothing(
 
 
 def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Stream._start
-
-    def hasty(stream: Stream, unit: int, number: int) -> None:
-        start(stream, unit, number)
-        stream._slots[number].arrival = type("Arrived", (), {"wait": lambda self: None})()
-
-    monkeypatch.setattr(Stream, "_start", hasty)
+    hasty(monkeypatch)
     model = model_of(folder, "qwen3")
     with engine(model, *RAM, ON, PARTS, device=LateDevice()) as ours:
         assert train(ours, batches(3)) != plain(model)[0]

@@ -21,7 +21,7 @@ from bench_of_engines import (
     model_directory,
     train,
 )
-from late import LateDevice, LateTransfers
+from late import LateDevice, LateTransfers, hasty
 from safetensors.torch import load_file
 
 import offload_trainer.plan.layout as layout
@@ -29,7 +29,6 @@ from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.state import TieredSnapshot
-from offload_trainer.offloading.stream import Stream
 from offload_trainer.plan.formats import state_format
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -310,13 +309,7 @@ def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, mo
 
 def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is able to fail: without the wait for a unit the numbers are wrong."""
-    start = Stream._start
-
-    def hasty(stream: Stream, unit: int, number: int) -> None:
-        start(stream, unit, number)
-        stream._slots[number].arrival = type("Arrived", (), {"wait": lambda self: None})()
-
-    monkeypatch.setattr(Stream, "_start", hasty)
+    hasty(monkeypatch)
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *HOMES["in RAM"], drives=drives(folder, 1), device=LateDevice()) as ours:
         assert train(ours, batches(4)) != plain(model, 4)[0]

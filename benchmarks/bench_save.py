@@ -30,7 +30,7 @@ def main() -> None:
     from offload_trainer.settings import load_config
 
     config = load_config([*sys.argv[split + 1 :], "--steps", "100000", "train.eval_every=0"])
-    prepare_process(config.process)
+    prepare_process(config)
     cli._quiet()
     from offload_trainer.run import train
 

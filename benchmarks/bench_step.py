@@ -61,7 +61,7 @@ def child(words: list[str]) -> None:
     from offload_trainer.settings import load_config
 
     config = load_config(["plain" if word == "native" else word for word in words])
-    prepare_process(config.process)
+    prepare_process(config)
     cli._quiet()
     from offload_trainer.run import train  # torch comes with it, and the threads are set before
     from offload_trainer.run.build import build_engine

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -43,6 +44,7 @@ TOKENS = 8192  # of a row
 THREADS = 1  # of a rank; more only wait for each other where cores are shared
 STEPS = 2
 KILLED = -9
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")  # a launcher's, of another run
 INPUTS = {
     "here": ["--engine", "tiered"],
     "in host memory": ["--engine", "tiered", "model.offload_activations=cpu"],
@@ -86,10 +88,11 @@ def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequen
     always = ["--scratch", "--tokenizer", "builtin", "--steps", str(STEPS), "--save-every", "0", "train.eval_every=0"]
     always += [f"data.cache={folder}/cache", "model.checkpointing=on"]
     command = [sys.executable, "-m", "offload_trainer", "train", "--model", str(model), "--output", str(output)]
+    alone = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
     told, steps = output / "plan.json", output / "metrics.jsonl"
     ranks: dict[int, Resident] = {}
     with (folder / f"{name}.txt").open("w+") as said:
-        child = subprocess.Popen([*box, *command, *always, *words], stdout=subprocess.DEVNULL, stderr=said)
+        child = subprocess.Popen([*box, *command, *always, *words], stdout=subprocess.DEVNULL, stderr=said, env=alone)
         while child.poll() is None:
             if not steps.exists() or steps.read_bytes().count(b"\n") < STEPS:  # exports are none of the plan's
                 ranks |= {pid: held for pid in ranks_below(child.pid) if (held := resident(pid)).most}

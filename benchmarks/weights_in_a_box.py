@@ -128,7 +128,7 @@ def live(directory: Path, dtype: str) -> None:
     ]
     words += ["--seq-len", "64", "--micro-batch", "1", "--output", directory / f"trial-{dtype}/run", "save.keep=1"]
     config = load_config([str(word) for word in words])
-    prepare_process(config.process)
+    prepare_process(config)
     cli._quiet()
     import torch
 

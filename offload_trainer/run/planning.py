@@ -111,8 +111,7 @@ def _planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world
         return Planned(settled, plan, machine, of)
 
     first = planned(config, as_wished(source, config))
-    room = first.plan.tiers[machine.device]
-    if first.plan.fits or room["need"] <= room["have"] or first.plan.engine == "deepspeed":
+    if not _lacks_room(first.plan, machine):
         return first
     for wish, of in _roomier(config, source):
         layouts, fewer = Layouts(of.shape), _with_fewer_buffers(wish)
@@ -125,6 +124,12 @@ def _planned(config: TrainConfig, source: Any, machine: MachineProfile, *, world
             if found.plan.fits:
                 return found
     return planned(fewer[-1], of) if first.plan.too_large else first
+
+
+def _lacks_room(plan: Plan, machine: MachineProfile) -> bool:
+    """Whether what computes has too little, and there are ways that need less."""
+    room = plan.tiers[machine.device]
+    return plan.engine != "deepspeed" and room["need"] > room["have"]
 
 
 def _roomier(config: TrainConfig, source: Any) -> Iterator[tuple[TrainConfig, Any]]:
@@ -249,7 +254,7 @@ def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
         planned = _planned(config, _source_elsewhere(config), machine, world=world)
         return _with_longest_row(planned, config).plan
     settled, plan = settle_and_plan(config, shape, machine, world=world)
-    if not plan.fits and engine_of(config).name == "tiered":
+    if _lacks_room(plan, machine):
         return _planned(config, _source_elsewhere(config), machine, world=world).plan
     return replace(plan, longest_row=longest_row(settled, shape, machine, world=world, nodes=1))
 

@@ -71,7 +71,7 @@ class Served:
         from offload_trainer.settings import load_config
 
         config = load_config([*_ALWAYS, *words, "--output", output])
-        prepare_process(config.process)
+        prepare_process(config)
         self._prepare_torch()
         from gpu_stages import fill as filler
         from gpu_stages import peers

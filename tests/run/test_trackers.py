@@ -253,7 +253,7 @@ def test_a_run_as_trackers_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     threads = torch.get_num_threads()
     try:
-        prepare_process(config.process)
+        prepare_process(config)
         train_run(config)
     finally:
         torch.set_num_threads(threads)

@@ -111,10 +111,8 @@ class StockBytes:
         """Weights that ZeRO-3 has whole at a time."""
         return min(self.work.shape.parameters, self.sizes.max_live + self.sizes.prefetch_bucket)
 
-    @property
-    def _tier(self) -> str:
-        """Where the state is."""
-        return {"gpu": self.device, "cpu": "ram", "nvme": self.drive}[self.placement.optimizer]
+    def _tier(self, home: str) -> str:
+        return {"gpu": self.device, "cpu": "ram", "nvme": self.drive}[home]
 
     # -- held all the time --------------------------------------------------------------------------------------------
 
@@ -137,10 +135,10 @@ class StockBytes:
 
     def _gathered_weights(self) -> list[Item]:
         shape, here, e, sizes = self.work.shape, self.work.here, self.work.item_bytes, self.sizes
-        home = {"gpu": self.device, "cpu": "ram", "nvme": self.drive}[self.placement.params]
+        home, divided_up = self._tier(self.placement.params), e * -(-shape.parameters // self.work.nodes)
         why = "gathered at a time: max_live_parameters and a prefetch bucket"
         items = [
-            Item(home, "weights", e * self._of_node(shape.parameters), f"{e} B a parameter, divided over the ranks"),
+            Item(home, "weights", divided_up, f"{e} B a parameter, divided over the ranks"),
             Item(self.device, "weights in use", e * self._gathered * here, why),
         ]
         if self.placement.params == "nvme":
@@ -148,10 +146,6 @@ class StockBytes:
             items.append(Item("ram", "weight swap buffers", buffers * here, f"{why} largest weight"))
             items.append(Item("ram", "weight write buffer", e * sizes.largest_sub_group * here, "one sub-group"))
         return items
-
-    def _of_node(self, count: int) -> int:
-        """What is divided over all ranks, as far as it lies on one node."""
-        return -(-count // self.work.nodes)
 
     def _gradients(self) -> list[Item]:
         e, here, device, several = self.work.item_bytes, self.work.here, self.device, self.work.accumulate > 1
@@ -177,17 +171,18 @@ class StockBytes:
 
     def _state(self) -> list[Item]:
         e, trained, here, sizes = self.work.item_bytes, self.trained, self.work.here, self.sizes
-        items = [Item(self._tier, "masters and moments", 12 * trained, "fp32 master, first and second moment")]
+        home = self._tier(self.placement.optimizer)
+        items = [Item(home, "masters and moments", 12 * trained, "fp32 master, first and second moment")]
         if self.placement.optimizer == "nvme":
             buffers = 4 * sizes.optimizer_buffers * sizes.largest_sub_group * here
             why = f"{sizes.optimizer_buffers} of the largest sub-group"
             return [
                 *items,
-                Item(self._tier, "gradients, fp32", 4 * trained, "DeepSpeed swaps them with the state"),
+                Item(home, "gradients, fp32", 4 * trained, "DeepSpeed swaps them with the state"),
                 Item("ram", "optimizer swap buffers", buffers, why),
                 Item("ram", "first moments", 8 * trained, "from the first update, that makes them, to the second"),
             ]
-        items.append(Item(self._tier, "gradients, fp32", 4 * trained, "the update reads them in fp32"))
+        items.append(Item(home, "gradients, fp32", 4 * trained, "the update reads them in fp32"))
         if self.placement.optimizer == "cpu" and self.placement.stage < 3:
             through = e * max(self._parts, default=0) * here
             items.append(Item("ram", "new weights", e * trained, "on their way out of the update"))

@@ -44,9 +44,7 @@ def divided(shape: ModelShape) -> ModelShape:
 
     What runs on pieces of a row (`shape.tiles`) is not divided: each piece would bring all of it anew.
     """
-    blocks = _blocks(shape.weights)
-    whole = set(shape.tiles)
-    apart = {name for name in shape.apart if name not in whole}
+    blocks, apart = _blocks(shape.weights), set(shape.apart) - set(shape.tiles)
     least = [part for block in blocks for part in _parts(block, apart, most=0)]
     most = max((part.elements for part in least), default=0)
     if most > _WORTH * max((block.elements for block in blocks), default=0):

@@ -51,9 +51,10 @@ class FakeCuda:
                 self.carry_out(stream, kind, work)
                 return
             stream.queue.append((kind, work))
-            if kind == "copy" and not stream.behind_compute:
+            # of this thread alone: another's work between a wait and its copy leaves the copy behind the wait
+            if kind == "copy" and getattr(self.current, "behind_compute", None) is not stream:
                 self.bare.append(stream.name)
-            stream.behind_compute = kind == "wait" and work.stream is self.compute
+            self.current.behind_compute = stream if kind == "wait" and work.stream is self.compute else None
             for one in self.streams:
                 while one.queue and self._random.random() < self._haste and self._may_move(one):
                     self.carry_out(one, *one.queue.popleft())
@@ -83,7 +84,6 @@ class FakeStream:
 
     def __init__(self, cuda: FakeCuda, name: str = "") -> None:
         self.cuda, self.queue = cuda, deque[tuple[str, Any]]()
-        self.behind_compute = False  # what is put next
         self.name = name or f"stream {len(cuda.streams)}"
         cuda.streams.append(self)
 

@@ -80,6 +80,24 @@ def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: 
         assert cuda.bare
 
 
+def test_a_copy_is_behind_its_own_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread queues between a wait and its copy takes nothing away, and has nothing of that wait."""
+    with queued(monkeypatch, haste=0.0) as cuda:
+        stream, values, into = torch.cuda.Stream(), torch.ones(3), torch.zeros(3)
+
+        def copy() -> None:
+            with torch.cuda.stream(stream):
+                into.copy_(values, non_blocking=True)
+
+        stream.wait_event(torch.cuda.current_stream().record_event())
+        other = threading.Thread(target=copy)
+        other.start()
+        other.join()
+        assert cuda.bare == [stream.name]
+        copy()
+        assert cuda.bare == [stream.name]
+
+
 def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     with queued(monkeypatch, haste=0.0):
         one, other, event = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()

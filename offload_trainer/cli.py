@@ -107,7 +107,7 @@ def _plan(words: list[str]) -> None:
         return
     from offload_trainer.plan.cluster import describe, to_json
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.run.planning import described, plan_cluster, plan_elsewhere
+    from offload_trainer.run.elsewhere import described, plan_cluster, plan_elsewhere
 
     machine, words = described(read_machine(name), words)
     config = load_config(words)
@@ -126,7 +126,7 @@ def _plan(words: list[str]) -> None:
 def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_json: bool) -> None:
     """Every way to divide a step over ranks. UserError where none of them fits."""
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.run.planning import compare_modes, described
+    from offload_trainer.run.elsewhere import compare_modes, described
 
     machine = None
     if name is not None:

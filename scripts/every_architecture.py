@@ -41,7 +41,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.initial import initial_weights
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.run.planning import as_wished
+from offload_trainer.run.roomier import as_wished
 from offload_trainer.settings import load_config
 from offload_trainer.storage.lease import DriveLease
 from offload_trainer.storage.removal import scratch

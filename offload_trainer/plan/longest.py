@@ -1,4 +1,4 @@
-"""Whether a wish fits at all, and the longest row with which one does. Pure arithmetic."""
+"""Whether a wish fits at all, with how many buffers, and the longest row with which one does. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -34,15 +34,29 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
     return longest(shape.context, fits)
 
 
-def some_homes_fit(config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int) -> bool:
-    """Whether the wish fits in some homes, MLPs in pieces or not, as it leaves that open; no seconds are worked out."""
+def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
+    """The wish, and with fewer buffers for weights where nothing is said of their number."""
+    tiered = config.tiered
+    said = engine_of(config).name != "tiered" or "unit_buffers" in tiered.model_fields_set
+    counts = [tiered.unit_buffers] if said else range(tiered.unit_buffers, 0, -1)
+    sections = [tiered.model_copy(update={"unit_buffers": count}) for count in counts]
+    return [config.model_copy(update={"tiered": section}) for section in sections]
+
+
+def some_homes_fit(
+    config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
+) -> bool:
+    """Whether the wish fits in some homes, MLPs in pieces or not, as it leaves that open; no seconds are worked out.
+
+    `saves`: as of `make_plan`.
+    """
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
     if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # none of the state is on the GPU then
         config = config.model_copy(update={"placement": place.model_copy(update={"gpu_fraction": 0.0})})
     engine = engine_of(config)
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts)
-    work = workload(config, layouts.shape, world=world, nodes=nodes)
+    work = workload(config, layouts.shape, world=world, nodes=nodes, saves=saves)
     least = () if work.mlp_chunk else chunks_of(work)[-1:]  # longer pieces hold more
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
         candidates: Sequence[Candidate] = engine.candidates(each, machine)

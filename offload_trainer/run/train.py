@@ -34,8 +34,9 @@ from offload_trainer.run.directory import Log, held, keep_model, refuse_second, 
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.run.nodes import refuse_node, refuse_unseen
 from offload_trainer.run.page_files import clear_drives, drop, keep, take_over
-from offload_trainer.run.planning import Planned, as_wished, plan_run
+from offload_trainer.run.planning import Planned, plan_run
 from offload_trainer.run.report import report
+from offload_trainer.run.roomier import as_wished
 from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
 from offload_trainer.streams import write_now

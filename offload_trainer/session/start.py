@@ -25,12 +25,14 @@ from offload_trainer.model.source import DTYPES, resolve_model, save_model_confi
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.plan.choose import settle_and_plan, workload
 from offload_trainer.plan.kept import inputs_of
+from offload_trainer.plan.longest import with_fewer_buffers
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.run.directory import environment
 from offload_trainer.run.planning import machine_here
+from offload_trainer.run.roomier import lacks_room
 from offload_trainer.session.keys import in_callers_words, session_words
 from offload_trainer.session.process import ThisProcess
 from offload_trainer.session.saving import Saves
@@ -126,11 +128,14 @@ def _planned(
     process = ThisProcess.now(machine, moves=moves)
     tokens = config.train.micro_batch * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.model.model_copy(update={"loss_chunk": tokens})  # the loss is the caller's: all logits at once
-    # Its saves go wherever they are told to.
-    config, plan = settle_and_plan(
-        config.model_copy(update={"model": whole}), shape, process.free(machine), saves=False
-    )
-    plan = process.count_in(plan)
+    tried = list[tuple[TrainConfig, Plan]]()
+    for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):
+        # Its saves go wherever they are told to.
+        settled, plan = settle_and_plan(wish, shape, process.free(machine), saves=False)
+        tried.append((settled, process.count_in(plan)))
+        if tried[-1][1].fits or not lacks_room(tried[-1][1], machine):
+            break
+    config, plan = tried[-1] if tried[-1][1].fits else tried[0]
     if config.model.dtype == "fp16":
         raise UserError(
             'a session has no loss scale, so no fp16: give dtype="bf16", or "fp32" where the card has no bf16'

@@ -27,7 +27,9 @@ WHOLE = {
     "plan.choose",
     "plan.longest",
     "run.launch",  # what a process must be, of four sections
+    "run.elsewhere",
     "run.planning",
+    "run.roomier",
     "run.train",
     "session.start",  # the library's own way in
 }

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from offload_trainer.errors import UserError
 from offload_trainer.hf import save_merged, session_of
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.run.planning import plan_elsewhere, plan_run
+from offload_trainer.run.elsewhere import plan_elsewhere
+from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 
 ADAPTERS = "adapter_model.safetensors"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.weights import export
 from offload_trainer.offloading.store import UnitStore
 from offload_trainer.offloading.update import Updater
-from offload_trainer.session import saving
+from offload_trainer.plan.plan import Plan
+from offload_trainer.session import saving, start
+from offload_trainer.session.process import ThisProcess
 from offload_trainer.storage import removal
 from offload_trainer.storage.tensorfile import PlacedWriter
 
@@ -677,6 +680,34 @@ def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> 
     with pytest.raises(ot.UserError, match=words) as refused:
         ot.offload(Tower(), say=lambda line: None, **keys)
     assert "--" not in str(refused.value)
+
+
+def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run takes them; what is said stays. The numbers are the same."""
+    here = start.machine_here(())
+    monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
+
+    def trained(ram: int, **keys: Any) -> tuple[Plan, list[float]]:
+        monkeypatch.setattr(start, "machine_here", lambda drives: replace(here, ram_bytes=ram))
+        torch.manual_seed(0)
+        model, losses = Tower(), list[float]()
+        with ot.offload(model, params="cpu", say=lambda line: None, **keys) as session:
+            optimizer = session.adamw()
+            for batch in batches(3):
+                loss = loss_of(model, batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+            return session.plan, losses
+
+    plan, losses = trained(here.ram_bytes)
+    room = plan.tiers["ram"]
+    less = here.ram_bytes - (room["have"] - room["need"]) - 1
+    fewer, same = trained(less)
+    assert (plan.sizes.unit_buffers, fewer.sizes.unit_buffers) == (3, 2)
+    assert same == losses
+    with pytest.raises(ot.UserError, match="this does not fit: ram needs"):
+        trained(less, unit_buffers=3)
 
 
 def test_blocks_are_found_or_named(drive: Path) -> None:

@@ -14,7 +14,7 @@ from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.source import resolve_model
 from offload_trainer.offloading.stream import Stream
 from offload_trainer.plan.choose import make_plan
-from offload_trainer.run.planning import as_wished
+from offload_trainer.run.roomier import as_wished
 from offload_trainer.settings import load_config
 
 KINDS = {

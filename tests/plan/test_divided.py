@@ -15,7 +15,8 @@ from offload_trainer.plan.machine import Rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.run.planning import plan_elsewhere
+from offload_trainer.run import elsewhere
+from offload_trainer.run.elsewhere import compare_modes, plan_cluster, plan_elsewhere
 from offload_trainer.settings import load_config
 
 WIDE = 2048
@@ -133,6 +134,45 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
     refused = planned(needs[-1] - 10**6)
     assert not refused.fits
     assert way(refused) == ("block", 3)  # as it was wished
+
+
+def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, on one machine or on two: what a run would take is what tables of both say."""
+    compared = list[Plan]()
+    taken = elsewhere._of_rows
+    monkeypatch.setattr(
+        elsewhere, "_of_rows", lambda *given, **more: compared.append(taken(*given, **more)) or compared[-1]
+    )
+    for gpus, nodes in ((2, 1), (1, 2)):
+        config, needs = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus)]), list[int]()
+        for fetch, count in RUNGS:
+            asked = [f"tiered.fetch={fetch}", f"tiered.unit_buffers={count}"]
+            one = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus), *asked])
+            (plan,) = plan_cluster(one, machine(gpu=80 * GB), str(nodes))
+            needs.append(plan.tiers["gpu"]["need"] // gpus)
+        for need in needs[::2]:
+            here = replace(machine(gpu=need), gpus=gpus)
+            (plan,) = plan_cluster(config, here, str(nodes))
+            assert plan.fits
+            assert way(plan) == next(one for one, other in zip(RUNGS, needs, strict=True) if other <= need)
+            rows = [row for row in compare_modes(config, here, str(nodes)).rows if row.name == "tiered, 2 ranks"]
+            assert [row.lacks for row in rows] == [""]
+            assert way(compared[0]) == way(plan)
+            compared.clear()
+        (plan,) = plan_cluster(config, replace(machine(gpu=min(needs) - 10**6), gpus=gpus), str(nodes))
+        assert not plan.fits
+
+
+def test_a_preset_takes_fewer_buffers_too() -> None:
+    def planned(gpu: int, *words: str) -> Plan:
+        return plan_elsewhere(load_config(["--model", "gpt2-xl", *AWAY, *words]), machine(gpu=gpu))
+
+    whole, fewer = planned(80 * GB), planned(80 * GB, "tiered.unit_buffers=1")
+    found = planned(whole.tiers["gpu"]["need"] - 1)
+    assert found.fits
+    assert way(found) == ("block", 2)
+    assert found.longest_row == planned(whole.tiers["gpu"]["need"] - 1, "tiered.unit_buffers=2").longest_row
+    assert way(planned(fewer.tiers["gpu"]["need"])) == ("block", 1)
 
 
 def test_what_is_asked_for_is_not_changed() -> None:

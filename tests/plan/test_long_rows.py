@@ -21,7 +21,7 @@ from offload_trainer.plan.machine import Rate, layer_key, read_machine
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
-from offload_trainer.run.planning import plan_elsewhere
+from offload_trainer.run.elsewhere import plan_elsewhere
 from offload_trainer.settings import load_config
 
 WIDE = {"n_positions": 65536, "n_layer": 2, "n_embd": 256, "n_inner": 16384, "n_head": 4}

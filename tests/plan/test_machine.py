@@ -31,8 +31,8 @@ from offload_trainer.plan.machine import (
     update_key,
 )
 from offload_trainer.run import launch
+from offload_trainer.run.elsewhere import described
 from offload_trainer.run.launch import prepare_process
-from offload_trainer.run.planning import described
 from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import ThreadedTransfers
 

@@ -16,6 +16,7 @@ from offload_trainer.model.presets import preset_shape
 from offload_trainer.plan.auto import row_length
 from offload_trainer.plan.card import refuse_card, with_dtype_of_card
 from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.plan.longest import some_homes_fit
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel_table import Comparison, compare
 from offload_trainer.plan.plan import Plan
@@ -23,7 +24,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.sizes import Layouts
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.planning import machine_here, planned, refuse_nothing_trained, with_longest_row
-from offload_trainer.run.roomier import Roomier, lacks_room
+from offload_trainer.run.roomier import Roomier
 
 _MOST_NODES = 1024
 _MICRO = (16, 4, 1)  # rows of a micro-batch that the tiered engine is compared with, the first of them that fits
@@ -108,17 +109,20 @@ def _of_rows(
 ) -> Plan:
     """In the largest micro-batches that fit; where the device has no room for the smallest, the first roomier way."""
     how: dict[str, Any] = {"world": world, "nodes": nodes, "saves": False}
-    for micro in sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True):
-        train = wish.train.model_copy(update={"micro_batch": micro, "accumulate": rows // micro})
-        one = wish.model_copy(update={"train": train})
-        plan = make_plan(one, layouts.shape, machine, layouts=layouts, **how)
-        if plan.fits:
-            return plan
-    for roomier, of in models.that_fit(one, machine, **how) if lacks_room(plan, machine) else ():
-        found = make_plan(roomier, of.shape, machine, **how)
-        if found.fits:
-            return found
-    return plan
+    micros = sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True)
+    trains = [wish.train.model_copy(update={"micro_batch": micro, "accumulate": rows // micro}) for micro in micros]
+    *larger, smallest = [wish.model_copy(update={"train": train}) for train in trains]
+    if some_homes_fit(smallest, layouts, machine, **how):
+        for one in larger:
+            plan = make_plan(one, layouts.shape, machine, layouts=layouts, **how)
+            if plan.fits:
+                return plan
+    else:
+        for one, of in models.that_fit(smallest, machine, **how):
+            plan = make_plan(one, of.shape, machine, **how)
+            if plan.fits:
+                return plan
+    return make_plan(smallest, layouts.shape, machine, layouts=layouts, **how)
 
 
 def _why_whole(source: Any) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import COMMAND, KILL, TINY, Run, call, start
+from ranked import held_port
 
 from offload_trainer import ranks
 from offload_trainer.errors import TrainerError, UserError
@@ -27,9 +28,7 @@ class Nodes:
 
     def __init__(self, *words: object, each: int, folder: Path, drives: Sequence[int] = (1, 1)) -> None:
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        self._bound, port = held_port()
         self.told, self.ranks = [], []
         for rank in range(NODES * each):
             drive = folder / f"drive-{rank // each}"
@@ -43,7 +42,8 @@ class Nodes:
             )
 
     def wait(self) -> list[int]:
-        return [rank.wait(300) for rank in self.ranks]
+        with self._bound:
+            return [rank.wait(300) for rank in self.ranks]
 
     @property
     def text(self) -> str:

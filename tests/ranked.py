@@ -165,14 +165,20 @@ def run_ranks(
     assert not any(codes), "\n".join(path.read_text(errors="replace")[-3000:] for path in told)
 
 
+def held_port() -> tuple[socket.socket, str]:
+    """A port for rank 0 to listen at, which nobody else is given until what is bound to it here is closed."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", 0))
+    return bound, str(bound.getsockname()[1])
+
+
 def call_ranks(
     *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
 ) -> list[Run]:
     """`offload-train WORDS --output OUTPUT` by so many ranks, `last` added to the last one's. No launcher is there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    bound, port = held_port()
+    with bound, tempfile.TemporaryDirectory() as folder:
         told = [Path(folder) / f"told-{rank}" for rank in range(count)]
         forks = []
         for rank, path in enumerate(told):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -47,16 +46,13 @@ def prepare_process(config: TrainConfig) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
     if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
-    if alone:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    if alone:  # at whichever port is free when it listens: nobody else has to know it
         os.environ |= {
             "RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": "0",
         }
     return threads
 

@@ -167,12 +167,12 @@ def test_a_text_that_was_left_alone_is_not_read_again(
         return real(path)
 
     monkeypatch.setattr(sums, "_sum", counted)
-    cache = tmp_path / "cache"
+    cache, now = tmp_path / "cache", [source.stat().st_ctime_ns + 10**9]
+    monkeypatch.setattr(sums, "time", SimpleNamespace(time_ns=lambda: now[0]))
     first = prepared(source, tokenizer=tokenizer, cache=cache)
     prepared(source, tokenizer=tokenizer, cache=cache)
     assert len(read) == 2  # it had just been written, and may have been again within the clock's tick
-    later = time.time_ns() + 10**10
-    monkeypatch.setattr(sums, "time", SimpleNamespace(time_ns=lambda: later))
+    now[0] += 10**10
     prepared(source, tokenizer=tokenizer, cache=cache)
     assert len(read) == 3
     assert prepared(source, tokenizer=tokenizer, cache=cache).path == first.path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +23,7 @@ from offload_trainer.offloading.device import CpuDevice, Return
 from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.kept import INPUT_BUFFERS, INPUTS_UNDER_WAY, KeptInputs
 from offload_trainer.settings import load_config
-from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, done
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of, done
 from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
@@ -88,21 +87,25 @@ def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: 
 
 @pytest.mark.parametrize("forgotten", ["the copy back", "the copy out", "the buffer", "the write"])
 def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above is able to fail, for each of the things that are waited for."""
+    """The test above is able to fail, for each of the things that are waited for.
+
+    What nobody waits for never comes: what is merely late is in time where the steps are slow.
+    """
     expected, _ = without(folder, True, "non-reentrant", 1)
     monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
+
+    def never(into: torch.Tensor) -> Future:
+        bytes_of(into).fill_(0xFF)
+        return done()
+
     if forgotten == "the copy back":
-        monkeypatch.setattr(LateDevice, "bring_back", lambda *given, **words: Return(done(), done()))
+        monkeypatch.setattr(LateDevice, "bring_back", lambda device, source, into, **words: Return(never(into), done()))
     elif forgotten == "the copy out":
-        keep = LateDevice.keep
-        monkeypatch.setattr(LateDevice, "keep", lambda *given: (keep(*given), done())[1])
+        monkeypatch.setattr(LateDevice, "keep", lambda device, values, into: never(into))
     elif forgotten == "the buffer":
         monkeypatch.setattr(_Buffer, "free", done())
     else:
-        write = LateTransfers.write
-        monkeypatch.setattr(
-            LateTransfers, "write", lambda *given: (threading.Timer(0.05, write, given).start(), done())[1]
-        )
+        monkeypatch.setattr(LateTransfers, "write", lambda *given: done())
     words = [*ON, "model.offload_activations=nvme"]
     with engine(model_of(folder, tied=True), *words, drives=drives(folder, 1), device=LateDevice()) as ours:
         assert train(ours, batches(3)) != expected

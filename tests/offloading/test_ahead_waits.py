@@ -193,10 +193,11 @@ def test_what_the_next_forward_needs_first_comes_first(
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]
     with engine(gpt2(folder), *words, drives=[drive]) as ours:
         writes.hold["state"], writes.patience = 2, 60.0
-        moving = ours.offloaded.updater.moving
+        moving, lacking = ours.offloaded.updater.moving, ours.offloaded.gradients._lacking
 
         def go(_: torch.Tensor) -> None:
-            until(lambda: len(writes.held) == 2)
+            complete = {unit for unit, its in lacking.items() if not its}
+            until(lambda: len(writes.held) == 2 and complete <= set(moving._order))  # another thread offers them
             assert len(read) == 2
             writes.go.set()
             until(lambda: not moving._waiting and not moving._inside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -131,6 +132,15 @@ def on_a_thread(work: Any) -> threading.Thread:
     return thread
 
 
+def stands_at(sent: int, device: HeldDevice, thread: threading.Thread) -> bool:
+    """Whether so many bytes are told to leave, however long that takes, and no more in a while."""
+    end = time.monotonic() + 60
+    while sum(device.sizes) < sent and time.monotonic() < end:
+        time.sleep(0.0005)
+    thread.join(0.3)
+    return thread.is_alive() and sum(device.sizes) == sent
+
+
 @pytest.mark.parametrize("home", [RAM, DEVICE])
 def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int) -> None:
     """The thread that hands over is through, though nothing can be added yet; then all of it is, in order."""
@@ -217,13 +227,9 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
     units, device = model(), HeldDevice()
     with sums(units, RAM, device=device, dtype=torch.bfloat16, in_flight_bytes=13_000) as gradients:
         thread = on_a_thread(lambda: hand_over(gradients, units, last=True, seed=0))
-        thread.join(0.5)
-        assert thread.is_alive()
-        assert sum(device.sizes) == 3 * 12_120  # it is there, and autograd goes no further
+        assert stands_at(3 * 12_120, device, thread)  # it is there, and autograd goes no further
         device.let_go(2)
-        thread.join(0.5)
-        assert thread.is_alive()
-        assert sum(device.sizes) == 3 * 12_120 + 10_000  # now the embedding's waits
+        assert stands_at(3 * 12_120 + 10_000, device, thread)  # now the embedding's waits
         device.let_go(2)
         thread.join(60)
         assert not thread.is_alive()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, KILL, TINY, Run, call, start
+from conftest import COMMAND, KILL, TINY, Run, call, run_script, start
+from ranked import held_port
 
 from offload_trainer import ranks
 from offload_trainer.errors import TrainerError, UserError
@@ -27,9 +28,7 @@ class Nodes:
 
     def __init__(self, *words: object, each: int, folder: Path, drives: Sequence[int] = (1, 1)) -> None:
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        self._bound, port = held_port()
         self.told, self.ranks = [], []
         for rank in range(NODES * each):
             drive = folder / f"drive-{rank // each}"
@@ -43,7 +42,8 @@ class Nodes:
             )
 
     def wait(self) -> list[int]:
-        return [rank.wait(300) for rank in self.ranks]
+        with self._bound:
+            return [rank.wait(300) for rank in self.ranks]
 
     @property
     def text(self) -> str:
@@ -99,6 +99,24 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     assert_same(by_one, alone)
     goes_on(words, output, folder=tmp_path / "again", alone=alone)
     goes_on(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
+
+
+ALONE = """
+import os, socket
+from offload_trainer import ranks
+from offload_trainer.run.launch import prepare_process
+from offload_trainer.settings import load_config
+
+prepare_process(load_config([]))
+other = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+ranks.join()
+"""
+
+
+def test_a_process_alone_asks_for_no_port_that_another_has_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    done = run_script(tmp_path / "alone.py")
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@
 
 Each is trained in fp32 for three steps by the tiered engine with all weights in RAM, with gradient checkpointing where
 transformers has it: with tiered.fetch=block, and with tiered.fetch=module in one buffer and in two. Right is: the same
-losses, norms and masters to the last bit, and parts fetched as often in a step as the plan has it.
+losses, norms and masters to the last bit, and parts, whole blocks (in one buffer and in two) and what is outside them
+fetched as often in a step as the plan has it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Result:
 class Trained:
     steps: list[tuple[float, float | None]]
     masters: dict[str, torch.Tensor]
-    fetched: dict[str, int]  # how often in a step after the first, by unit of a block
+    fetched: dict[str, int]  # how often in a step after the first, by unit that is away
     planned: dict[str, int]
     parts: int
     blocks: int
@@ -107,10 +108,10 @@ def train(model: Path, drive: Path, *words: str) -> Trained:
     with count.watching(), tiered(model, drive, [*WORDS, *words]) as (engine, _):
         steps = [engine.train_step([batch], lr=LR, clock=PhaseClock()) for batch in batches()]
         masters = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
-        blocks = [unit for unit in engine.offloaded.units if unit.block]
-    parts = [unit.within for unit in blocks if unit.is_part]
+        away = [unit for unit in engine.offloaded.units if engine.offloaded.weights.resident(unit.index) is None]
+    parts = [unit.within for unit in away if unit.is_part]
     numbers = [(step.loss, step.grad_norm) for step in steps]
-    fetched, planned = ({unit.name: of[unit.index] for unit in blocks} for of in (count.steps[-2], count.planned[-1]))
+    fetched, planned = ({unit.name: of[unit.index] for unit in away} for of in (count.steps[-2], count.planned[-1]))
     return Trained(numbers, masters, fetched, planned, len(parts), len(set(parts)))
 
 
@@ -124,12 +125,29 @@ def differences(found: Trained, expected: Trained) -> list[str]:
     other = [name for name, value in expected.masters.items() if not torch.equal(found.masters[name], value)]
     if other:
         wrong.append(f"{len(other)} weights differ, {other[0]} among them")
-    if found.fetched != found.planned:
-        name = next(name for name, times in found.fetched.items() if found.planned[name] != times)
-        wrong.append(
-            f"{sum(found.fetched.values())} parts fetched, {sum(found.planned.values())} planned: {name} "
-            f"{found.fetched[name]} times for {found.planned[name]}"
-        )
+    return wrong + otherwise(found)
+
+
+def otherwise(found: Trained) -> list[str]:
+    """What is fetched more often than planned, or less: one sentence at most."""
+    names = [name for name, times in found.fetched.items() if found.planned[name] != times]
+    told = ", ".join(f"{name} {found.fetched[name]} times for {found.planned[name]}" for name in names)
+    fetched, planned = sum(found.fetched.values()), sum(found.planned.values())
+    return [f"{fetched} units fetched, {planned} planned: {told}"] if names else []
+
+
+def whole_blocks(model: Path, drive: Path, *words: str) -> list[str]:
+    """What the plan has wrong of them with one buffer and with two, where a block runs with no more."""
+    wrong = []
+    for buffers in (1, 2):
+        try:
+            with mock.patch.object(layout, "SMALL", VECTORS):
+                found = train(model, drive, "tiered.fetch=block", f"tiered.unit_buffers={buffers}", *words)
+        except UserError as error:
+            if "unit_buffers must be" not in str(error):
+                raise
+            continue
+        wrong += [f"whole, {buffers} buffers: {what}" for what in otherwise(found)]
     return wrong
 
 
@@ -158,6 +176,7 @@ def examine(name: str, folder: Path) -> Result:
                 assert whole is not None
                 wrong += [f"{moved}, {way}: {what}" for what in differences(one, whole)]
                 parts, blocks = max(parts, one.parts), max(blocks, one.blocks)
+        wrong += whole_blocks(folder / "model", folder / "drive", how)
     except (UserError, TrainerError) as error:
         return Result(name, "refused", one_line(error))
     except Exception as error:

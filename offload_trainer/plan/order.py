@@ -44,9 +44,9 @@ def orders(units: Sequence[Unit], shape: ModelShape, *, again: bool) -> tuple[li
 def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
     """Units as a backward makes their gradients: once whatever runs several times, but for a head's that is tied."""
     names, inside = _order(units, shape).forward, _inside(units, shape)
-    tied = set(_tied(units))
-    first = [name for place, name in enumerate(names) if name in tied or names.index(name) == place]
-    return [unit for name in first for unit in inside[name]][::-1]
+    tied, first = set(_tied(units)), dict(zip(names[::-1], range(len(names) - 1, -1, -1), strict=True))
+    once = [name for place, name in enumerate(names) if name in tied or place == first[name]]
+    return [unit for name in once for unit in inside[name]][::-1]
 
 
 def _order(units: Sequence[Unit], shape: ModelShape) -> Order:

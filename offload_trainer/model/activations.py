@@ -14,7 +14,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,24 +27,43 @@ from offload_trainer.model.growth import ROWS, levels_of
 from offload_trainer.model.held import Gradient, Held, Kernels, Operations, TooLong
 from offload_trainer.model.hollow import BACKWARD, FORWARD, Hollow
 from offload_trainer.model.loss import CausalLoss, cross_entropy
+from offload_trainer.model.needed import Needed
 from offload_trainer.plan.activations import Activations, Growth, Part, pruned
+from offload_trainer.plan.shape import Order
 
 _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attributes that tell alike blocks apart
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a model holds, and in which order its passes need its weights."""
+
+    on_gpu: Activations
+    on_cpu: Activations
+    order: Order | None  # None: blocks are not known
 
 
 class _Run:
     """One pass of a body, or of a head, on the meta device."""
 
     def __init__(
-        self, loss: CausalLoss, kernels: Kernels, operations: Operations, *, packed: bool, tiles: Sequence[nn.Module]
+        self,
+        loss: CausalLoss,
+        kernels: Kernels,
+        *,
+        operations: Operations,
+        packed: bool,
+        tiles: Sequence[nn.Module],
+        needed: Needed,
     ) -> None:
         self._loss, self._model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed, self._hollow = packed, Hollow(tiles)
+        self._packed, self._hollow, self.needed = packed, Hollow(tiles), needed
 
     @contextmanager
     def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[Held]:
         parameters = list(self._model.parameters())
-        held = Held(iter([*parameters, *self._model.buffers(), *given]), self.operations, packed=self._packed)
+        there = iter([*parameters, *self._model.buffers(), *given])
+        held = Held(there, self.operations, packed=self._packed, reader=self.needed.given)
         places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
 
@@ -78,7 +97,7 @@ class _Run:
             handles += [p.register_post_accumulate_grad_hook(hand_over) for p in parameters if p.requires_grad]
             for handle in handles:
                 hooks.callback(handle.remove)
-            with self._kernels, held:
+            with self._kernels, self.needed.noting(first=bool(blocks)), held:
                 yield held
             first.clear()
 
@@ -232,7 +251,7 @@ def count_activations(
     whole_logits: bool = False,
     packed: bool = False,
     tiles: Sequence[str] = (),
-) -> tuple[Activations, Activations]:
+) -> Counted:
     """What `model` (on the meta device, parameters as they train) holds on a GPU and on a CPU, run in `dtype`.
 
     `packed`: in rows of several documents, with a mask between them. `tiles`: names of parts that run in pieces.
@@ -242,16 +261,18 @@ def count_activations(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.train()
+    needed = Needed(model, blocks)
     blocks = blocks or _checkpointed(model)
     loss = CausalLoss(model, chunk=1, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
     parts = [model.get_submodule(name) for name in tiles]
 
     def run(kernels: Kernels) -> _Run:
-        return _Run(loss, kernels, operations, packed=packed, tiles=parts)
+        return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, needed=needed)
 
-    on_gpu = _count(model, blocks, lambda: run(kernels))
-    return on_gpu, _count(model, blocks, lambda: run(Kernels("cpu"))) if kernels.differs else on_gpu
+    on_gpu, order = _count(model, blocks, lambda: run(kernels))
+    on_cpu = _count(model, blocks, lambda: run(Kernels("cpu")))[0] if kernels.differs else on_gpu
+    return Counted(on_gpu, on_cpu, order)
 
 
 def _checkpointed(model: PreTrainedModel) -> list[str]:
@@ -259,7 +280,9 @@ def _checkpointed(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]) -> Activations:
+def _count(
+    model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]
+) -> tuple[Activations, Order | None]:
     """With three or two blocks of each kind where the model runs so, else with all."""
     modules = [model.get_submodule(name) for name in blocks]
     kinds = _kinds(modules)
@@ -271,7 +294,8 @@ def _count(model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _R
             run.operations.attempt()
             try:
                 with _only(model, blocks, ran):
-                    return _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
+                    found = _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
+                return found, run.needed.order(ran)
             except TooLong as error:
                 failed = error
             except Exception as error:  # of transformers' code, where blocks are found by their number

@@ -7,7 +7,7 @@ logarithm a row; on a CPU none does with dropout), and whether rows are packed, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -134,15 +134,17 @@ class Operations:
 class Held(TorchDispatchMode):
     """Every allocation (+ bytes) and release (- bytes) in order, and marks in between."""
 
-    def __init__(self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool) -> None:
-        """`packed`: rows hold several documents."""
+    def __init__(
+        self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool, reader: Callable[[Any], None]
+    ) -> None:
+        """`packed`: rows hold several documents. `reader` is told what each operation is given."""
         super().__init__()
         self.events: list[int] = []
         self.marks: list[tuple[str, int, int]] = []  # what, which of them, how many events before it
         self.called: list[int] = []  # which blocks ran, in order
         self._operations = operations
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
-        self._any, self._packed = False, packed
+        self._any, self._packed, self._reader = False, packed, reader
 
     def mark(self, what: str, number: int = 0) -> None:
         self.marks.append((what, number, len(self.events)))
@@ -154,6 +156,7 @@ class Held(TorchDispatchMode):
         if func.overloadpacket in (_aten.any, _aten.all):
             self._any = func.overloadpacket is _aten.any
         self._operations.take()
+        self._reader((args, kwargs))
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):

@@ -59,7 +59,8 @@ def with_tiles(source: ModelSource) -> ModelSource:
     if shape.on_gpu is not None:
         with suppress(Exception):  # of an architecture's own code, which may do anything
             dtype = DTYPES[source.section.dtype]
-            on_gpu, on_cpu = count_activations(model, block_names(model), dtype=dtype, **how)
+            counted = count_activations(model, block_names(model), dtype=dtype, **how)
+            on_gpu, on_cpu = counted.on_gpu, counted.on_cpu
     found = replace(shape, tiles=tuple(names), tiles_again=tuple(again), tiled_on_gpu=on_gpu, tiled_on_cpu=on_cpu)
     return replace(source, shape=found)
 

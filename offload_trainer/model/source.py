@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.model.activations import count_activations
+from offload_trainer.model.activations import Counted, count_activations
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.beside import check_beside, copy_beside
 from offload_trainer.model.initial import (
@@ -52,8 +52,8 @@ from offload_trainer.model.pretrained import (
 from offload_trainer.model.sequence import refuse_pieces
 from offload_trainer.model.tensor import splits
 from offload_trainer.model.tiles import tile
-from offload_trainer.plan.activations import Activations
 from offload_trainer.plan.auto import wants_checkpointing
+from offload_trainer.plan.order import with_order
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.readback import one_line
 from offload_trainer.storage.dtypes import DTYPES
@@ -292,9 +292,8 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
     whole = counted is None and not comes_apart(model)
     if whole:
         counted = _activations(model, blocks, section, packed=packed, whole_logits=True)
-    on_gpu, on_cpu = counted or (None, None)
     text = model.config.get_text_config()
-    return ModelShape(
+    shape = ModelShape(
         weights=tuple(weights),
         layers=getattr(text, "num_hidden_layers", None) or len(blocks),
         hidden=getattr(text, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1],
@@ -303,13 +302,14 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
         attention=attention_widths(model, blocks),
         heads=_count(text, "num_attention_heads"),
         key_heads=_count(text, "num_key_value_heads") or _count(text, "num_attention_heads"),
-        on_gpu=on_gpu,
-        on_cpu=on_cpu,
+        on_gpu=counted.on_gpu if counted else None,
+        on_cpu=counted.on_cpu if counted else None,
         can_checkpoint=model.supports_gradient_checkpointing,
         whole_logits=whole,
         packed=packed,
         notes=_notes(model, section, whole_logits=whole),
     )
+    return with_order(shape, counted.order) if counted and counted.order else shape
 
 
 def _count(text: Any, name: str) -> int:
@@ -326,7 +326,7 @@ def _context(text: Any) -> int:
 
 def _activations(
     model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, packed: bool, whole_logits: bool = False
-) -> tuple[Activations, Activations] | None:
+) -> Counted | None:
     """Counted, or None for a model that cannot run without values: its plan is an estimate."""
     try:
         dtype = DTYPES[section.dtype]

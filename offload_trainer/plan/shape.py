@@ -56,6 +56,14 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Names of blocks, and of modules outside them, in the order in which a pass needs their weights, each time."""
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Counts of a causal language model, its parameters in the model's own order."""
 
@@ -75,6 +83,7 @@ class ModelShape:
     tiled_on_cpu: Activations | None = None
     apart: tuple[str, ...] = ()  # blocks, and modules in them, whose parts' weights need not be there at once
     needs: tuple[Needs, ...] = ()  # of blocks, where some are among those
+    order: Order | None = None  # of a pass; None: as weights are registered (`plan/order.py`), or not known
     can_checkpoint: bool = True  # whether its blocks can be checkpointed
     whole_logits: bool = False  # whether the loss needs those of all tokens of a micro-batch at once
     packed: bool = False  # whether a mask keeps documents of a row apart

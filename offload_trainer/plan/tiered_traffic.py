@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.kept import KeptInputs, inputs_of
 from offload_trainer.plan.layout import DEVICE, ELSEWHERE, RAM, Homes, Unit
+from offload_trainer.plan.order import as_gradients_come, orders
 from offload_trainer.plan.rings import fetches
-from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.take import Taken, taken
 from offload_trainer.plan.traffic import Traffic
@@ -80,17 +79,18 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Home
         move(homes.weights[unit], phase, read=times * e * elements)
         move(DEVICE, phase, read=times * into)
     collected = {unit.index for unit in units if homes.gradients[unit.index] >= 0}
-    gradients = list(reversed(_orders(units, work.shape, again=False)[0]))
+    gradients = as_gradients_come(units, work.shape)
     for unit, visits in _visits(units, collected, gradients, times=micro).items():
         size = g * sizes.trained_here(units[unit])
         move(homes.gradients[unit], "backward", read=(visits - 1) * size, written=visits * size)
-    handed_over = [place.weight for unit in units if homes.gradients[unit.index] != DEVICE for place in unit.places]
+    outside = [units[unit] for unit in set(gradients) if homes.gradients[unit] != DEVICE]
+    handed_over = [place.weight for unit in outside for place in unit.places]
     move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
 
 
 def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> Counter[tuple[int, str]]:
     """How often a rank brings a unit's weights to its device in each phase of a step, by (unit, phase)."""
-    forward, backward = _orders(units, work.shape, again=work.checkpointing)
+    forward, backward = orders(units, work.shape, again=work.checkpointing)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
     needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.accumulate)
     passes = len(forward) + len(backward)
@@ -127,26 +127,6 @@ def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: Homes) -> i
     """
     added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
     return (work.added - 1) * (2 * work.gradient_bytes + work.item_bytes) * added
-
-
-def _orders(units: Sequence[Unit], shape: ModelShape, *, again: bool) -> tuple[list[int], list[int]]:
-    """Units as a forward and a backward pass need their weights. Embeddings are not needed in the backward.
-
-    `again`: a backward computes each block again.
-    """
-    first = next((unit.index for unit in units if unit.block), len(units))
-    before = [unit.index for unit in units if unit.index < first]
-    tied = [unit for unit in before if any(place.weight.uses > 1 for place in units[unit].places)]
-    unit_of = {place.weight.name: unit.index for unit in units for place in unit.places}
-    needs = {each.block: each for each in shape.needs}
-    forward, backward = list[int](), list[list[int]]()
-    for block, its in groupby(units[first:], key=lambda unit: unit.within or unit.index):
-        parts = [unit.index for unit in its]
-        known = needs.get(str(block))
-        order = [unit_of[name] for name in known.forward] if known else parts
-        forward += order
-        backward.append([unit_of[name] for name in known.backward] if known and again else order[::-1])
-    return before + forward + tied, tied[::-1] + [unit for order in reversed(backward) for unit in order]
 
 
 def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int], *, times: int) -> Counter[int]:

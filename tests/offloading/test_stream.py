@@ -17,6 +17,7 @@ from offload_trainer.plan.choose import make_plan
 from offload_trainer.run.roomier import as_wished
 from offload_trainer.settings import load_config
 
+FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
 KINDS = {
     "tied": ("gpt2", True, []),
     "untied": ("gpt2", False, []),
@@ -24,6 +25,8 @@ KINDS = {
     "untied, by the module": ("qwen3", False, ["model.checkpointing=off", "tiered.fetch=module"]),
     "tied, by the module, checkpointed": ("gpt2", True, ["model.checkpointing=on", "tiered.fetch=module"]),
     "untied, by the module, checkpointed": ("qwen3", False, ["model.checkpointing=on", "tiered.fetch=module"]),
+    "untied, frozen": ("qwen3", False, ["model.checkpointing=off", FROZEN]),
+    "untied, frozen, checkpointed": ("qwen3", False, ["model.checkpointing=on", FROZEN]),
     "untied, reentrant": ("qwen3", False, ["model.checkpointing=on", REENTRANT]),
 }
 

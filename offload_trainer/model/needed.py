@@ -1,0 +1,86 @@
+"""In which order a pass needs weights of blocks and of modules outside them: noted where a model runs without memory.
+
+    forward    a module that begins needs its own weights, a block all inside it: as the engine's hooks bring them
+    backward   an operation of autograd's is given a weight that was saved for it: no embedding's, and none of what is
+               frozen with all that comes before
+
+So a tower that text does not pass is not in it, nor what nobody calls, whatever the order in which modules are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from offload_trainer.offloading.autograd import in_backward
+from offload_trainer.plan.shape import Order
+
+
+class Needed:
+    """Notes it in a run of a model's body, and in that of its head which follows: the last ones count."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
+        self._unit_of = {
+            parameter: next((block for block in blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
+            for name, parameter in model.named_parameters()
+        }
+        self._wanted = {
+            module: [self._unit_of[parameter] for parameter in module.parameters(recurse=module in inside)]
+            for module in model.modules()
+        }
+        self._passes: list[list[str]] = []  # forward and backward of the body, of the head
+        self._storages: dict[int, str] = {}
+
+    @contextmanager
+    def noting(self, *, first: bool) -> Iterator[None]:
+        """Around a forward and its backward; `first`: the body's. What comes behind the head's is nothing new."""
+        self._passes = [*([] if first else self._passes), [], []]
+        self._storages = {weight.untyped_storage()._cdata: unit for weight, unit in self._unit_of.items()}
+        handles = [module.register_forward_pre_hook(self._begin) for module, units in self._wanted.items() if units]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        self._passes[-2] += self._wanted[module]
+
+    def given(self, arguments: Any) -> None:
+        """To an operation; those of a backward count."""
+        if not in_backward():
+            return
+        for value in tree_iter(arguments):
+            unit = self._storages.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
+            if unit is not None:
+                self._passes[-1].append(unit)
+
+    def order(self, ran: Sequence[int]) -> Order | None:
+        """`ran`: numbers of blocks; the others are like the next one that did. None where no blocks are known."""
+        if not self._blocks:
+            return None
+        others = {
+            block: self._blocks[min(n for n in ran if n > number)]
+            for number, block in enumerate(self._blocks)
+            if number not in ran
+        }
+        body, body_back, head, head_back = self._passes[:4]
+        backward = _filled([*head_back, *body_back][::-1], others)
+        return Order(_filled([*body, *head], others), backward[::-1])
+
+
+def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
+    """Each once where it is needed several times in a row, and before a block the others that are like it."""
+    found: list[str] = []
+    for unit, _ in groupby(units):
+        if unit not in found:
+            found += [other for other, like in others.items() if like == unit]
+        found.append(unit)
+    return tuple(found)

@@ -1,0 +1,139 @@
+"""Whole blocks, and what is outside them, come to the device as often as the plan has it, in whichever order a model
+has made them: in transformers' causal language models, tiny.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, reference
+
+from offload_trainer.model.activations import count_activations
+from offload_trainer.model.source import block_names
+from offload_trainer.plan.layout import units_of
+from offload_trainer.plan.order import as_gradients_come, orders, with_order
+from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import parts_of_all
+import tiny_models
+from every_architecture import in_a_child, one_line, saved
+
+SELECTED = {
+    "Bart": "a decoder, whose embeddings have a norm",
+    "Fuyu": "a module for pictures, larger than all else",
+    "Gemma3nText": "an embedding that is made behind the blocks",
+    "GPT2": "positions, and a head that is tied",
+    "MossTranscribeDiarize": "a tower with blocks of its own",
+    "Roberta": "embeddings in a block",
+}
+OTHERWISE = {
+    "runs that cannot be counted, of towers or not as they are registered": {"Bert", "Blt", "Git"},
+    "runs that cannot be counted, of blocks that run several times": {"HrmText"},
+    "blocks are not known": {"OpenAIGPT", "XLM", "XLNet"},
+}
+
+
+def examine(name: str, folder: Path) -> parts_of_all.Result:
+    try:
+        model = saved(tiny_models.tiny_config(tiny_models.kinds()[name]), folder / "model")
+    except Exception as error:  # of transformers' code: docs/architectures.md names them
+        return parts_of_all.Result(name, "transformers", one_line(error))
+    how = f"model.checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
+    wrong = parts_of_all.whole_blocks(folder / "model", folder / "drive", how)
+    return parts_of_all.Result(name, "wrong" if wrong else "right", "; ".join(wrong))
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_units_come_as_often_as_planned(name: str, tmp_path: Path) -> None:
+    result = examine(name, tmp_path)
+    assert (result.outcome, result.why) == ("right", "")
+
+
+def test_units_of_every_architecture_come_as_often_as_planned(request: pytest.FixtureRequest) -> None:
+    """Without --exhaustive those that are known not to."""
+    known = {name for names in OTHERWISE.values() for name in names}
+    names = tiny_models.kinds() if request.config.getoption("--exhaustive") else known
+    found = [in_a_child(name, examine, parts_of_all.Result) for name in sorted(names)]
+    assert {one.name for one in found if one.outcome == "wrong"} == known
+    assert {one.outcome for one in found} <= {"right", "wrong", "transformers"}
+
+
+def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_trainer.model.source.with_order", lambda shape, _: shape)
+    result = examine("MossTranscribeDiarize", tmp_path)
+    assert result.outcome == "wrong"
+    assert "model.audio_tower.layers.0 0 times for 2" in result.why
+
+
+# -- the order by itself ----------------------------------------------------------------------------------------------
+
+
+def shown(name: str, *, layers: int, frozen: tuple[str, ...] = ()) -> Order:
+    config = type(ARCHITECTURES[name])(**ARCHITECTURES[name].to_diff_dict() | {"num_hidden_layers": layers})
+    model = reference(config).to("meta")
+    for weight, parameter in model.named_parameters():
+        parameter.requires_grad_(not weight.startswith(frozen))
+    order = count_activations(model, block_names(model), dtype=torch.float32).order
+    assert order is not None
+    return order
+
+
+def test_blocks_that_were_not_run_are_where_they_would_be() -> None:
+    """Three of each kind are run."""
+    blocks = [f"model.layers.{number}" for number in range(7)]
+    order = shown("llama, untied", layers=7)
+    assert order.forward == ("model.embed_tokens", *blocks, "model.norm", "lm_head")
+    assert order.backward == ("lm_head", "model.norm", *blocks[::-1])
+
+
+def test_what_is_frozen_with_all_before_it_is_needed_in_no_backward() -> None:
+    first = ("model.embed_tokens.", *(f"model.layers.{number}." for number in range(5)))
+    order = shown("llama, untied", layers=7, frozen=first)
+    assert order.forward == shown("llama, untied", layers=7).forward
+    assert order.backward == ("lm_head", "model.norm", "model.layers.6", "model.layers.5")
+    behind = shown("llama, untied", layers=7, frozen=("model.layers.6.",))
+    assert behind.backward == shown("llama, untied", layers=7).backward
+
+
+def shape_of(**more: object) -> ModelShape:
+    weights = [
+        Weight("embed.weight", (999, 64), unit="embed", uses=2),
+        *(Weight(f"h.{n}.{w}", (64, 64), unit=f"h.{n}", block=True, part=f"h.{n}.{w}") for n in (0, 1) for w in "ab"),
+        Weight("late.weight", (64, 64), unit="late"),
+    ]
+    return ModelShape(tuple(weights), layers=2, hidden=64, vocabulary=999, context=64, **more)  # type: ignore[arg-type]
+
+
+def named(shape: ModelShape, *, again: bool) -> tuple[list[str], list[str]]:
+    units = units_of(shape)
+    forward, backward = orders(units, shape, again=again)
+    return [units[unit].name for unit in forward], [units[unit].name for unit in backward]
+
+
+def test_without_a_run_units_are_needed_as_they_are_registered() -> None:
+    parts = ["h.0.a", "h.0.b", "h.1.a", "h.1.b"]
+    forward, backward = named(shape_of(), again=False)
+    assert forward == ["embed", *parts, "late", "embed"]
+    assert backward == ["embed", "late", *parts[::-1]]
+    registered = Order(("embed", "h.0", "h.1", "late", "embed"), ("embed", "late", "h.1", "h.0"))
+    assert with_order(shape_of(), registered) == shape_of()
+
+
+def test_parts_come_as_their_trial_has_them_each_time_that_their_block_runs() -> None:
+    """h.0 twice, whose trial has both of its runs; h.1 is frozen, and is computed again where it is checkpointed."""
+    needs = (Needs("h.0", ("h.0.b", "h.0.a") * 2, ("h.0.b", "h.0.a", "h.0.b") * 2),)
+    order = Order(("late", "embed", "h.1", "h.0", "h.0", "embed"), ("embed", "h.0", "h.0"))
+    shape = with_order(shape_of(needs=needs), order)
+    assert shape.order == order
+    forward, backward = named(shape, again=False)
+    assert forward == ["late", "embed", "h.1.a", "h.1.b", *["h.0.b", "h.0.a"] * 2, "embed"]
+    assert backward == ["embed", *["h.0.a", "h.0.b"] * 2]
+    again = named(shape, again=True)[1]
+    assert again == ["embed", *["h.0.b", "h.0.a", "h.0.b"] * 2, "h.1.b", "h.1.a"]
+    units = units_of(shape)
+    gradients = [units[unit].name for unit in as_gradients_come(units, shape)]
+    assert gradients == ["embed", "h.0.a", "h.0.b", "h.1.b", "h.1.a", "embed", "late"]

@@ -1,6 +1,6 @@
 """Ways to run a wish that take less of what computes, as far as the wish leaves them open.
 
-    fewer buffers for weights < MLPs on pieces of a row < blocks' weights by the module, with fewer buffers, in pieces
+fewer buffers for weights < MLPs on pieces of a row < blocks' weights by the module, with fewer buffers, in pieces
 """
 
 from __future__ import annotations

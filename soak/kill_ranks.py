@@ -16,7 +16,6 @@ import argparse
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -39,6 +38,7 @@ from trials import (
     what_was_hit,
 )
 
+from offload_trainer.run.launch import kept_port
 from offload_trainer.run.watch import LAUNCHER, begin_launchers_watch
 from offload_trainer.streams import write_now
 
@@ -85,9 +85,8 @@ class Launcher:
     pid: int = field(default_factory=os.getpid)
 
     def carry_out(self) -> int:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        kept = kept_port()  # until all have ended
+        port = kept.getsockname()[1]
         for rank in range(self.count):
             pid = os.fork()
             if not pid:

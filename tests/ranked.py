@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
 from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.ranks import gather, place_here, wait_for_all
+from offload_trainer.run.launch import kept_port
 from offload_trainer.storage.transfer import ThreadedTransfers
 
 FILES = ("master", "exp_avg", "exp_avg_sq")
@@ -169,10 +169,8 @@ def call_ranks(
     *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
 ) -> list[Run]:
     """`offload-train WORDS --output OUTPUT` by so many ranks, `last` added to the last one's. No launcher is there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    with kept_port() as kept, tempfile.TemporaryDirectory() as folder:
+        port = kept.getsockname()[1]
         told = [Path(folder) / f"told-{rank}" for rank in range(count)]
         forks = []
         for rank, path in enumerate(told):

@@ -48,17 +48,29 @@ def prepare_process(config: TrainConfig) -> int:
     if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        _kept.append(kept_port())
         os.environ |= {
             "RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(_kept[-1].getsockname()[1]),
         }
     return threads
+
+
+_kept: list[socket.socket] = []  # until this process ends
+
+
+def kept_port() -> socket.socket:
+    """Bound to a port of this machine: nobody else is given it while this is open, and torch's store may listen at it.
+
+    Closed before that, any connection that begins meanwhile may get it, and the store has none.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store's own has it
+    kept.bind(("127.0.0.1", 0))
+    return kept
 
 
 def _stay_near(rank: int, *, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import time
@@ -9,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from conftest import COMMAND, KILL, TINY, Run, call, start
 
 from offload_trainer import ranks
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.run import nodes as module
+from offload_trainer.run.launch import kept_port, prepare_process
 from offload_trainer.run.nodes import refuse_unseen
+from offload_trainer.settings import load_config
 
 NODES = 2
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
@@ -27,9 +31,8 @@ class Nodes:
 
     def __init__(self, *words: object, each: int, folder: Path, drives: Sequence[int] = (1, 1)) -> None:
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        self._kept = kept_port()
+        port = str(self._kept.getsockname()[1])
         self.told, self.ranks = [], []
         for rank in range(NODES * each):
             drive = folder / f"drive-{rank // each}"
@@ -43,7 +46,8 @@ class Nodes:
             )
 
     def wait(self) -> list[int]:
-        return [rank.wait(300) for rank in self.ranks]
+        with self._kept:
+            return [rank.wait(300) for rank in self.ranks]
 
     @property
     def text(self) -> str:
@@ -101,16 +105,34 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     goes_on(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
 
 
+def test_a_port_that_is_kept_is_the_stores_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process alone too, whose engine asks for it long after it was chosen."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # put back as it was in the end
+        monkeypatch.delenv(name)
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")
+    prepare_process(load_config([]))
+    with kept_port() as kept:
+        for port in (kept.getsockname()[1], int(os.environ["MASTER_PORT"])):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            master, client = (
+                dist.TCPStore("127.0.0.1", port, is_master=first, wait_for_workers=False) for first in (True, False)
+            )
+            client.set("key", "value")
+            assert master.get("key") == b"value"
+
+
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(ranks, "_JOINING", 0.5)
-    with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node"):
-        ranks._when_all_have_come()
+    with kept_port() as kept:
+        port = str(kept.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        monkeypatch.setattr(ranks, "_JOINING", 0.5)
+        with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node"):
+            ranks._when_all_have_come()
 
 
 def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,23 @@ from offload_trainer.run.nodes import refuse_unseen
 from offload_trainer.settings import load_config
 
 NODES = 2
+HELD = Path(__file__).parent.with_name("held.py")
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
 
 
 class Nodes:
-    """Two of them, of `each` ranks, each with a drive of its own unless `drives` says 0."""
+    """Two of them, of `each` ranks, each with a drive of its own unless `drives` says 0; each rank is `script`."""
 
-    def __init__(self, *words: object, each: int, folder: Path, drives: Sequence[int] = (1, 1)) -> None:
+    def __init__(
+        self,
+        *words: object,
+        each: int,
+        folder: Path,
+        drives: Sequence[int] = (1, 1),
+        script: Sequence[object] = (COMMAND,),
+    ) -> None:
         folder.mkdir()
         self._kept = kept_port()
         port = str(self._kept.getsockname()[1])
@@ -42,7 +50,7 @@ class Nodes:
             env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             self.told.append(folder / f"told-{rank}")
             self.ranks.append(
-                start(COMMAND, *words, *named, stdout=self.told[-1], stderr=self.told[-1], MASTER_PORT=port, **env)
+                start(*script, *words, *named, stdout=self.told[-1], stderr=self.told[-1], MASTER_PORT=port, **env)
             )
 
     def wait(self) -> list[int]:
@@ -89,14 +97,16 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     """Two nodes of two ranks, one of them killed; then two of one, or one rank; and one rank's checkpoint by nodes."""
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
-    output = tmp_path / "killed"
-    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes")
+    output, go = tmp_path / "killed", tmp_path / "go"
+    held = [HELD, 4, go]  # where they wait for what is done to them
+    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=held)
     until = time.monotonic() + 300
     while not (output / "checkpoints/step-00000002/MANIFEST.json").exists() and time.monotonic() < until:
         assert all(rank.poll() is None for rank in nodes.ranks), nodes.text
         time.sleep(0.01)
     for rank in nodes.ranks[2:]:
         rank.send_signal(KILL)
+    go.touch()
     codes = nodes.wait()
     assert codes == [ranks.LOST] * 2 + [-KILL] * 2, nodes.text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))

@@ -85,9 +85,10 @@ class Launcher:
     pid: int = field(default_factory=os.getpid)
 
     def carry_out(self) -> int:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        bound = socket.socket()  # open until all have ended, so that nobody else is given its port
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store's own has it
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
         for rank in range(self.count):
             pid = os.fork()
             if not pid:

@@ -124,7 +124,8 @@ def test_runs_with_dropout_are_the_same_run(drive: Path, tmp_path: Path) -> None
     tiered = ["--engine", "tiered", "--ram-fraction", "0.5", "train.eval_every=3", "train.sample_every=5"]
     whole = call(*words, *tiered, output=tmp_path / "tiered")
     plain = [*words[:-2], "--engine", "plain", "train.eval_every=0"]
-    killed = call_and_kill(*plain, output=tmp_path / "plain", when=lambda lines: len(lines) >= 6, number=KILL)
+    saved = tmp_path / "plain/checkpoints/step-00000004/MANIFEST.json"
+    killed = call_and_kill(*plain, output=tmp_path / "plain", when=lambda _: saved.exists(), number=KILL, hold=6)
     assert killed.code == -9
     again = call(*plain, output=tmp_path / "plain")
     assert "resumed from" in again.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -30,7 +31,7 @@ LENGTH, END = 24, 7
 
 def model_of(name: str) -> PreTrainedModel:
     """Weights so large that what crosses shows, and windows that documents are longer than."""
-    config = ARCHITECTURES[name]
+    config = copy.deepcopy(ARCHITECTURES[name])
     if getattr(config, "sliding_window", None):
         config.sliding_window = 5
     model = reference(config).eval()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from conftest import COMMAND, KILL, TINY, Run, call, run_script, start
 from ranked import held_port
 
@@ -18,15 +19,23 @@ from offload_trainer.run import nodes as module
 from offload_trainer.run.nodes import refuse_unseen
 
 NODES = 2
+HELD = Path(__file__).parent.with_name("held.py")
 DROPOUT = [f"model.overrides.{name}=0.1" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
 WORDS = [*TINY, *DROPOUT, "--scratch", "--dtype", "bf16", "--engine", "tiered", "--save-every", "2", "--steps", "6"]
 HALF = ["--optimizer", "nvme", "--ram-fraction", "0.5", "--params", "cpu"]
 
 
 class Nodes:
-    """Two of them, of `each` ranks, each with a drive of its own unless `drives` says 0."""
+    """Two of them, of `each` ranks, each with a drive of its own unless `drives` says 0; each rank is `script`."""
 
-    def __init__(self, *words: object, each: int, folder: Path, drives: Sequence[int] = (1, 1)) -> None:
+    def __init__(
+        self,
+        *words: object,
+        each: int,
+        folder: Path,
+        drives: Sequence[int] = (1, 1),
+        script: Sequence[object] = (COMMAND,),
+    ) -> None:
         folder.mkdir()
         self._bound, port = held_port()
         self.told, self.ranks = [], []
@@ -38,7 +47,7 @@ class Nodes:
             env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             self.told.append(folder / f"told-{rank}")
             self.ranks.append(
-                start(COMMAND, *words, *named, stdout=self.told[-1], stderr=self.told[-1], MASTER_PORT=port, **env)
+                start(*script, *words, *named, stdout=self.told[-1], stderr=self.told[-1], MASTER_PORT=port, **env)
             )
 
     def wait(self) -> list[int]:
@@ -85,14 +94,16 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
     """Two nodes of two ranks, one of them killed; then two of one, or one rank; and one rank's checkpoint by nodes."""
     words, one = [*WORDS, *HALF], [*by(1), "--nvme", drive]
     alone = call(*words, *one, output=tmp_path / "alone")
-    output = tmp_path / "killed"
-    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes")
+    output, go = tmp_path / "killed", tmp_path / "go"
+    held = [HELD, 4, go]  # where they wait for what is done to them
+    nodes = Nodes(*words, *by(4), "--output", output, each=2, folder=tmp_path / "nodes", script=held)
     until = time.monotonic() + 300
     while not (output / "checkpoints/step-00000002/MANIFEST.json").exists() and time.monotonic() < until:
         assert all(rank.poll() is None for rank in nodes.ranks), nodes.text
         time.sleep(0.01)
     for rank in nodes.ranks[2:]:
         rank.send_signal(KILL)
+    go.touch()
     codes = nodes.wait()
     assert codes == [ranks.LOST] * 2 + [-KILL] * 2, nodes.text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
@@ -119,16 +130,27 @@ def test_a_process_alone_asks_for_no_port_that_another_has_meanwhile(tmp_path: P
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_port_that_is_held_is_the_stores_and_nobody_elses() -> None:
+    bound, port = held_port()
+    with bound:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(port)))
+        master, client = (
+            dist.TCPStore("127.0.0.1", int(port), is_master=first, wait_for_workers=False) for first in (True, False)
+        )
+        client.set("key", "value")
+        assert master.get("key") == b"value"
+
+
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(ranks, "_JOINING", 0.5)
-    with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node"):
-        ranks._when_all_have_come()
+    bound, port = held_port()
+    with bound:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        monkeypatch.setattr(ranks, "_JOINING", 0.5)
+        with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node"):
+            ranks._when_all_have_come()
 
 
 def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

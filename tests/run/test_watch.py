@@ -72,32 +72,66 @@ def test_the_launcher_kills_a_rank_that_is_stopped_when_the_others_have_ended(mo
     )
 
 
-LAST = """
+# In front of scripts whose ranks must all be there before one stands still: the lowest of the others acts.
+ALL_THERE = """
 import os, signal, time
-from offload_trainer.run import watch
+from pathlib import Path
 
-watch._EVERY = 0.02
+gate, go = os.pipe()
 
-def rank(number, port):
-    pid = os.fork()
-    if not pid:
-        os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-        watch.begin_watch(print)
-        time.sleep(0.5)
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
-    return pid
+def wait_for_all():
+    os.close(go)
+    os.read(gate, 1)
 
-ours = [rank(0, 29513), rank(1, 29513)]
-watch.begin_launchers_watch(lambda line: print(line, flush=True))
-ended = dict(os.wait() for _ in ours)
-assert (ended[ours[0]], os.waitstatus_to_exitcode(ended[ours[1]])) == (0, -signal.SIGKILL), ended
+def let_go(ranks):
+    while not all(Path(f"/proc/{pid}/comm").read_text().startswith("rank ") for pid in ranks):
+        time.sleep(0.005)
+    os.close(go)
 """
 
 
-STOPPED = """
-import os, signal, sys, time
+LAST = """
+import os, signal, threading
+from offload_trainer.run import watch
+
+watch._EVERY = 0.02
+looks, seen, both_seen = watch._LaunchersWatch._look, set(), threading.Event()
+
+def look(self, found):
+    looks(self, found)
+    seen.update(found)
+    if len(seen) == 2:
+        both_seen.set()
+
+watch._LaunchersWatch._look = look
+
+def rank(number, port):
+    gate, go = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(go)
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        watch.begin_watch(print)
+        os.read(gate, 1)
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    return pid, go
+
+second, then = rank(1, 29513)
+first, now = rank(0, 29513)
+watch.begin_launchers_watch(lambda line: print(line, flush=True))
+both_seen.wait()
+os.close(now)
+assert os.waitpid(first, 0)[1] == 0
+os.close(then)  # the second stands still when nobody is left to see it
+assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == -signal.SIGKILL
+"""
+
+
+STOPPED = (
+    ALL_THERE
+    + """
 from offload_trainer.run import watch
 
 watch._EVERY = 0.02
@@ -107,26 +141,31 @@ def rank(number, port, kind):
     if not pid:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": "3", "MASTER_PORT": str(port)}
         watch.begin_watch(lambda line: print(number, line, flush=True))
+        os.close(go) if number == 7 else wait_for_all()
         if kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)
     return pid
 
 others = rank(7, 29511, "stopped")
+assert os.WIFSTOPPED(os.waitpid(others, os.WUNTRACED)[1])
 ours = [rank(0, 29510, "lives"), rank(1, 29510, "stopped"), rank(2, 29510, "lives")]
+let_go(ours)
 pid, status = os.wait()
 assert pid == ours[1] and os.waitstatus_to_exitcode(status) == -signal.SIGKILL, (pid, status)
-assert os.waitpid(others, os.WNOHANG | os.WUNTRACED)[1], "another run's was touched"
-assert not os.waitpid(others, os.WNOHANG)[0], "another run's was ended"
+assert os.waitpid(others, os.WNOHANG | os.WCONTINUED) == (0, 0), "another run's was touched"
 for pid in (ours[0], ours[2], others):
     os.kill(pid, signal.SIGKILL)
 """
+)
 
 LEFT = """
-import os, signal, time
+import os, signal, threading, time
 from offload_trainer.run import watch
 
 watch._EVERY = 0.02
+heard, sleep = threading.Event(), time.sleep
+time.sleep = lambda seconds: heard.wait() if seconds == watch._GRACE * watch._EVERY else sleep(seconds)
 reader, writer = os.pipe()
 launcher = os.fork()
 if not launcher:
@@ -135,7 +174,7 @@ if not launcher:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
     os.environ[watch.LAUNCHER] = str(os.getppid()) if os.getppid() != 1 else "2"
-    signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"told to end\\n"))
+    signal.signal(signal.SIGTERM, lambda *_: (os.write(writer, b"told to end\\n"), heard.set()))
     watch.begin_watch(lambda line: os.write(writer, f"{line}\\n".encode()))
     time.sleep(600)
     os._exit(0)
@@ -178,8 +217,10 @@ def test_a_process_alone_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None
     assert Path("/proc/self/comm").read_text() == before
 
 
-HUNG = """
-import os, signal, sys, time
+HUNG = (
+    ALL_THERE
+    + """
+import sys
 from offload_trainer.run import watch
 
 watch._EVERY, watch._INTO_KERNEL = 0.02, 2
@@ -190,6 +231,7 @@ def rank(number, port, hangs=False):
     if not pid:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": "3", "MASTER_PORT": str(port)}
         watch.begin_watch(lambda line: print(number, line, flush=True), hung=0.2)
+        wait_for_all()
         while not hangs:
             time.sleep(600)
         # until somebody opens the FIFO the kernel has this thread, and Python's lock, wait for its child's exec
@@ -197,6 +239,7 @@ def rank(number, port, hangs=False):
     return pid
 
 ours = [rank(0, 29513, hangs=True), rank(1, 29513), rank(2, 29513)]
+let_go(ours)
 ended = dict(os.waitpid(-1, 0) for _ in range(2))
 codes = {ours.index(pid): os.waitstatus_to_exitcode(status) for pid, status in ended.items()}
 assert codes == {0: -signal.SIGKILL, 1: 1}, codes
@@ -204,6 +247,7 @@ assert not os.waitpid(ours[2], os.WNOHANG)[0], "one that waits for others is bla
 os.kill(ours[2], signal.SIGKILL)
 os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
 """
+)
 
 
 def test_a_rank_that_hangs_within_the_kernel_is_named_and_killed(tmp_path: Path) -> None:

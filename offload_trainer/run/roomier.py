@@ -74,7 +74,7 @@ class Roomier:
                 return some_homes_fit(one, layouts, machine, world=world, nodes=nodes, saves=saves)
 
             if fits(fewer[-1]):
-                yield next(one for one in fewer if fits(one)), of
+                yield next((one for one in fewer[:-1] if fits(one)), fewer[-1]), of
 
     def least(self, config: TrainConfig) -> tuple[TrainConfig, Any]:
         """The wish that takes least room, with its model."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+from fractions import Fraction
 
 import torch
 
@@ -66,7 +68,7 @@ def _adam(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
     from_gradient = abs(rest1) >= 0.5  # lerp starts from the end that is nearer
     return AdamStep(
         scale,
-        1 - hyper.lr * hyper.decay,
+        _decay_factor(hyper),
         rest1 - 1 if from_gradient else rest1,
         from_gradient,
         beta2,
@@ -75,6 +77,17 @@ def _adam(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
         hyper.eps,
         -(hyper.lr / (1 - beta1**step)),
     )
+
+
+def _decay_factor(hyper: AdamW) -> float:
+    """Return 1 - lr * weight_decay, rounded once.
+
+    torch's fused kernel is compiled with fused multiply-add, so the product is not rounded before the subtraction. The
+    two differ where the product is close to 1.
+    """
+    if not (math.isfinite(hyper.lr) and math.isfinite(hyper.decay)):
+        return 1 - hyper.lr * hyper.decay
+    return float(1 - Fraction(hyper.lr) * Fraction(hyper.decay))
 
 
 def _lion(hyper: Lion, *, scale: float) -> LionStep:

@@ -44,9 +44,9 @@ def matches_torch(kernel: Kernel) -> bool:
     return gives_the_bits_of(TorchKernel(), kernel)
 
 
-# Of AdamW's the second starts its first moment's step from the gradient.
+# The second AdamW starts the step of its first moment from the gradient, and its lr * decay rounds to 1.
 _TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
-    ADAMW: (AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(2e-3, (0.3, 0.999), 1e-6, 0.0)),
+    ADAMW: (AdamW(3e-4, (0.9, 0.95), 1e-8, 0.1), AdamW(10.0, (0.3, 0.999), 1e-6, 0.1)),
     LION: (Lion(1e-4, (0.9, 0.99), 0.1), Lion(2e-3, (0.3, 0.5), 0.0)),
 }
 

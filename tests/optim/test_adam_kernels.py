@@ -78,6 +78,21 @@ def test_bits_of_torch_adamw(kind: type[Kernel], dtype: torch.dtype, monkeypatch
     assert same_bits(grad, before)
 
 
+@pytest.mark.parametrize(("lr", "decay"), [(10.0, 0.1), (3.0, 1 / 3), (7.0, 1 / 7), (1e-3, 1000.0), (0.3, 0.7)])
+@pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
+def test_decay_factor_close_to_zero_matches_torch_adamw(kind: type[Kernel], lr: float, decay: float) -> None:
+    n = 4096
+    state, grad = state_of(n), numbers(n, seed=4)
+    weight = torch.nn.Parameter(state[0].clone())
+    optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=decay, fused=True)
+    weight.grad = grad.clone()
+    optimizer.step()
+    zeros = torch.zeros(n), torch.zeros(n)
+    hyper = AdamW(lr, (0.9, 0.99), 1e-8, decay)
+    update_stretch(kind(), state[0], *zeros, grad, None, scale=1.0, hyper=hyper, step=1)
+    assert same_bits(state[0], weight.data)
+
+
 @pytest.mark.parametrize("kind", [TorchKernel, NativeKernel])
 def test_bits_do_not_depend_on_where_a_weight_is_cut(kind: type[Kernel]) -> None:
     n = 70_003

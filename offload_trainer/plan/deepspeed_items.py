@@ -125,7 +125,8 @@ class StockBytes:
         elif self.device == "ram":
             each = _HOLES[self.placement.stage]
             holes = int(each * self.work.item_bytes * self.held_trained) * here
-            items.append(Item("ram", "heap", holes, f"measured: holes, {each} times the gradients that come and go"))
+            why = f"measured: holes, {each} times the gradients that come and go; peaks were seen up to 13 % above"
+            items.append(Item("ram", "heap", holes, why))
         return items
 
     def _whole_weights(self) -> list[Item]:

@@ -1,12 +1,13 @@
-"""Where each weight lies: units of the model, pages of the optimizer state, homes of the pages. Pure arithmetic.
+"""Lay out a model for the tiered engine: units, the pages of their optimizer state, and the tier of each page.
 
     ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
 
-A unit is one of the model's repeated blocks, a part of one (`plan/divided.py`), or a module outside them. Its weights
-lie end to end, the trainable ones first, matrices before vectors; so an element of the optimizer state has the same
-place in its unit as the weight it belongs to. A page is a stretch of one unit's trainable part. Everything that is
-moved starts and ends at a multiple of 4096 elements, which is a multiple of a drive's sector for elements of any size.
-Of several ranks each updates a stretch of every unit.
+A unit is one of the model's repeated blocks, a part of one (`plan/divided.py`), or a module outside the blocks. Its
+weights are concatenated, trainable ones first and matrices before vectors, so an element of the optimizer state has
+the same offset in its unit as its weight. A page is a range of one unit's trainable part. Every transfer starts and
+ends at a multiple of 4096 elements, which is a multiple of a drive's sector for every element size. With several
+ranks, each rank updates one range of every unit. The plan counts with these functions, and the engine allocates with
+them.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from offload_trainer.plan.shape import ModelShape, Weight
 
 ALIGN = 4096  # elements
 BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization)
-_WEIGHT_ALIGN = BLOCK_8BIT  # elements; a scale then belongs to one weight, and matrix units find aligned rows
-SMALL = 1 << 20  # elements; a unit outside the blocks below this stays where it is used
+_WEIGHT_ALIGN = BLOCK_8BIT  # elements; each scale then belongs to one weight, and matrix products read aligned rows
+SMALL = 1 << 20  # elements; a unit outside the blocks that is smaller than this stays on the device
 
-RAM, DEVICE, ELSEWHERE = -1, -2, -3  # homes; drives are 0, 1, ...; the last is of pages that another node has
+RAM, DEVICE, ELSEWHERE = -1, -2, -3  # tiers; drives are 0, 1, ...; ELSEWHERE marks the pages of another node
 
 
 def aligned(elements: int, to: int = ALIGN) -> int:
+    """Return `elements` rounded up to a multiple of `to`."""
     return -(-elements // to) * to
 
 
 @dataclass(frozen=True)
 class Place:
-    """A weight, and the element of its unit that it starts at."""
+    """A weight and its offset in its unit, in elements."""
 
     weight: Weight
     start: int
@@ -46,24 +48,27 @@ class Unit:
     name: str
     block: bool  # one of the model's repeated blocks, or a part of one
     places: tuple[Place, ...]
-    trained: int  # the trainable weights lie in [0, trained); a multiple of ALIGN
-    elements: int  # with those that stay fixed; a multiple of ALIGN
-    within: str = ""  # the block that it is, or is in
+    trained: int  # the trainable weights occupy [0, trained); a multiple of ALIGN
+    elements: int  # trainable and frozen weights; a multiple of ALIGN
+    within: str = ""  # name of the block that contains the unit, or is the unit
 
     @property
     def is_part(self) -> bool:
-        """Whether it is one of several units of a block, which comes and goes by itself."""
+        """Return whether the unit is one of several parts of a block and is fetched separately."""
         return self.block and self.name != self.within
 
     @property
     def small(self) -> bool:
-        """Too small to be worth moving: its weights stay on the device. What is left of a divided block is."""
+        """Return whether the unit is too small to be worth moving, so that its weights stay on the device.
+
+        The remainder of a divided block (norms, vectors) counts as small.
+        """
         return not self.block and (self.within != "" or self.elements <= SMALL)
 
 
 @dataclass(frozen=True)
 class Page:
-    """Elements [start, start + elements) of a unit's trainable part, and where their state lives."""
+    """Elements [start, start + elements) of a unit's trainable part, and the tier of their optimizer state."""
 
     unit: int
     start: int
@@ -72,7 +77,7 @@ class Page:
 
 
 def units_of(shape: ModelShape) -> tuple[Unit, ...]:
-    """The model's units, in the order of their first weight."""
+    """Return the model's units, in the order of their first weight."""
     held: dict[str, list[Weight]] = {}
     for weight in shape.weights:
         held.setdefault(weight.part or weight.unit, []).append(weight)
@@ -101,31 +106,32 @@ def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
 
 
 def stretch_of(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
-    """The elements [first, end) of a unit's trainable part that one of several ranks updates, aligned.
+    """Return the range [first, end) of a unit's trainable part that `rank` updates, in elements and aligned.
 
-    Ranks in order make the whole; they differ by ALIGN at most, so of a small unit some have nothing.
+    The ranges of all ranks in order cover the unit. They differ by at most ALIGN, so a small unit leaves some ranks
+    without elements.
     """
     return part_of(unit.trained, rank, ranks=ranks)
 
 
 def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
-    """The elements [first, end) of so many, a multiple of ALIGN, that one of several ranks has; as above."""
+    """Return the range [first, end) of `elements`, a multiple of ALIGN, that belongs to `rank`; see `stretch_of`."""
     pieces = elements // ALIGN
     return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
 
 
 def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
-    """The element of a weight at which begins what a rank, or one behind it, has of it."""
+    """Return the element of a weight at which the part of `rank` and of the ranks after it begins."""
     return min(max(0, stretch_of(unit, rank, ranks=ranks)[0] - place.start), place.weight.numel)
 
 
 def largest_stretch(units: Sequence[Unit], *, ranks: int) -> int:
-    """Elements of the largest stretch of a unit that a rank has."""
+    """Return the largest number of elements of one unit that a single rank updates."""
     return max((-(-unit.trained // ALIGN // ranks) * ALIGN for unit in units), default=0)
 
 
 def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
-    """The rank in whose stretch of the unit an element lies."""
+    """Return the rank that updates an element of the unit."""
     return -(-(element // ALIGN + 1) * ranks // (unit.trained // ALIGN)) - 1
 
 
@@ -139,10 +145,11 @@ def pages_of(
     ranks: int = 1,
     ahead: bool = False,
 ) -> tuple[Page, ...]:
-    """The pages of all ranks in the order of the elements: each rank's stretches cut, and divided by the shares.
+    """Cut each rank's ranges into pages, assign them to tiers by the given shares, and return them in element order.
 
-    `ahead`: those on drives are updated as the backward goes on, so RAM takes those first whose gradients come last.
-    Ranks whose stretches are as long have the same pages, from each stretch's start on: they are divided once.
+    With `ahead`, pages on drives are updated during the backward. RAM then takes the pages whose gradients are computed
+    last. Ranks with ranges of equal length get the same pages relative to the start of each range, so the assignment is
+    computed once for them.
     """
     last = next((unit.index for unit in units if unit.block), 0) if ahead else 0
     alike: dict[tuple[int, ...], tuple[Page, ...]] = {}
@@ -163,7 +170,7 @@ def pages_of(
 
 
 def _from(pages: Sequence[Page], begins: Mapping[int, int]) -> Sequence[Page]:
-    """Pages that are counted from the beginning of a stretch, in the unit of the stretch."""
+    """Return `pages`, whose starts are relative to a rank's range, with starts relative to their unit."""
     if not any(begins.values()):
         return pages
     return [Page(one.unit, begins[one.unit] + one.start, one.elements, one.home) for one in pages]
@@ -172,14 +179,13 @@ def _from(pages: Sequence[Page], begins: Mapping[int, int]) -> Sequence[Page]:
 def _pages_of_rank(
     bare: list[Page], *, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float, last: int
 ) -> tuple[Page, ...]:
-    """`bare` with homes: `gpu_fraction` of all elements on the device, `ram_fraction` of all in RAM, the rest divided
-    as `speeds`.
+    """Assign a tier to each page: shares of all elements go to the device and to RAM, the rest to the drives.
 
-    The device holds the first units, whole but for the last of them, so that their gradients can stay there, and what
-    the next forward needs first is updated where it is needed. RAM holds the first `last` units as far as it reaches;
-    then it and the drives alternate, so that the arithmetic of pages in RAM hides the drives. Both shares are exact to
-    ALIGN elements, rounded up: a page is cut for each. `speeds` has one number a drive and may be empty where the
-    shares make 1.
+    The device holds the first units. All of them are whole except the last one, so that their gradients can stay there
+    and the next forward finds its first weights updated in place. RAM holds the first `last` units until its share is
+    used up. After that RAM and the drives alternate, so that updating pages in RAM hides the drives' transfers. Both
+    shares are exact to ALIGN elements, rounded up; a page is cut where a share ends. `speeds` has one number per drive.
+    It may be empty if the two shares sum to 1.
     """
     total = sum(piece.elements for piece in bare)
     on_device = min(total, aligned(int(-(-total * gpu_fraction // 1))))
@@ -208,7 +214,7 @@ def _pages_of_rank(
 
 
 def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Page], list[Page]]:
-    """The first `elements` of all pages in that home, and the pages that are left."""
+    """Return the first `elements` of the pages, assigned to `home`, and the remaining pages."""
     inside: list[Page] = []
     for place, page in enumerate(pages):
         if page.elements > elements:
@@ -223,7 +229,7 @@ def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Pag
 
 
 def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
-    """The pages of so many elements of a unit in a row, from the first on, as even as they can be."""
+    """Cut the first `elements` of a unit into pages of nearly equal size, none larger than `page`."""
     if not elements:
         return []
     size = aligned(-(-elements // -(-elements // page)))
@@ -231,7 +237,7 @@ def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
 
 
 def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
-    """Move `missing` elements into RAM (out of it, if negative), from the last pages on."""
+    """Move `missing` elements into RAM (out of RAM if negative), beginning with the last pages."""
     settled = []
     for page in reversed(pages):
         movable = page.elements if (page.home == RAM) == (missing < 0) else 0
@@ -251,11 +257,11 @@ def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
 
 @dataclass(frozen=True)
 class Alike:
-    """Pages of one rank that are as large and have their weights and gradients in the same homes."""
+    """A group of pages of one rank with the same size and the same tiers of state, weights and gradients."""
 
     count: int
-    number: int  # of the first of them
-    page: Page  # that one
+    number: int  # index of the group's first page
+    page: Page  # the group's first page
     rank: int
     weights: int
     gradients: int
@@ -263,20 +269,20 @@ class Alike:
 
 @dataclass(frozen=True)
 class Homes:
-    """Where everything lives: each page of the state; of each unit, the weights and the gradients."""
+    """The tier of each page of optimizer state, and of each unit's weights and gradients."""
 
     pages: tuple[Page, ...]
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
-    owners: tuple[int, ...] = ()  # the rank that updates each page; none where there is one rank
+    owners: tuple[int, ...] = ()  # the rank that updates each page; empty with one rank
 
     def of_rank(self, number: int, rank: int) -> bool:
-        """Whether a page is one of this rank's."""
+        """Return whether `rank` updates page `number`."""
         return not self.owners or self.owners[number] == rank
 
     @cached_property
     def alike(self) -> tuple[Alike, ...]:
-        """All pages, in the order of the first of each kind. A plan asks for the bytes of millions of them."""
+        """Return all pages in groups, in the order of each group's first page. A plan may count millions of pages."""
         owners = self.owners or (0,) * len(self.pages)
         kinds = [
             (rank, self.weights[page.unit], self.gradients[page.unit], page.home, page.elements)
@@ -297,10 +303,11 @@ def homes_of(
     speeds: Sequence[float],
     ranks: int = 1,
 ) -> Homes:
-    """`params` and `gradients` ("gpu", "cpu", "nvme") for what is not small; `pages`: as `pages_of` gives them.
+    """Return the tiers of pages, weights and gradients.
 
-    The sums of small units are on the device where all are, and in RAM otherwise; those of units whose whole state is
-    on the device are there too.
+    `params` and `gradients` ("gpu", "cpu" or "nvme") apply to all units that are not small. `pages` come from
+    `pages_of`. Gradient sums of small units are on the device if all sums are, and in RAM otherwise. Gradient sums of
+    units whose state is entirely on the device stay there.
     """
     moved = [unit for unit in units if not unit.small]
     drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
@@ -325,7 +332,7 @@ def _owner(unit: Unit, page: Page, *, ranks: int) -> int:
 
 
 def on_node(homes: Homes, here: range) -> Homes:
-    """The homes as a node sees them that has the ranks `here`: the pages of others are elsewhere."""
+    """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
     if not homes.owners:
         return homes
     owned = zip(homes.pages, homes.owners, strict=True)
@@ -337,7 +344,7 @@ def _elsewhere(page: Page) -> Page:
 
 
 def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:
-    """A drive for each unit's weights and gradients, in proportion to `speeds`."""
+    """Return a drive for each unit's weights and gradients, in proportion to `speeds`."""
     held = [0.0] * len(speeds)
     drives = []
     for unit in units:

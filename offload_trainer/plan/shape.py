@@ -1,4 +1,7 @@
-"""What a model is made of, counted: all that the plan needs to know of it. Standard library only."""
+"""Describe a model by its counts: weights, widths and floating-point operations, which is all that a plan reads.
+
+Standard library only: `model/` fills these classes from a transformers model, and plans need no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,26 @@ from typing import Literal
 
 from offload_trainer.plan.activations import Activations, Growth, Part
 
-# How tensor parallel divides a weight: "column", by its products' outputs; "row", by their inputs; "summed": whole,
-# while each rank has part of its gradient; "": whole, or nobody knows.
+# How tensor parallelism splits a weight. "column": by output features; "row": by input features; "summed": the weight
+# is replicated and each rank computes part of its gradient; "": replicated, or unknown.
 Split = Literal["", "column", "row", "summed"]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter tensor, tied ones counted once."""
+    """One parameter tensor. Tied parameters are one weight."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
-    unit: str = ""  # name of the block that it is in, or of its own module
-    block: bool = False  # whether that is one of the repeated blocks
-    part: str = ""  # of a divided block (`plan/divided.py`): what of it the weight comes with; "": all of its unit
-    uses: int = 1  # modules that hold it: 2 for tied embeddings
-    spared: bool = False  # a bias or part of a norm, although it is not a vector
+    unit: str = ""  # name of the block that contains it, or of its module outside the blocks
+    block: bool = False  # the unit is one of the repeated blocks
+    part: str = ""  # the part of a divided block (`plan/divided.py`) that it is fetched with; "": the whole unit
+    uses: int = 1  # number of modules that hold it: 2 for tied embeddings
+    spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
     products: float = (
-        1.0  # a token's with it: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
+        1.0  # matrix products per token: 0 for a norm or an embedding that is only looked up, 1/4 for 2 of 8 experts
     )
 
     @property
@@ -37,27 +40,27 @@ class Weight:
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices and embeddings; biases, norms and other vectors are spared."""
+        """Return whether weight decay applies: to matrices and embeddings, not to biases, norms or other vectors."""
         return len(self.shape) > 1 and not self.spared
 
     @property
     def scales(self) -> bool:
-        """A norm's: it stands before the matrices of its unit, wherever it is named."""
+        """Return whether this is the scale of a norm, which is applied before its unit's matrices."""
         return len(self.shape) == 1 and not self.name.endswith("bias")
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Names of a block's weights in the order in which they are needed, each time that they are; none of a tower's."""
+    """The order in which a block's forward and backward use its weights, by name; a weight may occur several times."""
 
     block: str
     forward: tuple[str, ...]
-    backward: tuple[str, ...]  # where blocks are checkpointed, with those that this one is computed again with
+    backward: tuple[str, ...]  # includes the recomputation if blocks are checkpointed
 
 
 @dataclass(frozen=True)
 class Order:
-    """Names of blocks, and of modules outside them, in the order in which a pass needs their weights, each time."""
+    """The order in which a pass uses the weights of blocks and of modules outside them, by name."""
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
@@ -72,22 +75,22 @@ class ModelShape:
     hidden: int
     vocabulary: int
     context: int
-    attention: tuple[int, ...] = ()  # of each block: heads x (size of a key + size of a value)
-    heads: int = 0  # of attention; 0: not known
-    key_heads: int = 0  # of keys and values, which several of those may share
-    on_gpu: Activations | None = None  # what forward and backward hold; None: it could not be counted
-    on_cpu: Activations | None = None  # the same with a CPU's kernels
-    tiles: tuple[str, ...] = ()  # parts of blocks that can run on pieces of a row, where that was looked at
-    tiles_again: tuple[str, ...] = ()  # those of them that a checkpointed block's recomputation runs as well
-    tiled_on_gpu: Activations | None = None  # what is held with those in pieces; None: it could not be counted
+    attention: tuple[int, ...] = ()  # heads x (key size + value size) of each block
+    heads: int = 0  # attention heads; 0: unknown
+    key_heads: int = 0  # key and value heads; fewer than `heads` with grouped-query attention
+    on_gpu: Activations | None = None  # activation memory with GPU kernels; None: it could not be counted
+    on_cpu: Activations | None = None  # activation memory with CPU kernels
+    tiles: tuple[str, ...] = ()  # modules that can run on pieces of a row, if the model was probed for them
+    tiles_again: tuple[str, ...] = ()  # the tiles that the recomputation of a checkpointed block also runs
+    tiled_on_gpu: Activations | None = None  # activation memory with tiles in pieces; None: it could not be counted
     tiled_on_cpu: Activations | None = None
-    apart: tuple[str, ...] = ()  # blocks, and modules in them, whose parts' weights need not be there at once
-    needs: tuple[Needs, ...] = ()  # of blocks, where some are among those
-    order: Order | None = None  # of a pass; None: as weights are registered (`plan/order.py`), or not known
-    can_checkpoint: bool = True  # whether its blocks can be checkpointed
-    whole_logits: bool = False  # whether the loss needs those of all tokens of a micro-batch at once
-    packed: bool = False  # whether a mask keeps documents of a row apart
-    notes: tuple[str, ...] = ()  # what a plan has to say of it
+    apart: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
+    needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `apart` names
+    order: Order | None = None  # None: unknown, or the order of registration (`plan/order.py`)
+    can_checkpoint: bool = True  # the architecture supports activation checkpointing
+    whole_logits: bool = False  # the loss needs the logits of a whole micro-batch
+    packed: bool = False  # a mask separates the documents of a row
+    notes: tuple[str, ...] = ()  # sentences that the plan prints about the model
 
     @property
     def parameters(self) -> int:
@@ -103,38 +106,38 @@ class ModelShape:
 
     @property
     def widths(self) -> int:
-        """Elements of a token that go into the products of all blocks and come out of them.
+        """Return the input and output elements per token of all matrix products in the blocks.
 
-        Where no blocks are known: of all that is not an embedding or a head.
+        If no blocks are known, count all weights that are neither an embedding nor a head.
         """
         inside = [w for w in self.weights if w.block] or [w for w in self.weights if self.vocabulary not in w.shape]
         return int(_widths(inside))
 
-    # -- floating-point operations of one token: matrix products, of what is really multiplied. Attention is counted
-    # over the whole row, also where half of it is masked (Chowdhery et al. 2022, PaLM, appendix B).
+    # -- floating-point operations of one token's matrix products. Attention is counted over the whole row, although
+    # the mask hides half of it (Chowdhery et al. 2022, PaLM, appendix B).
 
     def flops_per_token(self, *, seq_len: int) -> float:
-        """Forward and backward. What is computed twice is counted once, as is the custom for FLOPs utilisation."""
+        """Return the operations of forward and backward. Recomputation does not count, as is usual for MFU."""
         return self.forward_flops(seq_len=seq_len) + self.backward_flops(seq_len=seq_len)
 
     def forward_flops(self, *, seq_len: int) -> float:
-        """2 for each element of each product."""
+        """Return the operations of the forward: 2 for each element of each matrix product."""
         return self.block_flops(seq_len=seq_len) + self.head_flops()
 
     def block_flops(self, *, seq_len: int) -> float:
-        """Of a forward, what the blocks do: gradient checkpointing does it once more."""
+        """Return the blocks' part of the forward, which activation checkpointing repeats."""
         return sum(_forward(weight) for weight in self.weights if weight.block) + 2 * seq_len * sum(self.attention)
 
     def head_flops(self) -> float:
-        """Of a forward, what is outside the blocks: a loss in several chunks does it once more."""
+        """Return the part of the forward outside the blocks, which a loss in several chunks repeats."""
         return sum(_forward(weight) for weight in self.weights if not weight.block)
 
     def tiled_flops(self, *, checkpointing: bool) -> float:
-        """Of a forward, what is computed once more where tiles run on pieces, beside the recomputation of blocks."""
+        """Return the forward operations that tiled modules repeat in addition to the recomputation of blocks."""
         return sum(_forward(weight) for weight in self._tiled(checkpointing=checkpointing))
 
     def tiled_widths(self, *, checkpointing: bool) -> float:
-        """Of that, as `widths`."""
+        """Return the input and output elements per token of the products that `tiled_flops` counts."""
         return _widths(self._tiled(checkpointing=checkpointing))
 
     def _tiled(self, *, checkpointing: bool) -> list[Weight]:
@@ -142,9 +145,10 @@ class ModelShape:
         return [weight for weight in self.weights if weight.name.startswith(inside)]
 
     def backward_flops(self, *, seq_len: int) -> float:
-        """2 for an element's gradient where it is trained, 2 more for its input's where something before it is.
+        """Return the operations of the backward.
 
-        Attention's counts wherever its block holds something that is trained.
+        A weight costs 2 per element if it is trained, and 2 more for the gradient of its input if anything before it is
+        trained. Attention counts if its block, or anything before it, is trained.
         """
         total, reached = 0.0, False
         blocks = iter(self.attention)
@@ -172,18 +176,19 @@ def _widths(weights: Iterable[Weight]) -> float:
 
 
 def estimated(shape: ModelShape, item_bytes: int) -> Activations:
-    """For an architecture that does not run without values: 1.8 times the inputs and outputs of the blocks' products.
+    """Estimate activation memory for an architecture that cannot run on meta tensors.
 
-    Counted ones keep 1.2 (Llama) to 2.1 times as much, without attention's matrices, and a third more for a moment.
-    Masks between documents are added.
+    Count 1.8 times the inputs and outputs of the blocks' matrix products, and a third more at the peak. Architectures
+    that can be counted keep 1.2 (Llama) to 2.1 times as much, without attention matrices. Masks between documents are
+    added.
     """
     e, states = item_bytes, Growth(token=item_bytes * shape.hidden)
-    mask = e if shape.packed else 0  # as attention takes it, in each block
+    mask = e if shape.packed else 0  # each block's attention holds the mask in its own dtype
     kept = Growth(token=1.8 * e * shape.widths / max(1, shape.layers), pair=mask)
     largest = max((weight.numel for weight in shape.weights if weight.block), default=0)
     head = e * shape.vocabulary * shape.hidden
     return Activations(
-        before=states + Growth(pair=2 if shape.packed else 0),  # full and windowed, a byte each
+        before=states + Growth(pair=2 if shape.packed else 0),  # a full and a windowed mask of 1 byte per element each
         kinds=(Part(kept, (kept,), (kept + Growth(fixed=e * largest, token=0.3 * kept.token),)),),
         blocks=(0,) * shape.layers,
         hidden=states,

@@ -1,10 +1,10 @@
-"""In which order units need their weights: as a pass without memory has shown it, else as weights are registered.
+"""Determine the order in which a forward and a backward use the weights of the model's units.
 
-    shown        `shape.order` (`model/needed.py`), where it is another one
-    registered   modules before the blocks, blocks, modules behind them; those before them that are tied once more, as a
-                 head. In a backward the same from behind, without those before the blocks: embeddings need no weights
+    recorded     `shape.order`, recorded by a run on meta tensors (`model/needed.py`), if it differs from the next one
+    registered   modules before the blocks, blocks, modules after them, and tied embeddings again as the head. The
+                 backward uses the reverse without the modules before the blocks, since embeddings need no weights
 
-Of a divided block its parts come as the trial with a tiny model has them (`shape.needs`). Pure arithmetic.
+Inside a divided block the order comes from a trial with a tiny model (`shape.needs`). Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from offload_trainer.plan.shape import ModelShape, Order
 
 
 def with_order(shape: ModelShape, shown: Order) -> ModelShape:
-    """The shape with that order, where its weights are not registered in it."""
+    """Return the shape with the recorded order, or without one if the weights are registered in that order."""
     return replace(shape, order=None if shown == _registered(units_of(shape)) else shown)
 
 
 def orders(units: Sequence[Unit], shape: ModelShape, *, again: bool) -> tuple[list[int], list[int]]:
-    """Units as a forward and a backward pass need their weights. `again`: a backward computes each block again.
+    """Return unit indices in the order of use by a forward and by a backward.
 
-    Those too that are frozen with all before them: where blocks are checkpointed, transformers has the first one's
-    input ask for a gradient (`activation_checkpointing_enable`).
+    `again`: the backward recomputes each block. This includes frozen blocks with nothing trained before them, because
+    transformers makes the first checkpointed block's input require a gradient (`activation_checkpointing_enable`).
     """
     order, forward = _order(units, shape), _inside(units, shape)
     backward = {name: inside[::-1] for name, inside in forward.items()}
@@ -42,7 +42,10 @@ def orders(units: Sequence[Unit], shape: ModelShape, *, again: bool) -> tuple[li
 
 
 def as_gradients_come(units: Sequence[Unit], shape: ModelShape) -> list[int]:
-    """Units as a backward makes their gradients: once whatever runs several times, but for a head's that is tied."""
+    """Return unit indices in the order in which a backward completes their gradients.
+
+    A unit that runs several times occurs once, except for a tied head, which occurs for each use.
+    """
     names, inside = _order(units, shape).forward, _inside(units, shape)
     tied, first = set(_tied(units)), dict(zip(names[::-1], range(len(names) - 1, -1, -1), strict=True))
     once = [name for place, name in enumerate(names) if name in tied or place == first[name]]
@@ -65,7 +68,7 @@ def _tied(units: Sequence[Unit]) -> list[str]:
 
 
 def _inside(units: Sequence[Unit], shape: ModelShape) -> dict[str, list[int]]:
-    """Of each block, and of each module outside them, its units as a forward through it needs them."""
+    """Return the units of each block, and of each module outside the blocks, in the forward's order of use."""
     found: dict[str, list[int]] = {}
     for unit in units:
         found.setdefault(unit.within or unit.name, []).append(unit.index)
@@ -73,7 +76,7 @@ def _inside(units: Sequence[Unit], shape: ModelShape) -> dict[str, list[int]]:
 
 
 def _shown(units: Sequence[Unit], shape: ModelShape, needs: dict[str, tuple[str, ...]]) -> dict[str, list[int]]:
-    """What a trial has shown of blocks, of one call: a block that runs several times needs as much each time."""
+    """Return the recorded unit order of one call of each block. A block that runs several times repeats it."""
     unit_of = {place.weight.name: unit.index for unit in units for place in unit.places}
     calls = Counter(_order(units, shape).forward)
     one = {block: names[: len(names) // max(1, calls[block])] for block, names in needs.items()}

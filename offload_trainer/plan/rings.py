@@ -1,7 +1,7 @@
-"""Which buffer on the device a unit's weights go to: one ring for the blocks, one for the modules outside them.
+"""Assign streamed weights to device buffers and decide what to prefetch: one ring for blocks, one for other modules.
 
-The engine fetches by this, and the plan counts with it. What has been unused for longest makes room; what comes next
-is on its way while others compute. Pure bookkeeping, in elements.
+The least recently used unit is evicted, and the next units are prefetched while the current one computes. The engine
+fetches by these rules, and the plan counts the drive and copy traffic with them. Pure bookkeeping, in elements.
 """
 
 from __future__ import annotations
@@ -12,58 +12,61 @@ from itertools import islice
 
 from offload_trainer.plan.layout import Unit
 
-# Of modules outside blocks, at most: an embedding and a head, each on its way while the other one is used.
+# Largest number of buffers for modules outside the blocks: one is fetched while the other (embedding, head) is used.
 OTHERS = 2
 
 
 @dataclass
 class Slot:
-    """A buffer, and the unit whose weights are in it or on their way to it."""
+    """A device buffer, and the unit whose weights it holds or is receiving."""
 
-    block: bool  # for blocks
+    block: bool  # the buffer is for blocks
     size: int
     unit: int | None = None
-    used: int = 0  # when it was last needed, or sent on its way
+    used: int = 0  # clock value of the last use or fetch
 
 
 class Rings:
-    """The slots for `units`, which live away from the device."""
+    """The device buffers for `units`, whose weights are kept in RAM or on drives."""
 
     def __init__(self, units: Sequence[Unit], *, blocks: int) -> None:
-        """`blocks`: slots for those that are blocks."""
+        """Allocate buffers; `blocks` is the number of buffers for blocks."""
         self._units = {unit.index: unit for unit in units}
         self.slots = [
             *(Slot(True, size) for size in slot_sizes(units, blocks=blocks, of_blocks=True)),
             *(Slot(False, size) for size in slot_sizes(units, blocks=blocks, of_blocks=False)),
         ]
-        self.together = {True: 1, False: 1}  # units of each kind that one module runs with
+        self.together = {True: 1, False: 1}  # number of units of each kind that one module uses together
         self._clock = 0
 
     def count(self, *, of_blocks: bool) -> int:
-        """Slots of one kind."""
+        """Return the number of buffers for blocks, or for other modules."""
         return sum(slot.block == of_blocks for slot in self.slots)
 
     def slot_of(self, unit: int) -> int | None:
-        """The number of the slot that the unit is in."""
+        """Return the index of the buffer that holds the unit, or None."""
         return next((number for number, slot in enumerate(self.slots) if slot.unit == unit), None)
 
     def use(self, unit: int) -> None:
-        """It is needed now."""
+        """Mark the unit as used now."""
         number = self.slot_of(unit)
         assert number is not None
         self._clock += 1
         self.slots[number].used = self._clock
 
     def put(self, unit: int, number: int) -> None:
-        """It is on its way into that slot."""
-        self._clock += 1  # on its way counts as used, or the next one would take its place
+        """Record that the unit is being fetched into buffer `number`."""
+        self._clock += 1  # a fetch counts as a use, otherwise the next fetch would evict it
         self.slots[number].unit, self.slots[number].used = unit, self._clock
 
     def empty(self, number: int) -> None:
         self.slots[number].unit, self.slots[number].used = None, 0
 
     def room_for(self, unit: int, keep: Collection[int] = ()) -> int | None:
-        """The slot for it, which holds none of `keep`: of the smallest that suffice the one unused for longest."""
+        """Return the buffer to fetch the unit into: the least recently used of the smallest that are large enough.
+
+        Buffers that hold a unit of `keep` are not considered.
+        """
         wanted = self._units[unit]
         fitting = [
             number
@@ -73,11 +76,11 @@ class Rings:
         return min(fitting, key=lambda number: (self.slots[number].size, self.slots[number].used), default=None)
 
     def ahead(self, current: int | None, following: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """(unit, slot) of what is to be sent on its way now: those of `following` for which there is room.
+        """Yield (unit, buffer) for each unit of `following` that should be prefetched now.
 
-        They come in the order in which they are needed, and each is `put` before the next is asked for. Of each ring
-        as many slots are left alone as one module needs at a time; all may be filled where nothing is in use
-        (`current` None).
+        `following` lists units in the order of their use. The caller must `put` each one before it asks for the next.
+        Each ring keeps as many buffers free as one module uses at a time; if nothing is in use (`current` is None), all
+        may be filled.
         """
         keep: set[int] = set() if current is None else {current}
         left = {kind: self._left(current, of_blocks=kind) for kind in (True, False)}
@@ -104,16 +107,17 @@ class Rings:
 
 
 def slot_sizes(units: Sequence[Unit], *, blocks: int, of_blocks: bool) -> list[int]:
-    """Elements of the slots of one kind, no more than `blocks`; of modules outside them the largest have one each."""
+    """Return the sizes in elements of the buffers of one kind, at most `blocks` of them."""
     sizes = sorted((unit.elements for unit in units if unit.block == of_blocks), reverse=True)
     return sizes[:1] * min(blocks, len(sizes)) if of_blocks else sizes[: min(blocks, OTHERS)]
 
 
 def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: int = 1) -> list[tuple[int, int]]:
-    """(unit, place where it is needed) of each time that one of `units` has to be brought; `order` comes so many times.
+    """Return (unit, position of its use) for each fetch while `order` is executed `times` times.
 
-    `order`: indices of units as they are needed; those that are not among `units` are where they are needed. Where the
-    order begins anew with the buffers as they once were, all goes on as it did then.
+    `order` lists unit indices by use; units that are not in `units` are resident and need no fetch. When a repetition
+    starts with buffers in a state that an earlier one started with, the fetches repeat from there and are not simulated
+    again.
     """
     away = {unit.index for unit in units}
     needed = [(place, unit) for place, unit in enumerate(order) if unit in away]
@@ -128,25 +132,25 @@ def fetches(units: Sequence[Unit], order: Sequence[int], *, blocks: int, times: 
 
 
 class _Walk:
-    """Rings, as units are needed in turn, over and over."""
+    """Simulate the rings while units are used in a fixed order, repeatedly."""
 
     def __init__(self, units: Sequence[Unit], needed: Sequence[tuple[int, int]], *, blocks: int) -> None:
-        """`needed`: (place, unit)."""
+        """Start with empty buffers; `needed` lists (position, unit)."""
         self._rings, self._needed = Rings(units, blocks=blocks), needed
-        self._far = 2 * len(self._rings.slots)  # ahead
+        self._far = 2 * len(self._rings.slots)  # prefetch distance
         self._following = [unit for _, unit in needed] * (1 + -(-self._far // max(1, len(needed))))
-        self._coming: set[int] = set()  # on its way, and not needed yet
+        self._coming: set[int] = set()  # fetched, and not used yet
         self._look_ahead(None, 0)
 
     @property
     def state(self) -> object:
-        """All that the fetches from here on depend on: the slots, in the order of their use, and what is coming."""
+        """Return everything that later fetches depend on: buffers by recency, and pending fetches."""
         slots = self._rings.slots
         uses = sorted({slot.used for slot in slots})
         return tuple((slot.unit, uses.index(slot.used)) for slot in slots), frozenset(self._coming)
 
     def once(self) -> list[tuple[int, int]]:
-        """(unit, place) of what has to be brought until the order is through."""
+        """Execute the order once and return (unit, position) for each fetch."""
         rings, found = self._rings, []
         for done, (place, unit) in enumerate(self._needed, 1):
             if rings.slot_of(unit) is None:

@@ -1,8 +1,10 @@
-"""What passes through buffers in the update of a page, and how large they are. Pure arithmetic.
+"""Decide which parts of a page pass through staging buffers during the update, and the buffers' sizes.
 
-state on a drive       ──> slot in host memory ──CPU──> back; with it gradients and new weights that live elsewhere
+state on a drive       ──> buffer in host memory ──CPU──> back, with gradients and new weights that are not in RAM
 state in RAM           ──CPU──> in place
-state on the device    ──device──> in place; through a slot there: gradients and new weights that live elsewhere
+state on the device    ──device──> in place; a device buffer stages gradients and new weights that are not there
+
+The engine updates by these routes, and the plan counts with them. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ Part = Literal["state", "gradient", "weights"]
 
 @dataclass(frozen=True)
 class Route:
-    """One page's way through the update."""
+    """The parts of one page that are staged during its update."""
 
     number: int
     page: Page
-    through_host: frozenset[Part]  # what passes through a slot in host memory
-    through_device: frozenset[Part]  # what passes through a slot on the device
+    through_host: frozenset[Part]  # parts staged in host memory
+    through_device: frozenset[Part]  # parts staged on the device
 
     @property
     def on_device(self) -> bool:
-        """Whether the device computes it."""
+        """Return whether the device computes the update."""
         return self.page.home == DEVICE
 
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Bytes of one slot, for each part that it holds; 0 where no page has it there."""
+    """Bytes of one staging buffer by part; 0 if no page stages that part there."""
 
     state: int
     gradient: int
@@ -46,13 +48,16 @@ class SlotBytes:
 
 
 def routes_of(homes: Homes, *, is_gpu: bool) -> tuple[Route, ...]:
-    """Of each page of this node. `is_gpu`: the device's memory is its own, and the CPU cannot write weights there."""
+    """Return the route of each page of this node.
+
+    `is_gpu`: the device has separate memory, so the CPU cannot write weights there directly.
+    """
     here = [(number, page) for number, page in enumerate(homes.pages) if page.home != ELSEWHERE]
     return tuple(route_of(number, page, homes, is_gpu=is_gpu) for number, page in here)
 
 
 def route_of(number: int, page: Page, homes: Homes, *, is_gpu: bool) -> Route:
-    """Of one of them."""
+    """Return the route of one page; see `routes_of`."""
     gradient, weights = homes.gradients[page.unit], homes.weights[page.unit]
     host: set[Part] = set()
     device: set[Part] = set()
@@ -76,14 +81,14 @@ def route_of(number: int, page: Page, homes: Homes, *, is_gpu: bool) -> Route:
 
 
 def host_slot(routes: Sequence[Route], *, format: StateFormat, gradient: int, weight: int) -> SlotBytes:
-    """One slot in host memory, for elements of so many bytes."""
+    """Return the size of one host staging buffer; `gradient` and `weight` are bytes per element."""
     inside = {part: [route.page for route in routes if part in route.through_host] for part in _PARTS}
     state = max((format.page_bytes(page.elements) for page in inside["state"]), default=0)
     return SlotBytes(state, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
 
 
 def device_slot(routes: Sequence[Route], *, gradient: int, weight: int) -> SlotBytes:
-    """One slot on the device, for elements of so many bytes."""
+    """Return the size of one device staging buffer; `gradient` and `weight` are bytes per element."""
     inside = {part: [route.page for route in routes if part in route.through_device] for part in _PARTS}
     return SlotBytes(0, gradient * _largest(inside["gradient"]), weight * _largest(inside["weights"]))
 

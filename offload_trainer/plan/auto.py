@@ -1,4 +1,4 @@
-"""What `auto` means where nothing is weighed: checkpointing of activations, the length of a row."""
+"""Resolve the `auto` values that need no comparison of plans: activation checkpointing and row length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ LONGEST_ROW = 1024
 
 
 def wants_checkpointing(section: ModelSection, shape: ModelShape) -> bool:
+    """Return whether blocks are checkpointed; `auto` means from 1e8 parameters on, if the architecture can."""
     large = shape.parameters >= CHECKPOINTING_FROM and shape.can_checkpoint
     return section.checkpointing == "on" or (section.checkpointing == "auto" and large)
 
 
 def row_length(wish: int | Literal["auto"], shape: ModelShape) -> int:
-    """Tokens in a row. UserError if the wish is longer than the model's context."""
+    """Return the tokens in a row.
+
+    Raises:
+        UserError: the requested length exceeds the model's context.
+    """
     if wish == "auto":
         return min(shape.context, LONGEST_ROW)
     if wish > shape.context:

@@ -1,4 +1,4 @@
-"""How many rows make a micro-batch, where only the tokens of a step are wished. Pure arithmetic."""
+"""Split `train.tokens_per_step` into micro-batch size and accumulation steps. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from offload_trainer.config import TrainSection
 from offload_trainer.errors import UserError
 
-_MOST_ROWS = 64  # in a micro-batch; above, a GPU's products grow no faster
+_MOST_ROWS = 64  # in a micro-batch; larger ones do not make matrix products faster
 
 
 def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterator[TrainSection]:
-    """The ways to make `train.tokens_per_step`, the largest micro-batch first; `section` itself where it is open.
+    """Yield each split of `train.tokens_per_step`, largest micro-batch first, or `section` if that is `auto`.
 
-    Raises UserError where no whole number of rows makes that many tokens.
+    Raises:
+        UserError: the tokens are not a multiple of ranks x row length.
     """
     tokens = section.tokens_per_step
     if tokens == "auto":

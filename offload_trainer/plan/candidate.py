@@ -1,4 +1,4 @@
-"""One way to place a workload on a machine, whatever the engine: what a plan is made of."""
+"""Define the interface of a placement candidate: what every engine must state before a plan can choose it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_trainer.plan.zero import Placement, ZeroSizes
 
 
 class Candidate(Protocol):
-    """Homes and sizes of one engine, and everything that follows from them."""
+    """One placement of a workload on a machine by one engine, with its bytes, traffic and time bounds."""
 
     @property
     def placement(self) -> Placement: ...
@@ -23,52 +23,52 @@ class Candidate(Protocol):
 
     @property
     def title(self) -> str:
-        """The engine as a person calls it."""
+        """Return the engine's name for messages."""
         ...
 
     @property
     def homes(self) -> str:
-        """Where weights and optimizer state live, in words. Without a GPU the device is the CPU, its memory RAM."""
+        """Return the placement of weights and optimizer state in words. Without a GPU the device's memory is RAM."""
         ...
 
     @property
     def uses_drives(self) -> bool:
-        """Whether anything lives on a drive."""
+        """Return whether anything is placed on a drive."""
         ...
 
     @property
     def cannot_save(self) -> str | None:
-        """Why no checkpoint can be made and resumed from exactly; None where it can."""
+        """Return the reason why this placement cannot save and resume exactly, or None if it can."""
         ...
 
     def items(self) -> list[Item]:
-        """Bytes at the peak, without what the run saves."""
+        """Return the bytes at the peak by tier, without checkpoints."""
         ...
 
     def traffic(self) -> list[Traffic]: ...
 
     def links(self) -> Sequence[Traffic]:
-        """What ranks move for each other (`plan/exchange.py`)."""
+        """Return the bytes that ranks exchange (`plan/exchange.py`)."""
         ...
 
     def bounds(self) -> list[Bound]:
-        """What phases wait for beside products and traffic."""
+        """Return what phases wait for in addition to matrix products and traffic."""
         ...
 
     def stretch(self) -> float:
-        """How many times as long the update's drives take as their bytes both ways at once."""
+        """Return the factor by which the update's drive time exceeds simultaneous reading and writing of its bytes."""
         ...
 
     def on_top(self) -> Mapping[str, float]:
-        """Seconds that a phase takes beyond the slowest of what it waits for."""
+        """Return the seconds that each phase takes in addition to the slowest of its bounds."""
         ...
 
     def settled(self, found: Forecast) -> tuple[TierSizes | ZeroSizes | None, Forecast]:
-        """Its sizes, and seconds: whether the update runs behind the next forward is decided by both ways' seconds."""
+        """Return the final sizes and forecast, after deciding whether the update overlaps the next forward."""
         ...
 
     def notes(self) -> list[str]: ...
 
     def tunable(self) -> list[tuple[str, ...]]:
-        """Groups of words that may make it faster; nothing here changes a result, or where something lives."""
+        """Return groups of settings for `tune` to try; none of them changes a result or a placement."""
         ...

@@ -1,4 +1,4 @@
-"""How many ranks share each product where that is left open: each number that the ranks of a node divide into."""
+"""Choose the number of tensor-parallel ranks for `parallel.tensor=auto`: try each divisor of a node's ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from offload_trainer.units import format_seconds
 
 
 def tensor_of(section: ParallelSection) -> int:
-    """Ranks that share each product; 1 until it is chosen."""
+    """Return the number of tensor-parallel ranks; 1 while `auto` is undecided."""
     return 1 if section.tensor == "auto" else section.tensor
 
 
 def divisions(train: TrainSection, *, world: int, nodes: int) -> Iterator[tuple[int, TrainSection]]:
-    """Each number with the wish for its rows, 1 first, and the tokens that a step has with 1: as many times the rows.
+    """Yield each possible number of tensor-parallel ranks with its train section, 1 first.
 
-    A rank holds about as much of a micro-batch that is so much larger, since the group divides it. A group stays inside
-    a node: its sums are waited for.
+    The tokens per step stay the same: a group of N ranks takes N times the rows, of which each rank holds about 1/N.
+    Groups stay inside a node because every block waits for their all-reduce.
     """
     here = world // nodes
     for count in range(1, here + 1):
@@ -29,7 +29,7 @@ def divisions(train: TrainSection, *, world: int, nodes: int) -> Iterator[tuple[
 
 
 def why(chosen: int, plans: Mapping[int, Plan], refused: Mapping[int, str]) -> str:
-    """What was chosen, and what was known of each number."""
+    """Return a sentence with the chosen number, and the seconds or the shortfall of each number that was tried."""
     told = [f"parallel.tensor=auto: {chosen}"]
     for count, plan in plans.items():
         if not plan.fits:

@@ -1,6 +1,6 @@
-"""What gradient checkpointing keeps of a micro-batch: each block's input, in host memory or on drives if asked.
+"""Count the block inputs that activation checkpointing keeps, and place them on the device, in RAM or on drives.
 
-The engine (`offloading/activations.py`) is built with these numbers, and the plan counts with them.
+The engine (`offloading/activations.py`) allocates with these numbers, and the plan counts with them.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import Workload
 
 INPUT_BUFFERS = 4  # host buffers that inputs pass through on their way to drives and back
-INPUTS_UNDER_WAY = 2  # that wait on the device to be copied away; the next one that comes back counts as one too
+INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back
 
 
 @dataclass(frozen=True)
 class KeptInputs:
-    """`count` inputs of `size` bytes, a multiple of 4096."""
+    """The inputs of `count` blocks, `size` bytes each; `size` is a multiple of 4096."""
 
     count: int
     size: int
 
     @property
     def buffers(self) -> int:
-        """Before drives."""
+        """Return the number of host buffers in front of the drives."""
         return min(INPUT_BUFFERS, self.count)
 
     def homes(self, drives: int) -> list[int]:
-        """The drive of each."""
+        """Return the drive index of each input; empty without drives."""
         return [number % drives for number in range(self.count)] if drives else []
 
     @property
     def read_back(self) -> range:
-        """Those that come back from a drive: the last ones are still in their buffers."""
+        """Return the inputs that the backward reads from a drive. The last ones are still in host buffers."""
         return range(self.count - self.buffers)
 
 
 def kept_inputs(shape: ModelShape, *, rows: int, seq_len: int, item_bytes: int) -> KeptInputs:
-    """Of `rows` of `seq_len` tokens, in elements of `item_bytes`."""
+    """Return the inputs of a micro-batch of `rows` x `seq_len` tokens, with `item_bytes` per element."""
     return KeptInputs(shape.layers, aligned(item_bytes * rows * seq_len * shape.hidden))
 
 
@@ -49,7 +49,7 @@ def inputs_of(work: Workload) -> KeptInputs:
 
 
 def input_items(work: Workload, *, device: str, drives: Sequence[str]) -> list[Item]:
-    """Their bytes where `model.offload_activations` sends them; nothing where it does not."""
+    """Return plan items for the block inputs that `model.offload_activations` moves; empty if it moves none."""
     home = work.inputs_away
     if not home:
         return []

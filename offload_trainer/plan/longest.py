@@ -1,4 +1,7 @@
-"""Whether a wish fits at all, with how many buffers, and the longest row with which one does. Pure arithmetic."""
+"""Find out whether a configuration fits in any placement, and the longest row that would still fit.
+
+Only bytes are counted here, no seconds, so that many variants can be tried. Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from offload_trainer.plan.take import at_once
 from offload_trainer.plan.tiered import Tiered
 from offload_trainer.plan.workload import Workload, chunks_of
 
-_ROWS = 256  # tokens that rows are looked for in multiples of
+_ROWS = 256  # row lengths are searched in multiples of this many tokens
 
 
 def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, world: int, nodes: int) -> int:
-    """Tokens of the longest row with which some homes fit, MLPs in pieces or not, as the wish leaves that open.
+    """Return the tokens of the longest row that fits in some placement that the configuration allows.
 
-    Of micro-batches of as many rows as the wish says, where nothing is left open any more.
+    The number of rows in a micro-batch stays as configured. MLPs run in pieces if the configuration allows it.
     """
     layouts = Layouts(shape)
 
@@ -35,7 +38,7 @@ def longest_row(config: TrainConfig, shape: ModelShape, machine: MachineProfile,
 
 
 def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
-    """The wish, and with fewer buffers for weights where nothing is said of their number."""
+    """Return the configuration, followed by variants with fewer weight buffers if their number is not set."""
     tiered = config.tiered
     said = engine_of(config).name != "tiered" or "unit_buffers" in tiered.model_fields_set
     counts = [tiered.unit_buffers] if said else range(tiered.unit_buffers, 0, -1)
@@ -46,18 +49,18 @@ def with_fewer_buffers(config: TrainConfig) -> list[TrainConfig]:
 def some_homes_fit(
     config: TrainConfig, layouts: Layouts, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
 ) -> bool:
-    """Whether the wish fits in some homes, MLPs in pieces or not, as it leaves that open; no seconds are worked out.
+    """Return whether the configuration fits in any placement that it allows, with MLPs whole or in pieces.
 
-    `saves`: as of `make_plan`.
+    `saves` has the meaning it has in `make_plan`.
     """
     place, machine = config.placement, at_once(machine, ranks=max(1, world // nodes))
-    if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # none of the state is on the GPU then
+    if place.nvme and (place.optimizer, place.gpu_fraction) == ("auto", "auto"):  # needs least with no state on the GPU
         config = config.model_copy(update={"placement": place.model_copy(update={"gpu_fraction": 0.0})})
     engine = engine_of(config)
     if isinstance(engine, Tiered):
         engine = replace(engine, layouts=layouts)
     work = workload(config, layouts.shape, world=world, nodes=nodes, saves=saves)
-    least = () if work.mlp_chunk else chunks_of(work)[-1:]  # longer pieces hold more
+    least = () if work.mlp_chunk else chunks_of(work)[-1:]  # the shortest pieces need the least memory
     for each in (*(replace(work, mlp_chunk=chunk) for chunk in least), work):
         candidates: Sequence[Candidate] = engine.candidates(each, machine)
         if any(_fits(one, each, machine) for one in reversed(candidates)):  # the roomiest first
@@ -71,9 +74,9 @@ def _fits(one: Candidate, work: Workload, machine: MachineProfile) -> bool:
 
 
 def longest(context: int, fits: Callable[[int], bool]) -> int:
-    """Tokens of the longest row that `fits`: the context, or a multiple of 256 below it, 0 where none does.
+    """Return the largest number of tokens for which `fits` is true: `context`, or a multiple of 256 below it, or 0.
 
-    To a 128th of the context. Whatever fits in some length fits in shorter ones.
+    The resolution is 1/128 of the context. If a length fits, shorter ones must fit too.
     """
     if fits(context):
         return context

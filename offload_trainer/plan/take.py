@@ -1,12 +1,12 @@
-"""How units of weights in RAM come to the GPUs of a node: each takes all of them, or a part that the others get of it.
+"""Decide how the GPUs of a node fetch weights from RAM: each copies everything, or a shard for an all-gather.
 
-    direct   each of n GPUs copies the T bytes of a unit from RAM, all at once      T / A
-    parts    each copies T / n and gets the others' parts from their GPUs           T / n / A + (n - 1) / n T / G
+    direct   each of n GPUs copies the T bytes of a unit from RAM concurrently       T / A
+    gather   each copies T / n and receives the other shards in an all-gather        T / n / A + (n - 1) / n T / G
 
-A: bytes/s into each GPU while all copy; G: bytes/s that come to each GPU in an all-gather. Both are what `bench`
-measures between ranks. Where A is not known it is one GPU's rate, or an n-th of the memory's if that is less, which all
-of them read; where G is not known it is what the GPUs' own links have, and without those nobody claims that parts are
-faster. Copy and all-gather of a unit follow each other. Pure arithmetic.
+A is the bytes/s into each GPU while all of them copy; G the bytes/s that each GPU receives in an all-gather. `bench`
+measures both between ranks. Without a measurement, A is one GPU's rate, or the memory's rate divided by n if that is
+less, and G is the rate of the links between GPUs. Without such links `gather` is not chosen. A unit's copy and its
+all-gather do not overlap. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from offload_trainer.plan.machine import MachineProfile, Rate
 from offload_trainer.plan.time import Bound
 from offload_trainer.units import format_bytes, format_seconds
 
-NCCL_BYTES = 512 << 20  # of a GPU's memory, for the buffers of one communicator; an assumption
+NCCL_BYTES = 512 << 20  # GPU memory of one communicator's buffers; an assumption
 Take = Literal["auto", "direct", "gather"]
 
 
 def even_part(elements: int, *, ranks: int) -> int:
-    """Elements of a unit that each rank copies for all, a multiple of ALIGN; what is left each copies for itself."""
+    """Return the elements of a unit in each rank's shard, a multiple of ALIGN; every rank copies the remainder."""
     return elements // ALIGN // ranks * ALIGN
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes of weights into one GPU: from RAM, and of the other GPUs' parts."""
+    """Bytes of weights that one GPU receives from RAM and from the other GPUs."""
 
     from_ram: int
     from_others: int
@@ -44,13 +44,13 @@ class Taken:
 
 
 def taken(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> Taken:
-    """Of a unit of so many elements, by one of the `ranks` of a node."""
+    """Return the bytes that one of a node's `ranks` receives for a unit of `elements`."""
     others = (ranks - 1) * even_part(elements, ranks=ranks) if by_parts else 0
     return Taken(item_bytes * (elements - others), item_bytes * others)
 
 
 def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
-    """The machine with the rates at which each of several of its GPUs copies while the others do."""
+    """Return the machine with the copy rates of one GPU while all `ranks` GPUs copy."""
     rates, links = machine.rates, machine.links
     if machine.gpu is None or ranks == 1:
         return machine
@@ -75,9 +75,9 @@ def _divided(alone: Rate | None, memory: Rate | None, *, ranks: int) -> Rate | N
 
 
 def seconds_of(size: Taken, machine: MachineProfile, *, ranks: int) -> float | None:
-    """Of a copy from RAM, by rates `at_once`, and the all-gather behind it; None where one of them is not known.
+    """Return the seconds of a copy from RAM followed by the all-gather, or None if a rate is unknown.
 
-    Where CPUs compute both are copies in memory, which reads and writes each byte.
+    `machine` has rates from `at_once`. On CPUs both steps are copies in memory, which reads and writes each byte.
     """
     into, joined = machine.rates.to_device, machine.links.all_gather or machine.links.between_gpus
     if machine.gpu is None:
@@ -91,7 +91,7 @@ def seconds_of(size: Taken, machine: MachineProfile, *, ranks: int) -> float | N
 
 
 def is_by_parts(wish: Take, machine: MachineProfile, *, ranks: int) -> bool:
-    """Whether weights in RAM come by parts, on a machine with rates `at_once`. Without a GPU only where it is asked."""
+    """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
     if ranks == 1 or wish == "direct":
         return False
     if wish == "gather":
@@ -107,7 +107,7 @@ def _of_unit(
 
 
 def bounds_by_parts(moved: Mapping[str, Taken], machine: MachineProfile, *, ranks: int) -> list[Bound]:
-    """What the phases in which weights come by parts wait for."""
+    """Return the time bounds of the phases in which weights are gathered."""
     return [
         Bound(
             phase,
@@ -123,7 +123,7 @@ def bounds_by_parts(moved: Mapping[str, Taken], machine: MachineProfile, *, rank
 def describe_take(
     wish: Take, elements: int, machine: MachineProfile, *, ranks: int, item_bytes: int, by_parts: bool
 ) -> str:
-    """Both ways with their seconds for a unit of so many elements, and which is taken."""
+    """Return a sentence with the seconds of both ways for a unit of `elements`, and the chosen one."""
     told = []
     for way in (False, True):
         seconds = _of_unit(elements, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)

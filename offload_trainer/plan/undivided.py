@@ -1,7 +1,7 @@
-"""A unit of the model that no placement helps, since it is larger than what computes. Pure arithmetic.
+"""Name a unit of the model that is larger than the device, so that no placement can help.
 
-Weights that live elsewhere come to the device a unit at a time, a block or a module outside them, and each is there
-whole while it runs.
+Streamed weights come to the device one unit (a block, or a module outside the blocks) at a time, and a whole unit is on
+the device while it runs. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offload_trainer.units import format_bytes
 
 
 def too_large(work: Workload, machine: MachineProfile) -> str:
-    """The largest unit with its bytes, where the device has not even those; else nothing."""
+    """Return a sentence that names the largest unit if it alone exceeds the device's memory, else ""."""
     largest = max(units_of(work.shape), key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
     room = machine.gpu_bytes - CUDA_CONTEXT if gpu else machine.ram_bytes

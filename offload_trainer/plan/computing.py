@@ -1,7 +1,7 @@
-"""Seconds that forward and backward compute: products, attention, what goes over each value, the loss.
+"""Predict the computation time of forward and backward: matrix products, attention, elementwise layers, the loss.
 
-Each is a count of one token (`ModelShape`) over a rate. Where the machine's products alone were timed, or said, the
-rest is a share of them.
+Each is a count per token (`ModelShape`) divided by a measured rate. If only the rate of matrix products is known, the
+rest is estimated as a fixed share of it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from offload_trainer.plan.machine import MachineProfile, layer_key
 from offload_trainer.plan.workload import Workload
 
-_OF_MATMUL = 0.8  # of the products' speed, what a whole model reaches where the rest was not timed: a GPU's
+_OF_MATMUL = 0.8  # share of the matrix product rate that a whole model reaches on a GPU, if nothing else was measured
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one token: floating-point operations, values that go through layers, logits."""
+    """Counts of one token: floating-point operations, values that elementwise layers process, and logits."""
 
     products: float
     attention: float
@@ -33,7 +33,7 @@ class Work:
 
 
 def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float | None]:
-    """Of forward and of backward, with what the backward computes again; None where products were not timed."""
+    """Return the seconds per token of forward and of backward with its recomputation; None without a measured rate."""
     again, forward, backward = work_of_token(work)
     repeated, first, last = (
         _seconds(part, work.dtype, machine, phase=phase)
@@ -43,10 +43,11 @@ def seconds_of_token(work: Workload, machine: MachineProfile) -> dict[str, float
 
 
 def work_of_token(work: Workload) -> tuple[Work, Work, Work]:
-    """What the backward computes again (the blocks, the head of a loss in several chunks), a forward, a backward.
+    """Return the work of the backward's recomputation, of the forward, and of the backward itself.
 
-    With MLPs that run on pieces those too: of checkpointed blocks only where something that is kept comes behind them,
-    since the recomputation stops short of them elsewhere, and their pieces' is theirs.
+    The recomputation covers checkpointed blocks, the head if the loss has several chunks, and MLPs that run in pieces.
+    MLPs in pieces at the end of a checkpointed block recompute only once, because the block's own recomputation stops
+    before them.
     """
     shape, seq_len = work.shape, work.seq_len
     blocks = Work(
@@ -60,7 +61,7 @@ def work_of_token(work: Workload) -> tuple[Work, Work, Work]:
     backward = Work(
         products=products,
         attention=shape.backward_flops(seq_len=seq_len) - products,
-        values=shape.widths * min(1.0, products / max(1.0, 2 * forward.products)),  # fewer below what is frozen
+        values=shape.widths * min(1.0, products / max(1.0, 2 * forward.products)),  # frozen layers need less
         logits=shape.vocabulary,
     )
     again = Work(0.0, 0.0, 0.0, 0.0)
@@ -89,8 +90,9 @@ def _seconds(work: Work, dtype: str, machine: MachineProfile, *, phase: str) -> 
 
 
 def stands_for(dtype: str, machine: MachineProfile) -> str | None:
-    """The timed dtype whose products take as long: itself; of a GPU's 16-bit ones the other, since both have the same
-    units from sm_80 on; of a CPU fp32, in which it takes those that it has no units for. None: nothing is known.
+    """Return the measured dtype whose matrix products are as fast as those of `dtype`, or None.
+
+    On a GPU, bf16 and fp16 share their units from sm_80 on. A CPU without 16-bit units computes in fp32.
     """
     others = {"bf16": "fp16", "fp16": "bf16"} if machine.gpu is not None else {"bf16": "fp32", "fp16": "fp32"}
     return next((name for name in (dtype, others.get(dtype)) if name in machine.rates.matmul), None)

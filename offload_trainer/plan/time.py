@@ -1,10 +1,10 @@
-"""Seconds of a step, phase by phase, from what the machine was timed at. Pure arithmetic.
+"""Predict the seconds of each phase of a step from the machine's measured rates. Pure arithmetic.
 
-    forward, backward   the slowest of: computing, the weights' way to the device, the drives, adding gradients in RAM
-    update              the slowest of: AdamW on the CPU and on the GPU, the drives, the weights' way to the device
+    forward, backward   the slowest of: computation, weight copies to the device, drives, adding gradients in RAM
+    update              the slowest of: AdamW on the CPU and on the GPU, drives, weight copies to the device
 
-What overlaps counts once: everything within a phase does, phases follow each other, but for an update that runs behind
-the next forward (`overlap.py`). A phase for which the machine has no rate is None.
+Everything within a phase overlaps. Phases run one after the other, unless the update overlaps the next forward
+(`overlap.py`). A phase for which a rate is missing is None.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from offload_trainer.units import format_bytes, format_count
 
 PHASES = ("forward", "backward", "update")
 
-UPDATE_START = 0.005  # seconds: pages and stretches are walked in Python
-_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # speed of the update, where fp32 alone was timed
+UPDATE_START = 0.005  # seconds that Python spends on iterating over pages and ranges
+_OF_FP32_STATES = {"fp32": 1.0, "bf16": 0.75, "8bit": 0.45}  # relative update speed, if only fp32 was measured
 
 
 @dataclass(frozen=True)
 class Bound:
-    """One thing that a phase waits for."""
+    """A lower bound on a phase's time: one resource that the phase waits for."""
 
     phase: str
-    seconds: float | None  # None: not timed
+    seconds: float | None  # None: no rate was measured
     what: str
     kind: str  # "compute", "turns", "adamw", "adamw_gpu", "device", "drive" or "memory"
-    place: str = ""  # of a drive: the disk
+    place: str = ""  # the disk, if `kind` is "drive"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of each phase (None: not known), and all that they were worked out from."""
+    """The predicted seconds of each phase (None: unknown), and the bounds that they follow from."""
 
     seconds: dict[str, float | None]
     bounds: tuple[Bound, ...]
-    behind: bool = False  # whether the update runs behind the next forward
-    ahead: bool = False  # and begins behind the backward, where its pages are on drives
-    hidden: float = 0.0  # seconds of it that nothing waits for
-    could_hide: float = 0.0  # seconds of one in line that nothing would wait for behind the next forward
-    if_clipped: float = 0.0  # seconds that a step takes longer where it is decided otherwise than was expected
+    behind: bool = False  # the update overlaps the next forward
+    ahead: bool = False  # the update of pages on drives also overlaps the backward
+    hidden: float = 0.0  # seconds of the update that overlap hides
+    could_hide: float = 0.0  # seconds that overlapping the next forward would hide, if it is off
+    if_clipped: float = 0.0  # extra seconds of a step whose speculative update has to be redone
 
     @property
     def step(self) -> float | None:
-        """Seconds of a whole step."""
+        """Return the seconds of a whole step, or None if a phase is unknown."""
         known = [seconds for seconds in self.seconds.values() if seconds is not None]
         return sum(known) - self.hidden if len(known) == len(self.seconds) else None
 
     @property
     def otherwise(self) -> Forecast:
-        """The same with an update in line that is behind the next forward, and behind it where it is in line."""
+        """Return this forecast with the overlap of update and next forward toggled."""
         assert not self.ahead
         return replace(self, behind=not self.behind, hidden=self.could_hide, could_hide=self.hidden)
 
     @property
     def in_line(self) -> dict[str, float | None]:
-        """Seconds of each phase as one after the other: of an update behind the forward, what is waited for."""
+        """Return the seconds of each phase without overlap; of an overlapped update, only the exposed part."""
         update = self.seconds.get("update")
         if not self.behind or update is None:
             return self.seconds
@@ -69,16 +69,16 @@ class Forecast:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The phases whose seconds are theirs alone."""
+        """Return the phases that do not overlap with others, so that a measurement can correct their prediction."""
         return () if self.ahead else ("backward",) if self.behind else PHASES
 
     def limits(self, phase: str) -> str:
-        """What makes a phase as long as it is."""
+        """Return a description of the phase's slowest bound."""
         longest = self._longest(phase)
         return longest.what if longest else "not timed"
 
     def kind(self, phase: str) -> str:
-        """Of what that is; nothing where nothing was timed."""
+        """Return the kind of the phase's slowest bound, or "" if nothing was measured."""
         longest = self._longest(phase)
         return longest.kind if longest else ""
 
@@ -88,7 +88,7 @@ class Forecast:
 
 
 def correction_key(engine: str, phase: str, kind: str, *, ranks: int) -> str:
-    """What a ratio of measured to predicted seconds holds for."""
+    """Return the key under which a ratio of measured to predicted seconds is stored."""
     return f"{engine}.{phase}.{kind}{f'.{ranks} ranks' if ranks > 1 else ''}"
 
 
@@ -102,10 +102,16 @@ def forecast(
     stretch: float = 1.0,
     on_top: Mapping[str, float] | None = None,
 ) -> Forecast:
-    """Seconds of a step. `bounds`: what its phases wait for beside products and traffic, as the engine says.
+    """Predict the seconds of a step.
 
-    `stretch`: how many times as long the update's drives take as their bytes both ways at once. `on_top`: seconds that
-    a phase takes beyond the slowest of what it waits for.
+    Args:
+        work: the step's counts.
+        machine: the rates; corrections from earlier runs are applied.
+        traffic: bytes moved in each phase.
+        bounds: the engine's bounds in addition to computation and traffic.
+        engine: name under which corrections are stored.
+        stretch: factor by which the update's drive time exceeds simultaneous reading and writing of its bytes.
+        on_top: seconds that a phase takes in addition to its slowest bound.
     """
     every = [*_computing(work, machine), *bounds]
     for phase in PHASES:
@@ -123,7 +129,7 @@ def forecast(
 
 
 def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
-    """Forward and backward: each rank has a GPU, or the ranks of a node one CPU."""
+    """Return the computation bounds of forward and backward: one GPU per rank, or one CPU for all ranks of a node."""
     tokens = work.tokens // (work.world if machine.gpu is not None else work.nodes)
     return [
         Bound(
@@ -137,7 +143,7 @@ def _computing(work: Workload, machine: MachineProfile) -> list[Bound]:
 
 
 def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic]) -> list[Bound]:
-    """Of a forward and a backward with one buffer for weights: what comes is not on its way while others compute."""
+    """Return the bounds of forward and backward with a single weight buffer, where copies and computation alternate."""
     found = []
     for computing in _computing(work, machine):
         phase = computing.phase
@@ -150,13 +156,13 @@ def in_turn(work: Workload, machine: MachineProfile, traffic: Sequence[Traffic])
 
 
 def _longest(bounds: Sequence[Bound]) -> float | None:
-    """None where something has not been timed, since it may be what everything waits for."""
+    """Return the largest bound, or None if any is unknown, since the unknown one may be the largest."""
     known = [bound.seconds for bound in bounds if bound.seconds is not None]
     return max(known) if known and len(known) == len(bounds) else None
 
 
 def update_rate(work: Workload, machine: MachineProfile) -> float | None:
-    """Parameters a second of the kernel that the run takes on the CPU, with moments as it stores them."""
+    """Return the parameters per second of the CPU update kernel that the run will use, for its moment format."""
     rates, states = machine.rates.update, work.state.moments.name
     names = ["native", "torch"] if work.kernel == "auto" else [work.kernel]
     for name in names:
@@ -168,7 +174,7 @@ def update_rate(work: Workload, machine: MachineProfile) -> float | None:
 
 
 def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase: str, stretch: float) -> list[Bound]:
-    """One bound for each disk, and one for the way to the device."""
+    """Return one bound for each disk, and one for copies to and from the device."""
     by_disk: dict[str, list[Traffic]] = {}
     for one in moved:
         drive = machine.drive(one.place)
@@ -193,7 +199,7 @@ def _traffic_bounds(moved: Sequence[Traffic], machine: MachineProfile, *, phase:
 
 
 def _device_seconds(machine: MachineProfile, *, read: int, written: int) -> float | None:
-    """A GPU's copies each way at once; where the CPU computes, a copy in memory, which reads and writes each byte."""
+    """Return the seconds of simultaneous copies both ways; a copy on a CPU reads and writes each byte."""
     rates = machine.rates
     if machine.gpu is None:
         return None if rates.memory is None else 2 * (read + written) / rates.memory.value
@@ -210,7 +216,7 @@ def _drive_seconds(drive: DriveFacts | None, *, read: int, written: int) -> floa
 def _at_once(
     read: int, written: int, alone_in: Rate | None, alone_out: Rate | None, in_: Rate | None, out: Rate | None
 ) -> float | None:
-    """Both ways together until one is done, then the other one by itself."""
+    """Return the seconds of both directions in parallel until one has finished, then of the other alone."""
     if alone_in is None or alone_out is None or in_ is None or out is None:
         return None
     together = min(read / in_.value, written / out.value)
@@ -219,7 +225,7 @@ def _at_once(
 
 
 def tokens_that_hide_the_update(found: Forecast, *, tokens: int, share: float = 0.1) -> int | None:
-    """Tokens a step (more of them by accumulation) from which the update is at most `share` of it."""
+    """Return the tokens per step, by accumulation, from which on the update takes at most `share` of the step."""
     forward, backward, update = (found.seconds[phase] for phase in PHASES)
     if forward is None or backward is None or update is None or forward + backward <= 0:
         return None

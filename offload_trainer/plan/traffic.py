@@ -1,4 +1,4 @@
-"""Bytes that a step moves between drives and host memory, or between that and a device, phase by phase."""
+"""Count the bytes that a phase of a step moves between a drive and host memory, or between host memory and a device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one step in one phase. `place` is a drive's directory, or "device" for the way to a GPU and back."""
+    """Bytes moved in one phase of one step. `place` is a drive's directory, or "device" for a GPU's copies."""
 
     place: str
     phase: str
-    read: int  # towards the accelerator
+    read: int  # towards the device
     written: int

@@ -1,4 +1,7 @@
-"""One optimizer step as the plan's arithmetic sees it: what the model counts, and how much goes through it."""
+"""Describe one optimizer step for the plan: the model's counts, batch sizes, dtypes and ranks.
+
+No part of the configuration appears here, so the arithmetic of a plan does not depend on it.
+"""
 
 from __future__ import annotations
 
@@ -11,81 +14,82 @@ from offload_trainer.plan.shape import ModelShape
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that bytes and seconds depend on beside where things live, and how fast that is."""
+    """Everything that bytes and seconds depend on, except placement and the machine's rates."""
 
     shape: ModelShape
     dtype: str  # of weights, activations and gradients: "bf16", "fp16" or "fp32"
-    micro_batch: int  # rows in one forward and backward, on each rank
-    accumulate: int  # micro-batches, on each rank
-    seq_len: int  # tokens of a row
-    world: int  # ranks, on all nodes
+    micro_batch: int  # rows in one forward and backward on each rank
+    accumulate: int  # micro-batches per step on each rank
+    seq_len: int  # tokens in a row
+    world: int  # ranks of all nodes
     checkpointing: bool
-    offload_activations: bool | Literal["cpu", "nvme"]  # where what checkpointing keeps goes; False: it stays
-    loss_chunk: int  # tokens whose logits exist at a time
-    sums: Literal["fp32", "model"]  # dtype that gradients of several micro-batches are added in
-    state: StateFormat  # what the rule of the update keeps, and its moments' format
-    kernel: str  # of the update on the CPU: "auto" or its name
-    checkpoints: int | None  # kept on the output's drive; 0: the weights are exported there instead; None: nothing is
-    nodes: int = 1  # with as many ranks each
-    tensor: int = 1  # ranks that share each product, and so rows
-    sequence: int = 1  # ranks that share rows, and have a piece of each
-    mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: all of a micro-batch
-    partition: bool = False  # of what checkpointing keeps each tensor rank keeps a part
+    offload_activations: bool | Literal["cpu", "nvme"]  # tier of checkpointed block inputs; False: device
+    loss_chunk: int  # tokens whose logits are in memory at a time
+    sums: Literal["fp32", "model"]  # dtype in which gradients of several micro-batches are accumulated
+    state: StateFormat  # optimizer rule and format of its moments
+    kernel: str  # CPU update kernel: "auto" or a name
+    checkpoints: int | None  # number kept on the output's drive; 0: export weights at the end instead; None: neither
+    nodes: int = 1  # each with the same number of ranks
+    tensor: int = 1  # tensor-parallel ranks, which compute the same rows
+    sequence: int = 1  # sequence-parallel ranks, each with a piece of every row
+    mlp_chunk: int = 0  # tokens that go through an MLP at a time; 0: a whole micro-batch
+    partition: bool = False  # tensor-parallel ranks divide the checkpointed block inputs
 
     @property
     def item_bytes(self) -> int:
-        """Of a weight."""
+        """Return the bytes of one weight element."""
         return item_bytes(self.dtype)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an element of the step's sums: a weight's where there is one micro-batch."""
+        """Return the bytes of one element of the step's gradient sums."""
         return 4 if self.added > 1 and self.sums == "fp32" else self.item_bytes
 
     @property
     def here(self) -> int:
-        """Ranks of one node, which share its RAM and drives."""
+        """Return the number of ranks on one node, which share its RAM and drives."""
         return self.world // self.nodes
 
     @property
     def data(self) -> int:
-        """Ranks with rows of their own."""
+        """Return the number of data-parallel groups, each with different rows."""
         return self.world // (self.tensor * self.sequence)
 
     @property
     def length(self) -> int:
-        """Tokens of a row that a rank has."""
+        """Return the tokens of a row that one rank computes."""
         return self.seq_len // self.sequence
 
     @property
     def added(self) -> int:
-        """Micro-batches, or pieces of such, whose gradients a step adds up, on all ranks."""
+        """Return how many gradients of each weight a step sums, over micro-batches, data and sequence ranks."""
         return self.accumulate * self.data * self.sequence
 
     @property
     def tokens(self) -> int:
-        """Of a step, on all ranks."""
+        """Return the tokens of a step on all ranks."""
         return self.micro_batch * self.accumulate * self.data * self.seq_len
 
     @property
     def inputs_away(self) -> bool | Literal["cpu", "nvme"]:
-        """Where the inputs of checkpointed blocks go; False where they stay, or there are none."""
+        """Return the tier that checkpointed block inputs are offloaded to; False if they stay or there are none."""
         return self.checkpointing and self.offload_activations
 
     @property
     def keepers(self) -> int:
-        """Ranks that each input of a checkpointed block is divided over."""
+        """Return the number of ranks that each checkpointed block input is divided over."""
         return self.tensor if self.checkpointing and self.partition else 1
 
 
-_CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller ones cost products' speed and save little
+_CHUNKS = (8192, 4096, 2048, 1024, 512, 256)  # tokens; smaller chunks slow matrix products and save little memory
 
 
 def chunks_of(work: Workload) -> tuple[int, ...]:
-    """Pieces of a micro-batch that MLPs may run on, the largest first; none where they are not known to run on them."""
+    """Return the chunk sizes in tokens that MLPs may run in, largest first; empty if that is unknown."""
     known = work.shape.tiled_on_gpu is not None
     return tuple(chunk for chunk in _CHUNKS if known and chunk < work.micro_batch * work.length)
 
 
 def item_bytes(dtype: str) -> int:
+    """Return the bytes of one element of `dtype`."""
     return 4 if dtype == "fp32" else 2

@@ -1,10 +1,10 @@
-"""What a forward and a backward hold beside the weights, as counts of a model and the arithmetic over them.
+"""Compute the peak of activation memory in a forward and backward from the counts of a model's parts.
 
     embedding | block 0 | block 1 | ... | norm | head, chunk by chunk      then backwards
 
-Each part of a model has moments at which it may hold the most, bytes that grow with rows and tokens. A peak is the
-largest of all moments of all parts, each on top of what earlier parts have left: a sum of every part's largest would
-count what never exists together. `model/activations.py` counts the moments of any architecture.
+Each part of a model has moments at which its memory may be largest, in bytes that grow with rows and tokens. The peak
+is the maximum over all moments of all parts, each added to what earlier parts keep. Adding up each part's maximum would
+count tensors that never exist at the same time. `model/activations.py` records the moments of any architecture.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from operator import add, sub
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes, as they grow with the rows of a micro-batch, the tokens of a row, and those of a piece of it."""
+    """Bytes as a polynomial of the rows of a micro-batch, the tokens of a row, and the tokens of a piece."""
 
-    fixed: float = 0.0  # gradients of weights, until they are handed over
+    fixed: float = 0.0  # gradients of weights, until the engine takes them
     row: float = 0.0
-    position: float = 0.0  # a token of a row, however many rows there are
+    position: float = 0.0  # per token of a row, for any number of rows
     token: float = 0.0
-    square: float = 0.0  # a token with a token, however many rows there are: masks
-    pair: float = 0.0  # a token with a token in each row: attention's matrices
-    piece: float = 0.0  # a token of a piece, where a part of a block runs on pieces of the micro-batch
+    square: float = 0.0  # per pair of tokens, for any number of rows: masks
+    pair: float = 0.0  # per pair of tokens in each row: attention matrices
+    piece: float = 0.0  # per token of a piece, if part of a block runs on pieces of the micro-batch
 
     def at(self, rows: int, length: int, *, gradients: bool = True, piece: int = 0) -> int:
-        """Bytes for `rows` of `length` tokens; without `gradients` what grows with neither is left out."""
+        """Return the bytes for `rows` of `length` tokens; `gradients=False` leaves out the fixed part."""
         ones = self.fixed * gradients + self.row * rows + self.piece * min(piece, rows * length)
         return int(ones + length * (self.position + self.token * rows + length * (self.square + self.pair * rows)))
 
@@ -43,31 +43,31 @@ class Growth:
 
 @dataclass(frozen=True)
 class Part:
-    """A block, the norm behind the blocks, or the head. Moments are beyond what was held before its forward."""
+    """A block, the norm after the blocks, or the head. Moments count memory in addition to what earlier parts keep."""
 
-    kept: Growth  # from its forward until its backward
-    forward: tuple[Growth, ...]  # moments of its forward that can be the largest
-    backward: tuple[Growth, ...]  # of its backward, with what its forward kept and its output's gradient
+    kept: Growth  # memory held from its forward until its backward
+    forward: tuple[Growth, ...]  # moments of its forward that can be the peak
+    backward: tuple[Growth, ...]  # moments of its backward, including what its forward kept and its output's gradient
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Moments of a model's parts in the run's dtype, as it trains."""
+    """The moments of all parts of a model in the run's dtype, during training."""
 
-    before: Growth  # held from before the first block on: its input, rotary tables, masks
-    kinds: tuple[Part, ...]  # of blocks
-    blocks: tuple[int, ...]  # the kind of each
+    before: Growth  # allocated before the first block: its input, rotary tables, masks
+    kinds: tuple[Part, ...]  # distinct kinds of blocks
+    blocks: tuple[int, ...]  # the kind of each block
     hidden: Growth  # hidden states between blocks
     norm: Part
-    head: Part  # of one chunk: a row of as many tokens
-    embedding: tuple[Growth, ...]  # moments of the embedding's backward, all in all
+    head: Part  # one chunk of the loss: a row with that many tokens
+    embedding: tuple[Growth, ...]  # moments of the embedding's backward, in total
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest moment: what blocks have kept in it, all else, and which it is."""
+    """The moment with the most memory: what blocks keep, everything else, and a description."""
 
-    kept: int  # of the blocks before: their inputs, or all of their activations
+    kept: int  # inputs (with checkpointing) or activations of the preceding blocks
     rest: int
     when: str
 
@@ -89,12 +89,19 @@ def peak_of(
     waiting: int = 0,
     piece: int = 0,
 ) -> Peak:
-    """Bytes on the device at the largest moment of a micro-batch, without weights.
+    """Return the peak of a micro-batch on the device, in bytes and without weights.
 
-    `inputs_here`: whether inputs of checkpointed blocks stay on the device; `keepers`: ranks that each of them is
-    divided over. `gradients`: whether those of weights are counted, from when they are made until they are handed over.
-    `waiting`: of a tied head's, for the embedding's. `piece`: tokens of one, where `counted` is of blocks that run on
-    pieces.
+    Args:
+        counted: the model's moments.
+        rows: rows of the micro-batch.
+        length: tokens in a row.
+        chunk: tokens of one chunk of the loss.
+        checkpointing: blocks are checkpointed.
+        inputs_here: inputs of checkpointed blocks stay on the device.
+        keepers: ranks that each block input is divided over.
+        gradients: count weight gradients from their computation until the engine takes them.
+        waiting: bytes of a tied head's gradient, which waits for the embedding's.
+        piece: tokens of a piece, if `counted` describes blocks that run on pieces.
     """
 
     def most(moments: Iterable[Growth]) -> int:
@@ -106,7 +113,7 @@ def peak_of(
     hidden = now(counted.hidden)
     parts = [counted.kinds[kind] for kind in counted.blocks]
     beside = now(counted.before) - hidden
-    # What is kept below each block, its own input included; where inputs leave, only the one that is worked on.
+    # Memory kept by the blocks below each block, including its own input. If inputs are offloaded, only its own counts.
     if checkpointing:
         below = _inputs(hidden, blocks=len(parts), keepers=keepers) if inputs_here else [hidden] * (len(parts) + 1)
     else:
@@ -118,7 +125,7 @@ def peak_of(
     backwards = {kind: most(counted.kinds[kind].backward) for kind in set(counted.blocks)}
     for number, kind in enumerate(counted.blocks):
         forward, backward = forwards[kind], backwards[kind] + waiting
-        if checkpointing:  # the forward is done again when the output's gradient has come
+        if checkpointing:  # the recomputed forward coexists with the gradient of the block's output
             backward = max(backward, forward + hidden + waiting)
         when = f"in the {'backward' if backward > forward else 'forward'} of block {number}"
         peaks.append(Peak(below[number], beside + max(forward, backward), when))
@@ -133,17 +140,18 @@ def peak_of(
 
 
 def _inputs(hidden: int, *, blocks: int, keepers: int) -> list[int]:
-    """Bytes of them at each block, whole where it is worked on, and behind the last one with that one's output."""
+    """Return the bytes of block inputs at each block, and after the last one; only the current input is undivided."""
     if keepers == 1:
         return [hidden * (number + 1) for number in range(blocks + 1)]
     return [hidden + -(-hidden // keepers) * min(number + 1, blocks) for number in range(blocks + 1)]
 
 
 def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients: bool) -> int:
-    """The head's largest moment: forward and backward at once, or a chunk at a time.
+    """Return the head's peak: one forward and backward, or one chunk at a time.
 
-    While the last chunk goes back all others' gradients of hidden states wait for it, and their sum of the head's
-    gradient. Autograd adds to that out of place, the first time at least. Then the pieces become one.
+    During the backward of the last chunk, the hidden states' gradients of all other chunks and the sum of the head's
+    gradient are in memory. Autograd adds to that sum out of place at least once. Afterwards the chunks are
+    concatenated.
     """
     tokens = rows * length
     several = tokens > chunk
@@ -162,10 +170,10 @@ def _head(counted: Activations, *, rows: int, length: int, chunk: int, gradients
 
 
 def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
-    """What each of `ranks` that share rows holds, of rows as long as a piece.
+    """Return the moments of one of `ranks` sequence-parallel ranks, for rows as long as its piece.
 
-    Attention is fused, so pairs of tokens are a window's mask: of whole rows, and one for all. Positions are each row's
-    own. `more`: bytes a token that attention keeps beside, until its block's backward.
+    Attention is fused, so terms of token pairs are masks, which cover whole rows and exist once. `more` is the bytes
+    per token that attention keeps in addition until its block's backward.
     """
 
     def changed(one: Growth) -> Growth:
@@ -188,7 +196,7 @@ def in_pieces(counted: Activations, *, ranks: int, more: float) -> Activations:
 
 
 def pruned(moments: Sequence[Growth]) -> tuple[Growth, ...]:
-    """Those moments that are not below another whatever the rows and tokens."""
+    """Return the moments that no other moment dominates for every number of rows and tokens."""
     kept: list[Growth] = []
     for moment in sorted(set(moments), key=Growth.values, reverse=True):
         values = moment.values()

@@ -1,6 +1,6 @@
-"""Plans for numbers of machines that are alike: what one of them holds and moves, and how tokens/s grow with them.
+"""Report plans for several numbers of identical nodes: bytes held and moved per node, and the scaling of tokens/s.
 
-Weak scaling: each rank has its rows, whatever the number of ranks, so a step's tokens grow with it.
+This is weak scaling: the rows per rank are constant, so the tokens of a step grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _COLUMNS = (
 
 
 def to_json(plans: Sequence[Plan], machine: MachineProfile) -> dict[str, Any]:
-    """The contract of `plan --json --nodes`: of one number of machines a plan's own keys, of several `scaling`."""
+    """Return the output of `plan --json --nodes`: the plan's keys for one number of nodes, `scaling` for several."""
     found = plans[-1].to_json() if len(plans) == 1 else {"scaling": scaling(plans)}
     return found | {"assumptions": assumptions(plans[-1], machine)}
 
 
 def describe(plans: Sequence[Plan], machine: MachineProfile) -> str:
-    """The same as a person reads it."""
+    """Return the output of `plan --nodes` as text."""
     told = [plans[-1].describe(), describe_links(plans[-1])] if len(plans) == 1 else [table(plans)]
     return "\n".join([*filter(None, told), *(f"  assumed: {line}" for line in assumptions(plans[-1], machine))])
 
 
 def scaling(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """One row a plan, of one node unless it says otherwise; `scaling`: tokens/s of a node over those of the first.
+    """Return one row per plan, in bytes and seconds per node; None where a rate is unknown.
 
-    Bytes, seconds; None where a rate is not known.
+    `scaling` is a node's tokens/s divided by those of the first plan's node.
     """
     rows = []
     for plan in plans:
@@ -74,12 +74,12 @@ def scaling(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def _speed_of_a_node(plan: Plan) -> float | None:
-    """Tokens a second."""
+    """Return a node's tokens per second, or None if a rate is unknown."""
     return None if plan.forecast.step is None else plan.tokens_per_step / plan.forecast.step / plan.nodes
 
 
 def table(plans: Sequence[Plan]) -> str:
-    """`scaling` as a person reads it, and of each plan where things live and whether that fits."""
+    """Return `scaling` as a text table, followed by each plan's placement and whether it fits."""
     cells = [list(_COLUMNS)]
     told = []
     for row, plan in zip(scaling(plans), plans, strict=True):
@@ -103,7 +103,7 @@ def table(plans: Sequence[Plan]) -> str:
 
 
 def assumptions(plan: Plan, machine: MachineProfile) -> list[str]:
-    """What the numbers of several ranks rest on, beside the rates, one sentence each."""
+    """Return the assumptions behind the numbers of several ranks, one sentence each."""
     links = machine.links
     found = [
         "all machines are alike, each rank has a GPU and its own rows, and tiers and bytes are of one machine",
@@ -143,7 +143,7 @@ def assumptions(plan: Plan, machine: MachineProfile) -> list[str]:
 
 
 def describe_links(plan: Plan) -> str:
-    """Bytes between ranks, link by link."""
+    """Return the bytes between ranks as text, one line per link and phase."""
     names = {
         "outboxes": "gradients in RAM",
         NETWORK: "network",

@@ -1,10 +1,10 @@
-"""Blocks divided by module: of each only a part's weights need to be on the device at a time. Pure arithmetic.
+"""Divide blocks into submodules that are fetched one after the other (`tiered.fetch=module`). Pure arithmetic.
 
     model.layers.0   ──> model.layers.0.self_attn, .mlp.gate_proj, .mlp.up_proj, .mlp.down_proj   one after the other
-                     ──> model.layers.0, what is left: norms, routers, vectors                    stays where it is used
+                     ──> the remainder of model.layers.0: norms, routers, vectors                 stays on the device
 
-A part is a module with all that is inside it, as large as the largest that cannot be divided any more, at most. Which
-modules can be is not known here: `shape.apart` names them (`model/apart.py` tries it).
+A part is a submodule with everything inside it. The largest module that cannot be divided further sets the maximum size
+of a part. `shape.apart` names the modules that may be divided; `model/apart.py` finds them with a trial.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_count
 
-_WORTH = 0.9  # of the largest block, that its largest part has at most
-_LITTLE = 16  # a module that many times smaller than the largest part is not worth a buffer; it stays
+_WORTH = 0.9  # divide only if the largest part has at most this share of the largest block
+_LITTLE = 16  # a module that is smaller than the largest part by this factor stays on the device
 
 
 @dataclass
 class _Module:
-    """A module inside a block, or the block, with its weights."""
+    """A block, or a module inside one, with its weights."""
 
     name: str
     own: list[Weight] = field(default_factory=list)
@@ -40,9 +40,9 @@ class _Module:
 
 
 def divided(shape: ModelShape) -> ModelShape:
-    """The shape with the weights of blocks in parts, as small as they can be; as it is where that gains too little.
+    """Return the shape with blocks divided into the smallest possible parts, or unchanged if that gains too little.
 
-    What runs on pieces of a row (`shape.tiles`) is not divided: each piece would bring all of it anew.
+    Modules that run on pieces of a row (`shape.tiles`) are not divided, because each piece would fetch all parts again.
     """
     blocks, apart = _blocks(shape.weights), set(shape.apart) - set(shape.tiles)
     least = [part for block in blocks for part in _parts(block, apart, most=0)]
@@ -62,18 +62,18 @@ def divided(shape: ModelShape) -> ModelShape:
 
 
 def undivided(shape: ModelShape) -> ModelShape:
-    """The same with all of a block's weights at once."""
+    """Return the shape with every block as a single part."""
     weights = tuple(replace(weight, part="") for weight in shape.weights)
     return replace(shape, weights=weights, apart=(), needs=())
 
 
 def is_divided(shape: ModelShape) -> bool:
-    """Whether some block's weights come in parts."""
+    """Return whether any block is divided."""
     return any(weight.part for weight in shape.weights)
 
 
 def not_in_parts(work: Workload, fetch: str) -> list[str]:
-    """Where that is asked for of a model whose blocks cannot be divided: one sentence at most."""
+    """Return the mistake of asking for `tiered.fetch=module` if no block can be divided, else an empty list."""
     if fetch != "module" or is_divided(work.shape):
         return []
     return [
@@ -83,7 +83,7 @@ def not_in_parts(work: Workload, fetch: str) -> list[str]:
 
 
 def note_of_parts(units: Sequence[Unit]) -> list[str]:
-    """What a plan says of blocks in parts."""
+    """Return the plan's note about divided blocks, if there are any."""
     parts = [unit for unit in units if unit.is_part]
     if not parts:
         return []
@@ -111,7 +111,7 @@ def _blocks(weights: Sequence[Weight]) -> list[_Module]:
 
 
 def _parts(module: _Module, apart: set[str], *, most: int) -> list[_Module]:
-    """Modules whose weights are there at once, of at most so many elements where they can be divided."""
+    """Divide `module` into parts of at most `most` elements, except for modules that cannot be divided."""
     own = sum(weight.numel for weight in module.own)
     if module.elements <= most or module.name not in apart or own > SMALL:
         return [module]
@@ -119,7 +119,7 @@ def _parts(module: _Module, apart: set[str], *, most: int) -> list[_Module]:
 
 
 def _moved(parts: Sequence[_Module], *, most: int) -> list[_Module]:
-    """Those that come and go: all but the smallest, which stay as long as they are little, together too."""
+    """Return the parts that are fetched. The smallest ones stay on the device while they are small in total, too."""
     ordered = sorted(parts, key=lambda part: part.elements)
     staying, held = 0, 0
     for part in ordered:

@@ -1,4 +1,4 @@
-"""Plain torch in a plan: everything on one device."""
+"""Plan for the plain engine: torch alone, with everything on one device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from offload_trainer.plan.workload import Workload
 from offload_trainer.plan.zero import Placement
 from offload_trainer.units import format_count
 
-_SPEED = 0.36  # of the kernel's: torch's optimizer, and over the state once more for norm, clipping and rounding
+_SPEED = 0.36  # of the kernel's rate: torch's optimizer, plus one more pass for the norm, clipping and rounding
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What is wished for."""
+    """The plain engine's settings, and which candidates they allow."""
 
     place: PlacementSection
 
     name = "plain"
 
     def mistakes(self) -> list[str]:
-        """Of the configuration, one sentence each."""
+        """Return the mistakes in the configuration, one sentence each."""
         mistakes = [
             f"{flag} {home} with --engine plain: plain torch keeps everything on one device"
             for flag, home in (("--params", self.place.params), ("--optimizer", self.place.optimizer))
@@ -37,11 +37,11 @@ class Plain:
         return mistakes
 
     def packages(self) -> list[tuple[str, str]]:
-        """(wish, package) of what is not part of every installation."""
+        """Return (setting, package) for each package that the settings need and that is not always installed."""
         return []
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
-        """Nothing that only the machine makes impossible."""
+        """Accept every machine."""
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[PlainCandidate]:
         return [PlainCandidate(work, machine)]
@@ -49,7 +49,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class PlainCandidate:
-    """All on the device."""
+    """The only placement of the plain engine: everything on the device."""
 
     work: Workload
     machine: MachineProfile

@@ -1,10 +1,9 @@
-"""How far off a forecast was, as far as a run can tell: what corrects the next plan on the machine, and what does not.
+"""Calibrate forecasts: compare a run's measured seconds with the predicted ones, and correct later plans.
 
-A ratio of measured to predicted seconds is kept by engine, phase, what bounded the phase and the number of ranks, since
-a drive that is slower than it was timed says nothing of products, nor one rank of what several wait for. Not of short
-runs, of steps that differ much from each other (other work beside them, a machine that throttles), of phases so short
-that Python is what takes the time, nor of ratios that only a wrong rate explains: those are said, and bench times the
-machine again.
+A ratio of measured to predicted seconds is stored by engine, phase, bounding resource and number of ranks. A slow drive
+must not correct the prediction of computation, and one rank says nothing about several. Ratios are not stored for short
+runs, for unsteady steps (other load, thermal throttling), for phases so short that Python dominates, or beyond a factor
+of four, which only a wrong rate explains.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from offload_trainer.plan.time import Forecast, correction_key
 
 LEAST_STEPS = 8
 _LEAST_SECONDS = 0.05
-_SPREAD = 0.3  # between the quartiles, of the median
-_FARTHEST = 4.0  # times as long, or as short
-_OUTVOTE = 3  # ratios that a middle one is taken of, at least
+_SPREAD = 0.3  # largest interquartile range, relative to the median
+_FARTHEST = 4.0  # largest ratio either way
+_OUTVOTE = 3  # the median is taken of at least this many ratios
 
 
 def steady_ratios(
     found: Forecast, taken: Mapping[str, Sequence[float]], *, engine: str, ranks: int
 ) -> dict[str, float]:
-    """By `correction_key`; `taken`: each phase's seconds in the steps that count.
+    """Return the ratios worth storing, by `correction_key`; `taken` holds each phase's seconds in the steps that count.
 
-    None of a forward and an update that run at once: each makes the other longer.
+    Overlapping phases have no ratio, because they slow each other down.
     """
     kept = {}
     for phase, seconds in taken.items():
@@ -41,5 +40,5 @@ def steady_ratios(
 
 
 def correction(ratios: Sequence[float]) -> float:
-    """The middle one of the last runs' ratios; of fewer than three, with 1 for each that is missing."""
+    """Return the median of the last runs' ratios, with 1 for each missing one if there are fewer than three."""
     return median([*ratios, *(1.0,) * (_OUTVOTE - len(ratios))])

@@ -1,7 +1,7 @@
-"""Bytes that a step of the tiered engine moves, phase by phase. Pure arithmetic.
+"""Count the bytes that each phase of the tiered engine's step moves. Pure arithmetic.
 
-They are exact: weights are fetched by the same rings (`plan/rings.py`), gradients walked as `offloading/gradients.py`
-walks them. What is fetched ahead of its phase counts where it is needed.
+The counts are exact: weights are fetched by the same ring buffers (`plan/rings.py`), and gradients are visited in the
+order of `offloading/gradients.py`. A prefetch counts in the phase that uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload_trainer.plan.workload import Workload
 
 
 class _Moved:
-    """Bytes by home and phase."""
+    """Accumulate bytes by tier and phase."""
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[int, str], list[int]] = {}
@@ -34,7 +34,7 @@ class _Moved:
 def tiered_traffic(
     work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes, *, drives: Sequence[str]
 ) -> list[Traffic]:
-    """What the tiered engine moves on one node."""
+    """Return the bytes that one node moves in a step."""
     move = _Moved()
     _move_pages(move, work, homes, format=sizes.format)
     _move_units(move, work, units, homes, sizes)
@@ -46,7 +46,7 @@ def tiered_traffic(
 
 
 def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateFormat) -> None:
-    """State, gradients and new weights in the update; beside remainders of masters the old weights too."""
+    """Count state, gradients and new weights of the update; split masters also need the old weights."""
     e, g = work.item_bytes, work.gradient_bytes
     old = e if format.remainders else 0
     for one in homes.alike:
@@ -63,7 +63,7 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
             move(weights, "update", read=old * elements, written=e * elements)
         if gradients != DEVICE:
             move(gradients, "update", read=g * elements)
-        if inside != (gradients == DEVICE):  # up to the page, or down to it
+        if inside != (gradients == DEVICE):  # the gradient and its page are on different sides of the bus
             move(DEVICE, "update", **{"read" if inside else "written": g * elements})
         if inside != (weights == DEVICE):
             new, before = ("written", "read") if inside else ("read", "written")
@@ -71,7 +71,7 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
 
 
 def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> None:
-    """Weights to the device, and gradients from it."""
+    """Count weights fetched to the device, and gradients copied from it."""
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
         elements, by_parts = units[unit].elements, sizes.by_parts and homes.weights[unit] == RAM
@@ -89,7 +89,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Home
 
 
 def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> Counter[tuple[int, str]]:
-    """How often a rank brings a unit's weights to its device in each phase of a step, by (unit, phase)."""
+    """Return how often a rank fetches each unit in each phase of a step, by (unit, phase)."""
     forward, backward = orders(units, work.shape, again=work.checkpointing)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
     needed = fetches(away, [*forward, *backward], blocks=sizes.unit_buffers, times=work.accumulate)
@@ -98,7 +98,7 @@ def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSize
 
 
 def taken_by_parts(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> dict[str, Taken]:
-    """Weights that come to each device by parts, by phase; nothing where it takes all of them from RAM."""
+    """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
     found: dict[str, Taken] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
@@ -108,9 +108,9 @@ def taken_by_parts(work: Workload, units: Sequence[Unit], homes: Homes, sizes: T
 
 
 def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, times: int, ranks: int) -> None:
-    """Inputs of checkpointed blocks, which do not stay on the device; `places`: the drive of each, if any.
+    """Count offloaded inputs of checkpointed blocks; `places` lists the drive of each, if they go to drives.
 
-    Each rank has its own.
+    Each rank has its own inputs.
     """
     every = times * inputs.count * inputs.size
     move(DEVICE, "forward", written=every)
@@ -121,18 +121,18 @@ def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, tim
 
 
 def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: Homes) -> int:
-    """Bytes of host memory that a thread reads and writes for a step's sums in RAM and on drives.
+    """Return the bytes of host memory that accumulating gradients in RAM and on drives reads and writes in a step.
 
-    From the second micro-batch on each sum, twice, and the gradient that is added to it.
+    Each micro-batch after the first reads and writes every sum and reads the gradient.
     """
     added = sum(unit.trained for unit in units if homes.gradients[unit.index] != DEVICE)
     return (work.added - 1) * (2 * work.gradient_bytes + work.item_bytes) * added
 
 
 def _visits(units: Sequence[Unit], collected: set[int], order: Sequence[int], *, times: int) -> Counter[int]:
-    """How often the gradients of a unit are written, once for each time that another one of their kind follows.
+    """Return how often each unit's gradient sums are written to a drive: once per visit in the backward's order.
 
-    `order` comes so many times, and from the second time on it begins with the same units last.
+    Consecutive visits of the same unit count as one. `order` is repeated `times` times.
     """
     found: list[Counter[int]] = []
     last: dict[bool, int] = {}

@@ -1,7 +1,7 @@
-"""Sizes inside DeepSpeed's ZeRO, worked out from the model so that every placement runs.
+"""Compute the buffer and bucket sizes of DeepSpeed's ZeRO from the model, so that every placement runs.
 
-DeepSpeed's own defaults fail for NVMe (buffers run out) or take tens of gigabytes (a buffer of a billion elements).
-Pure arithmetic; `engine/ds_config.py` turns it into DeepSpeed's words.
+DeepSpeed's defaults fail for NVMe (buffers run out) or take tens of gigabytes (a buffer of a billion elements).
+`engine/ds_config.py` writes these sizes into DeepSpeed's configuration. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _PERSISTENT = 100_000  # weights of up to this many elements are never partition
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes of the 16-bit weights and of the optimizer state (fp32 masters and moments)."""
+    """The tiers of the 16-bit weights and of the optimizer state (fp32 masters and moments)."""
 
     params: Tier
     optimizer: Tier
-    zero: int | None = None  # the stage that is asked for
+    zero: int | None = None  # the requested stage
 
     @property
     def stage(self) -> int:
-        """Unless asked for: ZeRO-2 where whole weights stay on the device and the optimizer is in memory, else 3."""
+        """Return the ZeRO stage: as requested, else 2 if the device has whole weights and memory the optimizer, else 3."""
         return self.zero or (2 if self.params == "gpu" and self.optimizer != "nvme" else 3)
 
     def __str__(self) -> str:
@@ -40,15 +40,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class ZeroSizes:
-    """Element and buffer counts that the run uses, each worked out below or given by the user."""
+    """Element and buffer counts of a run, each computed below or given by the user."""
 
     sub_group: int  # parameters updated at a time (ZeRO-3)
-    largest_sub_group: int  # what that comes to, since a sub-group ends with a whole weight
+    largest_sub_group: int  # the actual maximum, since a sub-group ends with a whole weight
     optimizer_buffers: int  # NVMe optimizer: fp32 buffers of the largest sub-group
     reduce_bucket: int  # gradient elements
     prefetch_bucket: int  # weight elements (ZeRO-3)
     max_live: int  # weight elements (ZeRO-3)
-    persistent: int  # weights of up to so many elements stay gathered (ZeRO-3)
+    persistent: int  # weights of up to this many elements stay gathered (ZeRO-3)
     weight_buffers: int  # NVMe weights: buffers of the largest weight
     weight_buffer_elements: int
 
@@ -56,10 +56,10 @@ class ZeroSizes:
 def zero_sizes(
     shape: ModelShape, section: DeepSpeedSection, placement: Placement, *, world: int, item_bytes: int
 ) -> ZeroSizes:
-    """All sizes for `world` ranks and weights of `item_bytes` bytes.
+    """Return all sizes for `world` ranks and weights of `item_bytes` bytes per element.
 
-    With weights on NVMe nothing is prefetched: DeepSpeed's prefetch asks for a weight twice and stops with `already
-    assigned swap buffer` in the second step (0.19.8).
+    With weights on NVMe nothing is prefetched: DeepSpeed 0.19.8 prefetches a weight twice and stops in the second step
+    with `already assigned swap buffer`.
     """
     largest = shape.largest
     sub_group = _given(section.sub_group_size, max(_SUB_GROUP, largest))
@@ -85,10 +85,10 @@ def zero_sizes(
 
 
 def drive_stretch(shape: ModelShape, section: DeepSpeedSection, sizes: ZeroSizes) -> float:
-    """How many times as long the optimizer's drive takes as its bytes, both ways at once.
+    """Return the factor by which the optimizer's drive time exceeds simultaneous reading and writing of its bytes.
 
-    The first sub-group is read, and the last one written, while nothing goes the other way; without a pipeline that
-    is so for each of them.
+    The first sub-group is read, and the last one is written, without traffic in the other direction. Without
+    pipelining that holds for every sub-group.
     """
     if not (section.pipeline_read or section.pipeline_write):
         return 2.0
@@ -100,17 +100,17 @@ def _given(wish: int | Literal["auto"], computed: int) -> int:
 
 
 def _block(shape: ModelShape) -> int:
-    """About one block: the weights outside the largest one, divided by the layers."""
+    """Return the approximate elements of one block: all weights except the largest one, divided by the layers."""
     return max(1, (shape.parameters - shape.largest) // shape.layers)
 
 
 def _optimizer_buffers(section: DeepSpeedSection) -> int:
-    """A sub-group needs 4 (master, two moments, gradient); each direction of pipelining holds one more sub-group."""
+    """Return the buffer count: 4 for a sub-group and 4 more for each pipelined direction."""
     return 4 * (1 + section.pipeline_read + section.pipeline_write)
 
 
 def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
-    """Elements of the largest sub-group on one rank: its parts of weights are added until `size` is reached."""
+    """Return the elements of one rank's largest sub-group: shards of weights are added until `size` is reached."""
     largest = 0
     for group in decay_groups(shape.weights):
         held = 0
@@ -123,17 +123,17 @@ def _largest_sub_group(shape: ModelShape, size: int, *, world: int) -> int:
 
 
 def decay_groups(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
-    """Trainable weights with and without weight decay, in the model's order."""
+    """Return the trainable weights with and without weight decay, in the model's order."""
     trainable = [weight for weight in weights if weight.trainable]
     return [w for w in trainable if w.decays], [w for w in trainable if not w.decays]
 
 
 def _weight_buffers(shape: ModelShape, *, window: int, world: int, item_bytes: int) -> int:
-    """Most weights that are gathered at one time, each in a buffer of its own.
+    """Return the number of weight buffers: the most weights that are gathered at one time, one per buffer.
 
-    DeepSpeed releases weights only once more than `max_live` elements are gathered, and fails where no buffer is
-    left for the module it needs next. So: the largest number of swappable weights in any stretch of `window`
-    elements, and a margin for the module in use and the head, which tied embeddings fetch at both ends.
+    DeepSpeed releases weights only when more than `max_live` elements are gathered, and fails if no buffer is free for
+    the next module. This returns the largest number of swappable weights in any window of `window` elements, plus a
+    margin for the module in use and for the head, which tied embeddings fetch at both ends.
     """
     sizes = [weight.numel for weight in shape.weights if weight.numel * item_bytes // world >= _SWAPPABLE_BYTES]
     most = first = held = 0

@@ -31,7 +31,7 @@ class Placement:
 
     @property
     def stage(self) -> int:
-        """Return the ZeRO stage: as requested, else 2 if the device has whole weights and memory the optimizer, else 3."""
+        """Return the ZeRO stage: as requested, else 2 with weights on the device and state in memory, else 3."""
         return self.zero or (2 if self.params == "gpu" and self.optimizer != "nvme" else 3)
 
     def __str__(self) -> str:

@@ -1,15 +1,15 @@
-"""Which modules of a model's blocks need their parts' weights one after the other: found by trying.
+"""Probe which modules of a model's blocks can be fetched one child at a time (`tiered.fetch=module`).
 
-A block whose attention and MLP are read by nobody else can have the weights of either while it runs, and not those of
-the other. No list of names says so: some code reads a child's weight without calling it (the convolution of a Mamba
-mixer, an output projection inside attention). So in a tiny model of the same kind (twins.py), with the weights of one
-child there at a time and NaN in the place of all others,
+If attention and MLP of a block use only their own weights, only one of the two needs its weights on the device at any
+time. No list of names tells which modules qualify, because some code reads a child's weight without calling the child
+(the convolution of a Mamba mixer, an output projection inside attention). So this runs a tiny model of the same kind
+(twins.py) with one child's weights present at a time and NaN in all others:
 
-    each alone   every module inside a block that has children with weights, in all blocks of its kind
-    together     all that passed, as finely divided as they can be
+    alone      each module inside a block that has children with weights, in all blocks of the same kind
+    together   all modules that passed, divided as finely as possible
 
-and what passed gives the logits of the whole model, to the last bit. Then a forward and a backward with checkpointed
-blocks tell in which order weights are needed, for the plan to count how often they come.
+A module qualifies if the logits equal those of the whole model to the last bit. A forward and a backward with
+checkpointed blocks then record the order in which weights are used, from which the plan counts fetches.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from offload_trainer.offloading.checkpointed import keep_weights
 from offload_trainer.plan.divided import divided
 from offload_trainer.plan.shape import Needs
 
-_Kind = tuple[type, str, type]  # of a block, the name in it, of the module
+_Kind = tuple[type, str, type]  # class of the block, name of the module in it, class of the module
 _Made = tuple[str, type, frozenset[str]]
 _ROW = 24  # tokens
 
 
 def in_parts(source: ModelSource) -> ModelSource:
-    """The same model with the weights of its blocks in parts; as it is where no block can be divided."""
+    """Return the model with its blocks divided into submodules, or unchanged if no block can be divided."""
     trusted = source.section.trust_remote_code
     model = meta_model(source.config, trust_remote_code=trusted)
     names, needs = apart(model, block_names, trust_remote_code=trusted)
@@ -48,28 +48,27 @@ def in_parts(source: ModelSource) -> ModelSource:
 def apart(
     model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]], *, trust_remote_code: bool
 ) -> tuple[list[str], list[Needs]]:
-    """Names of `model`'s blocks, and of modules in them, whose children's weights need not be there at once.
+    """Return the names of blocks and of modules inside them whose children can be fetched separately, and their order.
 
-    And in which order the blocks need them. Nothing where a tiny model of its kind does not run. `blocks`: names of a
-    model's blocks.
+    The result is empty if a tiny model of the same kind does not run. `blocks` returns the names of a model's blocks.
     """
     try:
         with twin_model(model, trust_remote_code=trust_remote_code) as twin:
             proven = _proven(twin, blocks(twin))
             orders = _orders(twin, blocks(twin), proven) if proven else {}
-    except Exception:  # of transformers' code, for a configuration that it did not expect
+    except Exception:  # transformers' code may raise anything for an unusual configuration
         return [], []
     names = [name for kind, name in _with_children(model, blocks(model)) if kind in proven]
     needs = []
     for block in blocks(model):
         shown = orders.get(_made(model, block))
-        if shown is not None:  # empty of a tower that text does not need
+        if shown is not None:  # the order is empty for a tower that text does not pass through
             needs.append(Needs(block, *(tuple(f"{block}.{inner}" for inner in order) for order in shown)))
     return names, needs
 
 
 def _with_children(model: nn.Module, blocks: Sequence[str]) -> list[tuple[_Kind, str]]:
-    """Each block, and each module inside one, that has children with weights: its kind, and its name in the model."""
+    """Return the kind and name of each block, and of each module inside a block, that has children with weights."""
     found = []
     for name in blocks:
         block = model.get_submodule(name)
@@ -120,14 +119,14 @@ def _finest(module: nn.Module, divisible: set[nn.Module]) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd saves of a weight."""
+    """A weight that autograd has saved for the backward."""
 
     name: str
     values: torch.Tensor
 
 
 class _Needed:
-    """Names of weights inside blocks, as they are needed."""
+    """Record the names of weights inside blocks in the order in which they are used."""
 
     def __init__(self, twin: PreTrainedModel, blocks: Sequence[str], divisible: set[nn.Module]) -> None:
         below = tuple(f"{block}." for block in blocks)
@@ -138,7 +137,7 @@ class _Needed:
             module.register_forward_pre_hook(self.run)
 
     def run(self, module: nn.Module, _: Any) -> None:
-        """Where it cannot be divided all of it is needed, also of children that nobody calls."""
+        """Record a module's own weights, and all weights below it if it cannot be divided."""
         found = (self._names.get(weight.data_ptr()) for weight in module.parameters(module not in self._divisible))
         self.names.extend(name for name in found if name)
 
@@ -159,9 +158,9 @@ class _Needed:
 def _orders(
     twin: PreTrainedModel, blocks: Sequence[str], proven: set[_Kind]
 ) -> dict[_Made, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Of each kind of block: names in it of its weights, as a forward needs them, and as a backward does.
+    """Return, for each kind of block, the names of its weights in the order of use by a forward and by a backward.
 
-    The latter with those that a checkpointed block is computed again with; not all are, where a model has any.
+    The backward includes the recomputation of blocks that are checkpointed.
     """
     twin.train()
     needed = _Needed(twin, blocks, _divisible(twin, blocks, proven))
@@ -181,9 +180,9 @@ def _inside(block: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _made(model: nn.Module, block: str) -> _Made:
-    """What blocks of one kind have alike: the list that they are in, their class, and the names of their weights.
+    """Return a key that blocks of one kind share: the module list, the class, and the names of the weights.
 
-    A list may run otherwise than another one of the same class: Blt's, which cuts rows, without gradients.
+    The list matters because two lists of the same class may run differently: one of Blt's runs without gradients.
     """
     module = model.get_submodule(block)
     return re.sub(r"\.\d+", "", block), type(module), frozenset(name for name, _ in module.named_parameters())
@@ -191,7 +190,7 @@ def _made(model: nn.Module, block: str) -> _Made:
 
 @contextmanager
 def _one_at_a_time(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the weights of one of these are there at a time: of the one that runs, or ran last."""
+    """Keep the weights of only one of `parts` at a time: of the one that runs, or ran last."""
     held = {part: [(weight, weight.data) for weight in part.parameters()] for part in parts}
     there: list[nn.Module] = []
 

@@ -1,9 +1,9 @@
-"""Attention with fewer heads of keys than of queries, on cards whose fast kernels take no such thing.
+"""Repeat key and value heads for grouped-query attention on GPUs whose fast kernels do not support it.
 
-transformers hands such heads to torch with `enable_gqa`, which of torch's kernels only flash (and cuDNN's) take, and
-they take neither fp32, nor cards before sm_80. What is left is the plain one, which makes the whole matrix of scores:
-4 GB a layer for 32 heads and rows of 8192 tokens in fp16 (transformers #48633). There keys and values are repeated
-first, as transformers does where there is a mask, and torch takes its memory-efficient kernel.
+transformers passes grouped heads to torch with `enable_gqa`. Only torch's flash and cuDNN kernels accept that, and they
+need 16-bit tensors and sm_80. Otherwise torch falls back to the math kernel, which allocates the whole score matrix:
+4 GB per layer for 32 heads and rows of 8192 tokens in fp16 (transformers #48633). This module then repeats keys and
+values first, as transformers does with a mask, so that torch uses its memory-efficient kernel.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _GROUPS = "num_key_value_groups"
 
 
 def repeat_keys_where_needed() -> None:
-    """From now on and for the whole process: transformers' "sdpa" on a GPU. On a CPU it stays as it is, to the bit."""
+    """Replace transformers' "sdpa" attention for the whole process. On a CPU its results do not change by a bit."""
     AttentionInterface.register("sdpa", _attention)
 
 
 def needs_whole_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, dropout: float) -> bool:
-    """Whether none of torch's fast kernels takes these as they are, on a GPU; torch is asked, which knows its cards."""
+    """Return whether no fast GPU kernel of torch accepts these tensors with grouped heads."""
     if not query.is_cuda:
         return False
     asked = SDPAParams(query, key, value, None, dropout, True, True)
@@ -41,7 +41,11 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[rows, heads, tokens, size], with fewer heads in keys and values -> ([rows, tokens, heads, size], None)."""
+    """Compute attention, repeating key and value heads if needed.
+
+    `query`, `key` and `value` are [rows, heads, tokens, size]; keys and values may have fewer heads. Returns
+    ([rows, tokens, heads, size], None).
+    """
     told: Any = module
     if _GROUPS in vars(module) and needs_whole_heads(query, key, value, dropout=dropout):
         groups = getattr(module, _GROUPS)
@@ -50,12 +54,15 @@ def _attention(
 
 
 def with_groups(module: nn.Module, groups: int) -> Any:
-    """An attention module as transformers' function sees it, with so many heads of queries for each of keys."""
+    """Return a view of an attention module with `groups` query heads for each key head."""
     return _Grouped(module, groups)
 
 
 class _Grouped:
-    """Without the number where it is one: older versions of that function pass `enable_gqa` for groups of one too."""
+    """A proxy of an attention module with another number of groups.
+
+    With one group the attribute is absent, because older versions of transformers pass `enable_gqa` whenever it exists.
+    """
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module

@@ -1,7 +1,7 @@
-"""What lies beside a pretrained model's weights and belongs to it: how texts are generated with it, and ended.
+"""Copy a pretrained model's generation and processor configuration files into exports.
 
-A chat model ends its turns with other tokens than its text, samples with a temperature of its own, and says so only in
-generation_config.json. Exports carry the file as it is.
+A chat model's end-of-turn tokens and sampling temperature are only in generation_config.json, so exports carry it along
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _FILES = (GENERATION, "preprocessor_config.json", "processor_config.json", "vide
 
 
 def check_beside(directory: Path) -> None:
-    """UserError where one of these files cannot be read."""
+    """Raise UserError if one of these files cannot be read."""
     for name in _FILES:
         if (directory / name).exists():
             read_back(directory / name, dict[str, Any], links=True, fix="Correct it, or move it away")
 
 
 def copy_beside(directory: Path, destination: Path) -> None:
-    """Copy those files that are there, byte for byte; over what is in `destination`."""
+    """Copy the files that exist, byte for byte, replacing those in `destination`."""
     for name in _FILES:
         if (directory / name).exists():
             shutil.copyfile(directory / name, destination / name)

@@ -1,11 +1,11 @@
-"""A checkpoint's keys and layouts against the model's own parameters, by transformers' rules, a group at a time.
+"""Map checkpoint keys and layouts to a model's parameters and back by transformers' conversion rules, group by group.
 
-    keys of files       ──loading_groups──>  Group ...  ──convert──>  parameters as the model names them
-    model's parameters  ──saving_groups───>  Group ...  ──convert──>  tensors as they lie on the hub
+    keys of files       ──loading_groups──>  Group ...  ──convert──>  parameters under the model's names
+    model's parameters  ──saving_groups───>  Group ...  ──convert──>  tensors in the hub's layout
 
-For each architecture transformers has rules that rename, merge or split (experts are saved one by one and fused in the
-model). It applies them to a whole model; here each of its groups is converted by itself, and tried without memory
-first, so that names and shapes are known before a byte is read.
+transformers has rules for each architecture that rename, merge or split tensors (experts are saved separately and fused
+in the model). It applies them to a whole model. This module converts one group at a time in bounded memory, and tries
+each conversion on meta tensors first, so that names and shapes are known before any data is read.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are converted together: usually one to one."""
+    """Tensors that are converted together; most groups have one source and one result."""
 
     sources: tuple[str, ...]
-    convert: Callable[[Read], dict[str, torch.Tensor]]  # asks for each of the sources once
+    convert: Callable[[Read], dict[str, torch.Tensor]]  # reads each source once
 
     def shapes(self, sources: Shapes) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what comes out."""
+        """Return the names and shapes of the results."""
         try:
             made = self.convert(lambda name: torch.empty(sources[name], device="meta"))
-        except Exception as error:  # of transformers' operations, which check little
+        except Exception as error:  # transformers' operations validate little, so anything may be raised
             told = ", ".join(f"{name} {sources[name]}" for name in self.sources)
             raise UserError(f"these weights cannot be merged as the model wants them: {told} ({error})") from error
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
 
 def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Group], list[str]]:
-    """Groups that make parameters of `model` (maybe without memory) of these keys, and the keys that fit nothing."""
+    """Return the groups that convert these keys to parameters of `model`, and the keys that match no parameter.
+
+    `model` may be on the meta device.
+    """
     renamings, converters = _kinds(get_model_conversion_mapping(model))
     wanted = dict(model.state_dict())
     members: dict[str, list[tuple[str, str | None]]] = {}
@@ -61,7 +64,7 @@ def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Gr
     for key in sorted(keys, key=dot_natural_key):
         prefix = model.base_model_prefix
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted:  # a rule may have renamed what is right, or only the body's prefix is missing
+        if name not in wanted:  # a rule may have renamed a correct key, or only the body's prefix is missing
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
         if name not in wanted or (pattern is None and name in members):
             unexpected.append(key)
@@ -72,8 +75,8 @@ def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Gr
 
 
 def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
-    """Groups that make of the model's parameters what `save_pretrained` would write."""
-    # Prefixes are kept: whether the weights came with one is not known, and both are read.
+    """Return the groups that convert the model's parameters to what `save_pretrained` would write."""
+    # Keep prefixes: it is unknown whether the original weights had one, and transformers reads both forms.
     rules = [
         rule for rule in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(rule, PrefixChange)
     ]
@@ -90,19 +93,23 @@ def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
 
 
 def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
-    """`saving_groups` for the model that a directory's config.json describes."""
+    """Return `saving_groups` for the model that a directory's config.json describes."""
     if "auto_map" in read_model_config(directory):
-        # Code of its own, which transformers has no rules for, and which is not run for an export.
+        # transformers has no rules for a model with custom code, and an export must not run that code.
         return [Group((name,), _as_it_is(name)) for name in names]
     try:
         model = meta_model(AutoConfig.from_pretrained(directory))
-    except Exception as error:  # of transformers' classes, which check little
+    except Exception as error:  # transformers' classes validate little, so anything may be raised
         raise UserError(f"{directory / 'config.json'}: transformers makes no model of it: {one_line(error)}") from error
     return saving_groups(names, model)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """A model directory's config.json. Some hold Infinity (Mamba's time steps). UserError where it cannot be read."""
+    """Read a model directory's config.json, which may contain Infinity (Mamba's time steps).
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     fix = "It is no model's configuration; save or download it again"
     return read_back(directory / "config.json", dict[str, Any], links=True, finite=False, fix=fix)
 
@@ -123,7 +130,7 @@ def _group(
     *,
     rename: Callable[[str], str],
 ) -> Group:
-    """`members` are (source, the converter's pattern for it or None); `first` is the first name that comes out."""
+    """Build a group; `members` are (source, converter pattern or None), `first` is the first resulting name."""
     sources = tuple(source for source, _ in members)
     patterns = [pattern for _, pattern in members if pattern is not None]
     if not patterns:
@@ -131,7 +138,7 @@ def _group(
     converter = next(c for c in reversed(converters) if patterns[0] in c.source_patterns)
 
     def convert(read: Read) -> dict[str, torch.Tensor]:
-        rule = copy.deepcopy(converter)  # it collects what it converts
+        rule = copy.deepcopy(converter)  # a converter accumulates state
         for source, pattern in members:
             rule.add_tensor(first, source, pattern, read(source))
         made = rule.convert(first, model=model, config=model.config)

@@ -1,4 +1,4 @@
-"""From what passes of three sizes hold to how it grows with rows and tokens."""
+"""Fit how memory grows with rows and tokens from three meta-tensor passes of different sizes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from itertools import accumulate
 from offload_trainer.model.held import Held
 from offload_trainer.plan.activations import Growth
 
-ROWS = 2  # of the smallest pass; one row alone is summed and repeated nowhere
-_NUMBERS = 64  # bytes: below it single numbers are, which nobody plans
+ROWS = 2  # rows of the smallest pass; with a single row, sums and repetitions over rows would not show
+_NUMBERS = 64  # bytes; smaller tensors are single numbers and do not count
 
 
 def levels_of(passes: Sequence[Held], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
-    """What is held after each event, and the marks. Passes: rows x length, twice the rows, twice the length.
+    """Return the memory after each allocation or release, and the marks.
 
-    Where another length makes other operations (a recurrence in pieces), only at marks and at the most between them.
+    `passes` have rows x length, twice the rows, and twice the length. If the number of operations depends on the length
+    (a chunked recurrence), only memory at marks and the maxima between them are returned.
     """
     first = passes[0]
     if len({tuple(mark[:2] for mark in one.marks) for one in passes}) > 1:
@@ -29,11 +30,11 @@ def levels_of(passes: Sequence[Held], length: int) -> tuple[list[Growth], list[t
 
 
 def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:
-    """Of one tensor, from its bytes for ROWS x length, for twice the rows and for twice the length."""
+    """Return the growth of one tensor from its bytes for ROWS x length, twice the rows, and twice the length."""
     if abs(base) < _NUMBERS:
         return Growth()
     each = rows == 2 * base
-    if not each and rows != base:  # some of it grows with rows
+    if not each and rows != base:  # it grows with rows, but not in proportion
         return _fitted(base, rows, longer, length=length)
     size = base / (ROWS if each else 1)
     if longer == base:
@@ -46,9 +47,9 @@ def _growth(base: int, rows: int, longer: int, *, length: int) -> Growth:
 
 
 def _fitted(base: int, rows: int, longer: int, *, length: int) -> Growth:
-    """The same of many tensors together: what is fixed, grows with tokens, and with pairs of them.
+    """Return the growth of many tensors together: a fixed part, a part per token, and a part per pair of tokens.
 
-    What less than doubles in rows twice as long has a share that each row has, whatever its length: a state.
+    Memory that less than doubles with the length has a part per row, such as a recurrent state.
     """
     pair = (longer - rows) / (2 * ROWS * length**2)
     if pair < 0:

@@ -1,7 +1,7 @@
-"""Runs of modules without memory: what each operation would allocate and release on a device, in order.
+"""Trace the allocations and releases that modules would make on a device, by running them on meta tensors.
 
-What is not known without values: which kernel takes attention (fused: flash or memory-efficient keep its output and a
-logarithm a row; on a CPU none does with dropout), and whether rows are packed, which the caller says.
+Two things depend on values, so they are modelled: the attention kernel (fused kernels keep their output and one
+logarithm per row; a CPU has no fused kernel with dropout), and whether rows are packed, which the caller says.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_iter
 
 Kind = Literal["gpu", "cpu"]
 _aten = torch.ops.aten
-_MOST_OPERATIONS = 32_000  # of a count, all its passes and attempts: about two seconds
+_MOST_OPERATIONS = 32_000  # limit for all passes and attempts of one count: about two seconds
 
 
 class _Attention(torch.autograd.Function):
-    """Memory of a fused attention: its output, a logarithm for each row, and what its backward works in."""
+    """Model the memory of fused attention: its output, a logarithm per row, and the workspace of its backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, workspace: bool) -> torch.Tensor:
@@ -37,7 +37,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         query, key, value, *_ = ctx.saved_tensors
-        # On a GPU the query's gradient is added up in fp32, those of shared keys and values for each head.
+        # A GPU accumulates the query's gradient in fp32, and the gradients of shared keys and values per query head.
         work = [query.new_empty(query.shape, dtype=torch.float32)] if ctx.workspace else []
         if ctx.workspace and key.shape[1] != query.shape[1]:
             work += [torch.empty_like(query), torch.empty_like(query)]
@@ -47,22 +47,22 @@ class _Attention(torch.autograd.Function):
 
 
 def _as_query(query: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, heads, tokens, width] in the query's memory order, as torch's flash attention gives its output.
+    """Return an empty [rows, heads, tokens, width] in the query's memory order, like the output of flash attention.
 
-    Where heads are outside in it, as behind a `cat`, what follows copies it to heads inside, and both are kept.
+    If heads are the outer dimension in memory, as after a `cat`, the next operation copies the output, and both stay.
     """
     inside = query.stride(1) < query.stride(2)
     return _heads_inside(query, width) if inside else query.new_empty(*query.shape[:-1], width)
 
 
 def _heads_inside(like: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """[rows, heads, tokens, width] in the memory order of most kernels: the heads of a token side by side."""
+    """Return an empty [rows, heads, tokens, width] in the usual memory order, with the heads of a token adjacent."""
     rows, heads, tokens, same = like.shape
     return like.new_empty(rows, tokens, heads, width or same).transpose(1, 2)
 
 
 class Gradient(torch.autograd.Function):
-    """Gives back a gradient of the input's size, as what comes behind would."""
+    """Produce a gradient of the input's size, in place of the layers that follow."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -75,12 +75,12 @@ class Gradient(torch.autograd.Function):
 
 
 class Kernels(TorchFunctionMode):
-    """Takes the device's kernels where they hold something else than torch's operations without memory."""
+    """Replace operations whose kernels on the device hold other memory than torch's meta implementation."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self._gpu = kind == "gpu"
-        self.differs = False  # whether the other kind holds something else
+        self.differs = False  # becomes true if the other kind of device would hold different memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,16 +102,16 @@ class Kernels(TorchFunctionMode):
     def _drop(self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         self.differs |= training and p > 0
         if self._gpu and training and 0 < p < 1 and not inplace:
-            return torch.native_dropout(input, p, True)[0]  # keeps a byte an element, a CPU a number
+            return torch.native_dropout(input, p, True)[0]  # a GPU keeps one byte per element; a CPU keeps a number
         return nn.functional.dropout(input, p, training, inplace)
 
 
 class TooLong(Exception):
-    """An architecture that takes tokens one by one, or has more kinds of blocks than can be counted at a start."""
+    """The architecture runs too many operations to be counted at a start: token by token, or many kinds of blocks."""
 
 
 class Operations:
-    """How many a count may still take. An attempt takes 2/3 of what is left, its first pass 1/3 of that."""
+    """A budget of operations. An attempt may use 2/3 of the remaining budget, and its first pass 1/3 of that."""
 
     def __init__(self) -> None:
         self._left = _MOST_OPERATIONS
@@ -122,7 +122,7 @@ class Operations:
         self._end, self._until = self._left - share, self._left - share // 3
 
     def go_on(self) -> None:
-        """After an attempt's first pass."""
+        """Release the rest of the attempt's budget after its first pass."""
         self._until = self._end
 
     def take(self) -> None:
@@ -132,16 +132,16 @@ class Operations:
 
 
 class Held(TorchDispatchMode):
-    """Every allocation (+ bytes) and release (- bytes) in order, and marks in between."""
+    """Record every allocation (+ bytes) and release (- bytes) in order, with marks in between."""
 
     def __init__(
         self, given: Iterator[torch.Tensor], operations: Operations, *, packed: bool, reader: Callable[[Any], None]
     ) -> None:
-        """`packed`: rows hold several documents. `reader` is told what each operation is given."""
+        """Start with the tensors `given`. `packed`: rows hold several documents. `reader` receives operation inputs."""
         super().__init__()
         self.events: list[int] = []
-        self.marks: list[tuple[str, int, int]] = []  # what, which of them, how many events before it
-        self.called: list[int] = []  # which blocks ran, in order
+        self.marks: list[tuple[str, int, int]] = []  # name, number, and the count of events before it
+        self.called: list[int] = []  # indices of the blocks that ran, in order
         self._operations = operations
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in given}
         self._any, self._packed, self._reader = False, packed, reader
@@ -151,7 +151,7 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            # "is all of it so", of positions: not where rows are packed. Nothing is padded or infinite.
+            # Answer "are all positions consecutive" with no for packed rows. Nothing is padded or infinite.
             return not self._any and not self._packed
         if func.overloadpacket in (_aten.any, _aten.all):
             self._any = func.overloadpacket is _aten.any
@@ -170,7 +170,7 @@ class Held(TorchDispatchMode):
             self.events.append(size)
 
     def at_marks(self) -> list[int]:
-        """Bytes held: the most before the first mark, at it, the most until the next, at that, ..., at the end."""
+        """Return the bytes in use: the maximum before the first mark, the value at it, and so on until the end."""
         held, found, start = list(accumulate(self.events, initial=0)), [], 0
         for end in (*(event for _, _, event in self.marks), len(self.events)):
             found += [max(held[start : end + 1]), held[end]]

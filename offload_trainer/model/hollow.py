@@ -1,8 +1,8 @@
-"""Tiled parts of a model as a count of bytes sees them: what they hold beside a piece, and where the pieces run.
+"""Replace tiled modules while memory is counted on meta tensors: keep input and output, and mark where pieces run.
 
-A pass without memory would run as many pieces as its rows have, and how many there are would change what it holds. So
-there a part keeps its input and gives its output as `tiles.py` does, and says when pieces would come; what one of those
-holds is counted by itself (`model/activations.py`).
+The number of pieces depends on the row length, so a meta-tensor pass that ran them would not show how memory grows.
+Instead a tiled module keeps its input and returns its output as `tiles.py` does, and marks the time at which pieces
+would run. `model/activations.py` counts the memory of one piece separately.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from torch import nn
 from offload_trainer.model.held import Held
 from offload_trainer.model.tiles import rounded, zeros
 
-FORWARD, BACKWARD = "pieces", "pieces' backward"  # marks
+FORWARD, BACKWARD = "pieces", "pieces' backward"  # names of marks
 
 
 class Hollow:
-    """Stands in for the forwards of `tiles` while a model runs."""
+    """Replaces the forwards of `tiles` while a model runs."""
 
     def __init__(self, tiles: Sequence[nn.Module]) -> None:
         self._tiles = tiles
-        self.called: list[
-            tuple[nn.Module, torch.Size]
-        ] = []  # by the number of their marks: which, and its input's shape
+        self.called: list[tuple[nn.Module, torch.Size]] = []  # module and input shape, by the number of the mark
 
     @contextmanager
     def marking(self, held: Held) -> Iterator[None]:
@@ -49,7 +47,7 @@ class Hollow:
 
 
 class _Part(torch.autograd.Function):
-    """As `tiles._Pieces`, without the pieces."""
+    """Like `tiles._Pieces`, without running the pieces."""
 
     @staticmethod
     def forward(ctx: Any, held: Held, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""The training loss without the logits: hidden states go through the head a chunk at a time.
+"""Compute the causal language modelling loss without ever holding all logits: the head runs on chunks of tokens.
 
-Logits of 50,000 tokens in fp32 take 200 kB a position, more than all else in a small batch. The body runs once;
-then, chunk by chunk, the model's own forward runs with the body replaced by one that returns the chunk's hidden
-states, so whatever an architecture does behind its head (soft-capping, scaling) happens as transformers wrote it.
-With more than one chunk each is recomputed in the backward, so one chunk's logits are all that ever exist. Where a head
-wants more of the body than its last hidden states, the model runs as it is, with all of its logits.
+Logits over a vocabulary of 50,000 take 200 kB per token in fp32, more than anything else in a small batch. The body
+runs once. Then the model's own forward runs for each chunk, with the body replaced by a module that returns the chunk's
+hidden states, so that everything an architecture does after its head (soft-capping, scaling) is transformers' own code.
+With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head needs more
+than the last hidden states, the model runs unchanged with all of its logits.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
 
-_IGNORED = -100  # torch's and transformers' number for a target that is not counted
-_LENGTHS = 64  # tokens; lengths that `next_logits` computes are multiples of it
+_IGNORED = -100  # torch's and transformers' label for targets that do not count
+_LENGTHS = 64  # `next_logits` pads to multiples of this many tokens
 
 
 class _Given(nn.Module):
-    """Stands in for a model's body: returns hidden states that were computed before.
+    """A stand-in for a model's body that returns hidden states computed earlier.
 
-    What a head reads of the body is the body's (a scale); what it calls of it (a decoder) stands in for it too.
+    Attributes are read from the real body (a scale); modules that the head calls (a decoder) are replaced as well.
     """
 
     def __init__(self, output: Any, body: nn.Module | None) -> None:
         super().__init__()
         self.output = output
-        self._instead_of = (body,)  # no module of this one: it is not to be found among its parts
+        self._instead_of = (body,)  # in a tuple, so that it is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.output
@@ -45,9 +45,9 @@ class _Given(nn.Module):
 
 
 def body_of(model: PreTrainedModel) -> str | None:
-    """The attribute that holds the model without its head: by transformers' name, else its one model inside.
+    """Return the attribute that holds the model without its head, or None if there is no body or no head.
 
-    None where there is none, or no head beside it.
+    This is transformers' `base_model_prefix`, or the only inner model.
     """
     if model.get_output_embeddings() is None:
         return None
@@ -58,9 +58,9 @@ def body_of(model: PreTrainedModel) -> str | None:
 
 
 def comes_apart(model: PreTrainedModel) -> bool:
-    """Whether the head's part of `model` (without memory) runs on last hidden states alone.
+    """Return whether the head of `model` (on the meta device) needs nothing but the last hidden states.
 
-    Some heads read more of the body's output. A model that does not run without values is taken to come apart.
+    A model that cannot run on meta tensors is assumed to need nothing else.
     """
     if body_of(model) is None:
         return False
@@ -68,7 +68,7 @@ def comes_apart(model: PreTrainedModel) -> bool:
     with torch.no_grad():
         try:
             CausalLoss(model, chunk=4)(ids, ids, None, 8)
-        except Exception:  # of transformers' code, or since there are no values
+        except Exception:  # raised by transformers' code, or because meta tensors have no values
             try:
                 model(input_ids=ids, use_cache=False)
             except Exception:
@@ -78,24 +78,26 @@ def comes_apart(model: PreTrainedModel) -> bool:
 
 
 def adds_router_loss(model: PreTrainedModel) -> bool:
-    """Whether the configuration asks for the routers' logits, of which architectures with experts make a loss."""
+    """Return whether the configuration adds the routers' auxiliary loss (`output_router_logits`)."""
     return any(getattr(c, "output_router_logits", False) for c in (model.config, model.config.get_text_config()))
 
 
 class CausalLoss(nn.Module):
-    """A causal language model whose forward is its mean loss: (inputs, targets, seed, count, positions) -> fp32 scalar.
+    """A causal language model whose forward returns its mean loss as an fp32 scalar.
 
-    inputs, targets: int64 [rows, seq_len], targets the next tokens, or -100 where none is counted. Equals the mean
-    cross-entropy of ``model(inputs).logits.float()`` against the `count` targets that are; 0 where none is. They are
-    counted here where the caller does not say how many, and a GPU is then waited for. `seed`, where given, is that of
-    torch's generators on every device from here on: what was drawn before, in an evaluation or another micro-batch,
-    does not matter. `positions` (int64 [rows, seq_len]), where given, begin anew with each of the documents that a row
-    holds, which then do not see each other (packed.py). Where the configuration asks for the routers' loss, it is added
-    as transformers adds it.
+    The result equals the mean cross-entropy of ``model(inputs).logits.float()`` over the targets that count, or 0 if
+    none counts. The routers' auxiliary loss is added if the configuration asks for it, as transformers adds it.
+
+    Forward args:
+        inputs: int64 [rows, seq_len]. targets: int64 [rows, seq_len], the next tokens; -100 marks targets that do not
+        count. seed: seed all of torch's generators first, so that earlier draws do not influence this forward. count:
+        the number of targets that count. Without it they are counted here, which waits for a GPU. positions: int64
+        [rows, seq_len]; they restart at each document of a packed row, and attention does not cross from
+            one document to the next (packed.py).
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:
-        """`whole`: the logits of all tokens at once, for a model that does not come apart."""
+        """Wrap `model`; `chunk` is in tokens. `whole`: compute all logits together, since it does not come apart."""
         super().__init__()
         if getattr(model.config, "z_loss_coefficient", None):
             raise UserError("z_loss_coefficient adds a loss of the logits' size that is not trained here: set it to 0")
@@ -115,7 +117,7 @@ class CausalLoss(nn.Module):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if seed is not None:
-            torch.manual_seed(seed)  # recomputation restores the state that its first time began with
+            torch.manual_seed(seed)  # a recomputation restores the generators' state of the first computation
         flat = targets.flatten()
         count = max(1, int((flat != _IGNORED).sum()) if count is None else count)
         output = self.run(inputs, positions)
@@ -126,7 +128,7 @@ class CausalLoss(nn.Module):
         return loss + self._added(output) if self._adds else loss
 
     def run(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
-        """The body's output, or the whole model's, with what it adds to the loss in the place of its loss."""
+        """Return the body's output, or the whole model's with the auxiliary loss in place of its loss."""
         given = {} if positions is None else {"position_ids": positions}
         if not self.whole:
             return self.model._modules[self._body](input_ids=inputs, use_cache=False, **given)
@@ -140,26 +142,26 @@ class CausalLoss(nn.Module):
         if len(pieces) == 1:
             return self.summed(kind, hidden, targets)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # The reentrant variant would hand over the head's gradient once a chunk; the other is safe also where weights
-        # are fetched for each module, since between a chunk's recomputation and its backward nothing else is fetched.
+        # Reentrant checkpointing would deliver the head's gradient once per chunk. The non-reentrant one is safe with
+        # streamed weights, because nothing else is fetched between a chunk's recomputation and its backward.
         for part, wanted in pieces:
             total = total + checkpoint(self.summed, kind, part, wanted, use_reentrant=False)
         return total
 
     def summed(self, kind: type, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Summed loss of one chunk: hidden [tokens, hidden] of a body's output of this kind, targets [tokens]."""
-        return cross_entropy(self._logits(kind, hidden).float(), targets)  # nothing holds the 16-bit logits any more
+        """Return the summed loss of one chunk: `hidden` is [tokens, hidden], `targets` is [tokens]."""
+        return cross_entropy(self._logits(kind, hidden).float(), targets)  # the 16-bit logits are already freed here
 
     def _logits(self, kind: type, hidden: torch.Tensor) -> torch.Tensor:
-        ids = hidden.new_zeros((), dtype=torch.int64).expand(1, len(hidden))  # of which heads ask the length
+        ids = hidden.new_zeros((), dtype=torch.int64).expand(1, len(hidden))  # heads read only its length
         with self._instead(kind(last_hidden_state=hidden[None])):
-            # `forward`, not a call: hooks on the model as a whole belong to the pass through the body.
+            # Use `forward` instead of a call, because hooks on the whole model belong to the pass through the body.
             return self.model.forward(input_ids=ids, use_cache=False).logits[0]
 
     def _added(self, output: Any) -> torch.Tensor:
-        """What the model's own forward adds to the cross-entropy: the routers' loss, times its coefficient.
+        """Return what the model's forward adds to the cross-entropy: the routers' loss times its coefficient.
 
-        That forward is given labels and the body's output, of which the head sees one token.
+        The forward gets labels and the body's output for a single token.
         """
         one = output.last_hidden_state[:1, :1]
         ids = torch.zeros((1, 1), dtype=torch.int64, device=one.device)
@@ -169,7 +171,7 @@ class CausalLoss(nn.Module):
 
     @contextmanager
     def _without_cross_entropy(self, device: torch.device) -> Iterator[None]:
-        """transformers' forward takes the cross-entropy for 0."""
+        """Make transformers' forward use 0 as the cross-entropy."""
         before = self.model.loss_function
         self.model.loss_function = lambda *_, **__: torch.zeros((), dtype=torch.float32, device=device)
         try:
@@ -179,7 +181,7 @@ class CausalLoss(nn.Module):
 
     @contextmanager
     def _instead(self, output: Any) -> Iterator[None]:
-        """The body gives this, whatever it is given."""
+        """Make the body return `output` for any input."""
         body = self.model._modules[self._body]
         self.model._modules[self._body] = _Given(output, body)
         try:
@@ -188,10 +190,10 @@ class CausalLoss(nn.Module):
             self.model._modules[self._body] = body
 
     def next_logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits of the token after the last: int64 [rows, length] -> [rows, vocabulary].
+        """Return the logits of the token after the last one: int64 [rows, length] -> [rows, vocabulary].
 
-        What is appended does not reach the last token. It is there so that a text that grows has few lengths: the
-        products of each leave code and buffers behind on a CPU, 2 MB a length for a model of 5 M parameters with AMX.
+        Inputs are padded at the end, which does not affect the last token, so that a growing text has few lengths. On a
+        CPU every new length leaves compiled kernels and buffers behind: 2 MB for a model of 5 M parameters with AMX.
         """
         last = inputs.shape[1] - 1
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or _LENGTHS

@@ -1,11 +1,11 @@
-"""Whether a model computes several documents in a row as it does each by itself: decided by trying.
+"""Probe whether a model supports packing: several documents in a row give the same logits as each document alone.
 
     row        a a a a b b b c c c c        positions  0 1 2 3 0 1 2 0 1 2 3
 
-transformers makes a mask between documents of positions that begin anew, where an architecture hands them on and
-carries nothing else from token to token, as recurrent ones do. Which do no list says for long. So a tiny model of the
-same kind (twins.py) is run on three documents apart, on the row, and on the row without positions, to see that the
-trial would show a difference.
+transformers derives a mask between documents from positions that restart, if an architecture passes them on and carries
+no other state from token to token (recurrent ones do). A list of such architectures would soon be outdated. So a tiny
+model of the same kind (twins.py) runs on three separate documents, on the packed row, and on the row without positions.
+The last run shows that the probe would notice a difference.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.twins import twin_model
 from offload_trainer.readback import one_line
 
-_LENGTHS = 13, 9, 10  # of the documents; a twin's windows and pieces are of 8 tokens
-_EQUAL, _SHOWS = 1e-4, 1e-2  # of the largest logit: at most so far apart in fp32; a row that is crossed is farther
+_LENGTHS = 13, 9, 10  # tokens of the documents; windows and chunks of a tiny model have 8 tokens
+_EQUAL, _SHOWS = 1e-4, 1e-2  # relative to the largest logit, in fp32: limit for equality; least effect of a crossing
 
 
 def refuse_crossing(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
-    """UserError where documents in a row would reach each other in models like `model`, or where it cannot be tried."""
+    """Raise UserError if documents in a row influence each other in models like `model`, or if that is unknown."""
     name = type(model).__name__
     try:
         packed, crossed = _tried(model, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of transformers' code, for a configuration that it did not expect
+    except Exception as error:  # transformers' code may raise anything for an unusual configuration
         raise UserError(
             f"data.packing=on: a tiny {name} to try it on does not run ({one_line(error)}), so whether documents in a "
             "row stay apart is not known: leave data.packing out"
@@ -42,7 +42,7 @@ def refuse_crossing(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
 
 
 def _tried(model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[float, float]:
-    """How far a row's logits are from those of its documents, with positions and without, of the largest logit."""
+    """Return the largest relative difference between packed and separate logits, with and without positions."""
     with twin_model(model, trust_remote_code=trust_remote_code) as twin:
         return _compared(twin)
 

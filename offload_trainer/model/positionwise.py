@@ -1,15 +1,15 @@
-"""Which parts of a model's blocks compute each token by itself: found by trying, whatever the architecture.
+"""Probe which modules of a model's blocks are position-wise, so that they can run on pieces of a row (tiles.py).
 
-A part that gives of one token the same alone, in a piece and in a whole row can be run on pieces of the row (tiles.py).
-No list of names says which can: MLPs of some architectures look at the token before (RWKV), experts may have room for
-so many tokens, a router's logits may go elsewhere too. So in a tiny model of the same kind (twins.py)
+A module is position-wise if a token's output is the same alone, in a piece, and in a whole row. No list of names tells
+which modules are: some MLPs use the previous token (RWKV), experts may have a capacity limit, a router's logits may be
+used elsewhere. So this tries a tiny model of the same kind (twins.py):
 
-    candidates   modules of a block that are given one tensor and give one of its shape, with two matrices at least
-    each alone   on a row, and on pieces of it, down to single tokens: outputs and all gradients; on a row of one token
-                 again and again too, which all go to the same experts
-    together     the model's loss and all gradients, with those that passed in pieces and without
+    candidates   modules in a block with at least two matrices that map one tensor to one of the same shape
+    alone        outputs and all gradients, on a row and on pieces down to single tokens; also on a row that repeats one
+                 token, which sends everything to the same experts
+    together     the model's loss and all gradients, with all modules that passed in pieces and without
 
-and a part is what passed, in all blocks of that kind; the outermost where one holds another.
+A module qualifies if it passes in all blocks of its kind. If qualifying modules are nested, the outermost is used.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from offload_trainer.model.tiles import tile
 from offload_trainer.model.twins import twin_of
 from offload_trainer.storage.dtypes import DTYPES
 
-_EQUAL = 1e-4  # of the largest element: at most so far apart in fp32
-_ROW, _ALIKE = 2 * 23, 2 * 160  # tokens: of single ones and odd pieces; of the same one
-_Kind = tuple[type, str, type]  # of a block, the name in it, of the module
+_EQUAL = 1e-4  # limit for equality in fp32, relative to the largest element
+_ROW, _ALIKE = 2 * 23, 2 * 160  # tokens of the row with different tokens, and of the row that repeats one
+_Kind = tuple[type, str, type]  # class of the block, name of the module in it, class of the module
 
 
 @dataclass
 class _Calls:
-    """How a module was called in one forward."""
+    """The calls of a module in one forward."""
 
     count: int = 0
-    shape: torch.Size | None = None  # of the one tensor that it was given, and gave
+    shape: torch.Size | None = None  # shape of its single input and output
 
 
 def with_tiles(source: ModelSource) -> ModelSource:
-    """The same model with what can run in pieces looked for, and counted so; as it is where nothing can."""
+    """Return the model with its tiles and their memory filled in, or unchanged if no module qualifies."""
     words = {"trust_remote_code": source.section.trust_remote_code}
     model, shape = meta_model(source.config, **words), source.shape
     names, again = _found(model, block_names, **words)
@@ -57,7 +57,7 @@ def with_tiles(source: ModelSource) -> ModelSource:
     how: dict[str, Any] = {"whole_logits": shape.whole_logits, "packed": shape.packed, "tiles": names}
     on_gpu = on_cpu = None
     if shape.on_gpu is not None:
-        with suppress(Exception):  # of an architecture's own code, which may do anything
+        with suppress(Exception):  # an architecture's code may raise anything
             dtype = DTYPES[source.section.dtype]
             counted = count_activations(model, block_names(model), dtype=dtype, **how)
             on_gpu, on_cpu = counted.on_gpu, counted.on_cpu
@@ -66,9 +66,9 @@ def with_tiles(source: ModelSource) -> ModelSource:
 
 
 def tileable(model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]], **built: Any) -> list[str]:
-    """Names of `model`'s modules that can be run on pieces of a row; none where a tiny model of its kind does not run.
+    """Return the names of modules that can run on pieces of a row; empty if a tiny model of the kind does not run.
 
-    `blocks`: names of a model's blocks; `built`: words for transformers' `from_config`.
+    `blocks` returns the names of a model's blocks. `built` holds keyword arguments for transformers' `from_config`.
     """
     return _found(model, blocks, **built)[0]
 
@@ -76,14 +76,14 @@ def tileable(model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]
 def _found(
     model: PreTrainedModel, blocks: Callable[[nn.Module], Sequence[str]], **built: Any
 ) -> tuple[list[str], list[str]]:
-    """As `tileable`; and those of them that a checkpointed block's recomputation runs too."""
+    """Return `tileable` modules, and those of them that the recomputation of a checkpointed block also runs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             twin = _twin(model, **built)
             proven = _proven(twin, blocks(twin))
             again = _recomputed(twin, proven)
-        except Exception:  # of transformers' code, for a configuration that it did not expect
+        except Exception:  # transformers' code may raise anything for an unusual configuration
             return [], []
     inside = _inside(model, blocks(model))
     proven_kinds, again_kinds = ({kind for kind, _ in ones} for ones in (proven, again))
@@ -91,7 +91,7 @@ def _found(
 
 
 def _twin(model: PreTrainedModel, **built: Any) -> PreTrainedModel:
-    """In fp32, with weights so large that what crosses from token to token shows, and nothing left to chance."""
+    """Build a tiny fp32 model without dropout, with weights large enough that interactions between tokens show."""
     config = twin_of(model.config)
     config._attn_implementation = model.config._attn_implementation
     twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, **built).train()
@@ -105,7 +105,7 @@ def _twin(model: PreTrainedModel, **built: Any) -> PreTrainedModel:
 
 
 def _inside(model: nn.Module, blocks: Sequence[str]) -> list[tuple[_Kind, str]]:
-    """Each module inside a block, the outer before the inner: its kind, and its name in the model."""
+    """Return the kind and the name of each module inside a block, outer modules first."""
     found = []
     for name in blocks:
         block = model.get_submodule(name)
@@ -155,10 +155,10 @@ def _called(twin: PreTrainedModel, names: Sequence[str], ids: torch.Tensor) -> d
 
 
 def _alone(module: nn.Module, shape: torch.Size) -> bool:
-    """Whether rows in pieces give what they give as a whole, forward and backward. `shape`: of what it is given."""
+    """Return whether pieces of rows give the results of whole rows, forward and backward; `shape` is the input's."""
     try:
         return _alike_in_pieces(module, shape)
-    except Exception:  # of a module that wants rows of a certain length
+    except Exception:  # the module may require a certain row length
         return False
 
 
@@ -176,7 +176,7 @@ def _alike_in_pieces(module: nn.Module, shape: torch.Size) -> bool:
 
 
 def _together(twin: PreTrainedModel, names: Sequence[str], ids: torch.Tensor) -> bool:
-    """Whether the model's loss, the routers' too where it has one, is the same with all of them in pieces."""
+    """Return whether the model's loss, including the routers', and all gradients are the same with all in pieces."""
     weights = _trained(twin)
 
     def found() -> list[torch.Tensor]:
@@ -188,9 +188,10 @@ def _together(twin: PreTrainedModel, names: Sequence[str], ids: torch.Tensor) ->
 
 
 def _recomputed(twin: PreTrainedModel, parts: Sequence[tuple[_Kind, str]]) -> list[tuple[_Kind, str]]:
-    """Those of these parts that have something behind them in their block that is kept: none may end a recomputation.
+    """Return the modules that run again in the recomputation of a checkpointed block.
 
-    Others run once in the forward and once in the backward.
+    The recomputation stops before a module whose output nothing in the block saves. Such modules run once in the
+    forward and once in the backward.
     """
     if not parts or not twin.supports_gradient_checkpointing:
         return []
@@ -228,13 +229,13 @@ def _trained(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _gradients(value: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The value, and its gradients; of what it does not depend on, zeros."""
+    """Return the value and its gradients; zeros for weights that it does not depend on."""
     found = torch.autograd.grad(value, weights, allow_unused=True)
     return [value.detach(), *(torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True))]
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """What is small beside all else is held against a hundredth of that. A NaN is not the same."""
+    """Compare tensors relative to their largest element, at least 1 % of the largest of all. NaN is never equal."""
     largest = max(float(values.abs().max()) for values in one if values.numel())
     bounds = [_EQUAL * max(float(v.abs().max()) if v.numel() else 0.0, largest / 100) for v in one]
     return all(bool(((a - b).abs() <= bound).all()) for a, b, bound in zip(one, other, bounds, strict=True))

@@ -1,4 +1,4 @@
-"""How the CPU's heap is kept, for every engine: the one place that asks for it. The rule is in `plan/heap.py`.
+"""Apply the heap settings of `plan/heap.py` before an engine is built, and return freed memory afterwards.
 
 keep_heap ── an engine is built ── built ── steps (the tiered engine's blocks: offloading/heap.py)
 """
@@ -12,15 +12,15 @@ from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 
 
 def keep_heap(engine: str, *, row: int = 0) -> None:
-    """From now on, for the whole process; before anything is built. `row`: tokens, 0 where they are not known.
+    """Set the mmap threshold for the whole process, before anything is built; `row` is in tokens, 0 if unknown.
 
-    The tiered engine's always. That of others, which are measured beside it, as glibc keeps it, since a step of short
-    rows takes longer otherwise (docs/log.md); of long rows where the CPU has the activations.
+    The tiered engine always uses it. Other engines keep glibc's default, because short rows would take longer
+    otherwise, except for long rows on a CPU.
     """
     if engine == "tiered" or (row >= LONG and not torch.cuda.is_available()):
         return_what_is_freed(above=mapped_from(row))
 
 
 def built() -> None:
-    """What building has freed goes back: DeepSpeed's flat weights leave holes as large as the model."""
+    """Return memory that building has freed; DeepSpeed's flat weights leave holes as large as the model."""
     return_now()

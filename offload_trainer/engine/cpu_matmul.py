@@ -1,9 +1,9 @@
-"""Fast 16-bit matrix products on CPUs that have no units for them.
+"""Replace torch's 16-bit matrix products on CPUs without hardware support by products in fp32.
 
-Without AVX512-BF16 or AMX torch multiplies bf16 matrices that are not transposed at about 1 GFLOP/s on two cores,
-a hundred times slower than fp32 (docs/log.md has the table); Conv1D, GPT-2's linear layer, is made of those.
-Here such a product is taken in fp32 and rounded once at the end, which is what the units would do too: exact
-products, fp32 sums, one rounding. So is the backward of attention, which is made of such products too.
+Without AVX512-BF16 or AMX, torch multiplies bf16 matrices that are not transposed at about 1 GFLOP/s on two cores, a
+hundred times slower than fp32. Conv1D, GPT-2's linear layer, consists of such products. Here they are computed in fp32
+and rounded once at the end, as hardware does: exact products, fp32 sums, one rounding. The backward of attention, which
+contains such products, is replaced as well. The last bits differ from torch's own slow products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _library: torch.library.Library | None = None
 
 
 def has_native_16bit(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies `dtype` matrices in hardware."""
+    """Return whether this CPU multiplies `dtype` matrices in hardware."""
     if dtype is torch.bfloat16:
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if dtype is torch.float16:
@@ -34,9 +34,9 @@ def has_native_16bit(dtype: torch.dtype) -> bool:
 
 
 def use_fp32_products(dtype: torch.dtype) -> bool:
-    """From now on, and for the whole process, multiply `dtype` matrices on the CPU in fp32 if that is faster.
+    """Multiply `dtype` matrices on the CPU in fp32 for the rest of the process, if the CPU has no units for them.
 
-    Returns whether it changed anything now or before.
+    Return whether products are replaced.
     """
     global _library
     if has_native_16bit(dtype):
@@ -44,7 +44,7 @@ def use_fp32_products(dtype: torch.dtype) -> bool:
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is replaced is the point
+            warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
             for name, function in (("mm", _mm), ("bmm", _bmm), ("addmm", _addmm)):
                 _library.impl(name, function, "CPU")
             _library.impl(_ATTENTION, _attention_backward(), "CPU", with_keyset=True)
@@ -55,7 +55,7 @@ def _slow(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-# What is not 16 bit goes on to the operator's other form (`out=`), which is still torch's own.
+# Tensors that are not 16-bit use the operator's `out=` form, which is still torch's own kernel.
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _addmm(
 
 
 def _attention_backward() -> Callable[..., Any]:
-    """What replaces torch's kernel of that name: (gradient, query, key, value, output, log of sums, ...) in fp32."""
+    """Return the replacement of torch's attention backward: widen tensors to fp32, narrow the results."""
     of_torch = torch.library.get_kernel(f"aten::{_ATTENTION}", "CPU")
 
     def backward(keys: Any, *tensors: Any, attn_mask: torch.Tensor | None = None, scale: float | None = None) -> Any:
@@ -103,16 +103,16 @@ def _in_pieces(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor:
-    """alpha * left @ right + beta * added: fp32 copies of a piece at a time, along the longest of the three sides.
+    """Return alpha * left @ right + beta * added, with fp32 copies of one piece at a time along the longest dimension.
 
-    A piece stays in the CPU's cache between copy and product, and the copies' memory is used again: an embedding's
-    would take three times its own memory, and fresh memory costs as much as the product.
+    A piece stays in the CPU's cache between copy and product, and the copies' memory is reused. Copying an embedding at
+    once would take three times its memory, and fresh memory costs as much time as the product.
     """
     (rows, inner), columns = left.shape, right.shape[1]
     if right.shape[0] != inner:
         raise RuntimeError(f"matrices of shapes {tuple(left.shape)} and {tuple(right.shape)} cannot be multiplied")
     out = left.new_empty(rows, columns)
-    added = added.expand(rows, columns) if added is not None and beta else None  # by beta 0 not even NaN comes in
+    added = added.expand(rows, columns) if added is not None and beta else None  # beta = 0 ignores NaN in `added`
     if inner >= max(rows, columns):
         total = _scratch("product", out.numel()).view(out.shape).zero_()
         if added is not None:
@@ -141,14 +141,14 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _fp32(use: str, matrix: torch.Tensor) -> torch.Tensor:
-    """A copy in scratch memory, as transposed as the matrix is."""
+    """Return an fp32 copy in scratch memory, with the same dimension contiguous as in `matrix`."""
     if matrix.stride(0) < matrix.stride(1):
         return _fp32(use, matrix.t()).t()
     return _scratch(use, matrix.numel()).view(matrix.shape).copy_(matrix)
 
 
 def _scratch(use: str, elements: int) -> torch.Tensor:
-    """Memory of this thread, the same each time; its own where it is too large to be kept."""
+    """Return scratch memory of this thread, which is reused unless it is too large to keep."""
     if elements > _PIECE:
         return torch.empty(elements)
     kept: torch.Tensor | None = getattr(_kept, use, None)

@@ -1,6 +1,6 @@
-"""The one place that speaks DeepSpeed's configuration language: a pure function, held by golden files.
+"""Write DeepSpeed's configuration: a pure function that golden files test. No other module uses DeepSpeed's keys.
 
-Every key is written out, since DeepSpeed's defaults differ between versions and unknown keys pass without a word.
+Every key is written out, because DeepSpeed's defaults differ between versions and it ignores unknown keys silently.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def deepspeed_config(
     accelerator: str,
     swap_directory: str | None,
 ) -> dict[str, Any]:
-    """DeepSpeed 0.19's configuration for one run.
+    """Return DeepSpeed 0.19's configuration for one run.
 
-    `accelerator` is `cuda` or `cpu`; `swap_directory` is the run's private directory on the drive, needed where
-    anything lives on NVMe. Optimizers that run on the accelerator are handed to DeepSpeed ready-made, so that
-    there is an `optimizer` section only for DeepSpeedCPUAdam.
+    `accelerator` is `cuda` or `cpu`. `swap_directory` is the run's private directory on the drive, which is needed if
+    anything is placed on NVMe. Optimizers that run on the accelerator are passed to DeepSpeed as objects, so only
+    DeepSpeedCPUAdam has an `optimizer` section.
     """
     words: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulate,
-        "train_batch_size": work.micro_batch * work.accumulate * work.world,  # of ranks that share rows too
+        "train_batch_size": work.micro_batch * work.accumulate * work.world,  # includes ranks that share rows
         "gradient_clipping": optim.clip,
         "steps_per_print": 1_000_000_000,  # our own loop reports
         "wall_clock_breakdown": False,
@@ -73,7 +73,7 @@ def deepspeed_config(
 
 
 def _specs(shape: ModelShape) -> list[dict[str, Any]]:
-    """How each weight is divided, by its name; AutoTP's own guesses are not asked."""
+    """Return AutoTP's split rules by weight name, so that AutoTP does not guess."""
     kinds = {"column": ("column", False), "row": ("row", False), "summed": ("skip", True)}
     found = []
     for split, (kind, summed) in kinds.items():

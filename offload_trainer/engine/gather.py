@@ -1,4 +1,4 @@
-"""Reading and writing weights that ZeRO-3 may have partitioned away. The only place that knows GatheredParameters."""
+"""Read and write weights that ZeRO-3 may have partitioned. No other module uses GatheredParameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The whole weight's shape, gathered or not."""
+    """Return the shape of the whole weight, gathered or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
 def gathered(parameter: nn.Parameter, *, modify: bool = False) -> Iterator[torch.Tensor]:
-    """The whole weight, on every rank. With `modify`, what rank 0 writes inside is kept by all."""
+    """Gather the whole weight on every rank. With `modify`, all ranks keep what rank 0 writes inside the context."""
     if not is_partitioned(parameter):
         yield parameter.data
         return
@@ -33,10 +33,12 @@ def gathered(parameter: nn.Parameter, *, modify: bool = False) -> Iterator[torch
 
 
 def write_weight(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set a weight on all ranks, and check that the change stuck.
+    """Set a weight on all ranks, and read it back to check it.
 
-    `value` has the whole shape and the weight's dtype; every rank gives the same one. Raises TrainerError with the
-    number of elements that differ if the weight reads back differently.
+    `value` has the whole shape and the weight's dtype, and is the same on every rank.
+
+    Raises:
+        TrainerError: the weight reads back differently; the message has the number of elements.
     """
     assert tuple(value.shape) == full_shape(parameter), f"{name}: {tuple(value.shape)} for {full_shape(parameter)}"
     with gathered(parameter, modify=True) as whole:

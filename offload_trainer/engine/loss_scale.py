@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, as torch's GradScaler does it: halve at an overflow, double after good steps."""
+"""Dynamic loss scaling for fp16, like torch's GradScaler: halve after an overflow, double after good steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload_trainer.config import OptimSection
 
 @dataclass
 class LossScale:
-    """The factor on the loss. 1 and constant unless the run is in fp16."""
+    """The factor on the loss: constant 1 unless the run is in fp16."""
 
     value: float
     window: int  # good steps after which it doubles
@@ -18,7 +18,7 @@ class LossScale:
 
     @classmethod
     def of(cls, optim: OptimSection, *, dtype: str) -> LossScale:
-        """For weights of `dtype`."""
+        """Return the initial scale for weights of `dtype`."""
         dynamic = dtype == "fp16"
         return cls(
             value=optim.initial_loss_scale if dynamic else 1.0,
@@ -28,16 +28,16 @@ class LossScale:
 
     @property
     def saved(self) -> float | None:
-        """For a checkpoint: the factor, or None where nothing is scaled."""
+        """Return the factor to store in a checkpoint, or None without scaling."""
         return self.value if self.dynamic else None
 
     def load_state(self, saved: float | None, good_steps: int) -> None:
-        """As a checkpoint left it. A run in another dtype begins with its own factor."""
+        """Restore the state of a checkpoint. A run in another dtype keeps its own initial factor."""
         if self.dynamic and saved is not None:
             self.value, self.good_steps = saved, good_steps
 
     def after_step(self, *, finite: bool) -> None:
-        """Adjust to a step whose gradients were all finite, or were not."""
+        """Adjust the factor after a step; `finite`: all gradients were finite."""
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

@@ -1,10 +1,10 @@
-"""Plain torch behind the `Engine` protocol: one device, one process, nothing clever. The reference for parity.
+"""The plain engine: torch alone on one device and in one process. It is the reference for parity tests.
 
-Weights in the run's dtype, fp32 masters, torch's AdamW on the masters, gradients summed in fp32, and for fp16 the
-loss scaling of torch's GradScaler: halve at an overflow, double after a window of good steps.
+Weights are in the run's dtype with fp32 masters, torch's AdamW updates the masters, gradients are summed in fp32, and
+fp16 uses the loss scaling of torch's GradScaler: halve after an overflow, double after a window of good steps.
 
-On the CPU the tiered engine has its bits. On a GPU the update here is torch's fused AdamW for CUDA, compiled to round a
-product and a sum at once, and the tiered engine's has the bits of the CPU's, wherever it runs: they agree closely.
+On a CPU the tiered engine gives the same bits. On a GPU the results are close but not equal: torch's fused AdamW for
+CUDA rounds a product and a sum together, while the tiered engine's update has the CPU's bits everywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 
 class PlainEngine:
-    """Trains `source` on one device with torch alone."""
+    """Train `source` on one device with torch alone."""
 
     rank, world = 0, 1
 
@@ -73,7 +73,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def _load_weights(self, source: ModelSource) -> None:
-        """Weights one at a time: as masters, and rounded to the run's dtype."""
+        """Load weights one at a time, as fp32 masters and rounded to the run's dtype."""
         for name, value in source.weights():
             self._weights[name].copy_(as_parameter(value, self._dtype))
             if name in self._masters:
@@ -112,7 +112,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def _update(self, *, lr: float) -> float | None:
-        """AdamW on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
+        """Update the masters and then the weights; return the norm, or None without a change if it is not finite."""
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([norm_of(g.reshape(-1)) for g in grads])) / self._scale.value
         finite = bool(norm.isfinite())
@@ -130,7 +130,7 @@ class PlainEngine:
         return float(norm) if finite else None
 
     def settle(self) -> None:
-        """A step is over when `train_step` returns."""
+        """Return immediately, because a step has finished when `train_step` returns."""
 
     @torch.no_grad()
     def eval_loss(self, batch: Batch) -> float:
@@ -192,7 +192,7 @@ class PlainEngine:
                     master.copy_(tensor)
                     self._weights[name].copy_(master)
                 elif steps := state.steps_of(name):
-                    # The fused update wants its count where the parameter is (pytorch #103256, #124133).
+                    # The fused update needs the step count on the parameter's device (pytorch #103256, #124133).
                     count = torch.tensor(float(steps), device=self._device)
                     moments = self._adam.state.setdefault(master, {"step": count})
                     moments[kind] = tensor.to(self._device)

@@ -1,7 +1,7 @@
-"""What the loop asks of an engine. Engines do not inherit; they have these methods.
+"""Define the interface between the training loop and the engines (tiered, deepspeed, plain).
 
-A step is `accumulate` micro-batches: forward and backward each, then one update with the rate that the schedule
-gives. Loss and gradient norm are of the whole step, over all ranks.
+A step is `accumulate` micro-batches with a forward and a backward each, then one update with the scheduled learning
+rate. Loss and gradient norm cover the whole step on all ranks.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from offload_trainer.telemetry.meters import PhaseClock
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. `grad_norm` is before clipping; None where the step was skipped."""
+    """The result of one optimizer step. `grad_norm` is before clipping, and None if the step was skipped."""
 
     loss: float
     grad_norm: float | None
     loss_scale: float
     skipped: bool
-    hidden: float = 0.0  # seconds that the update before went on behind what followed it
-    goes_on: bool = False  # whether this step's update may still be under way
+    hidden: float = 0.0  # seconds of the previous update that overlapped with this step
+    goes_on: bool = False  # this step's update may still be running
 
 
 class Snapshot(Protocol):
-    """An engine's state at one moment."""
+    """An engine's state at one moment, to be written once."""
 
     @property
     def behind(self) -> bool:
-        """Whether another thread may write it while the engine trains on."""
+        """Return whether another thread may write it while the engine continues to train."""
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
-        """Write it into `directory`; returns, on rank 0, what the manifest holds about the files. All ranks call it.
+        """Write the state into `directory` and return the manifest's entries for the files on rank 0.
 
-        `group`: all of them, for the thread that writes.
+        All ranks call it. `group` connects all ranks for the thread that writes.
         """
 
     def close(self) -> None:
-        """Nothing waits for it any more, whether it was written or not."""
+        """Release the snapshot, written or not."""
 
 
 class Engine(Protocol):
@@ -52,28 +52,28 @@ class Engine(Protocol):
     world: int
 
     def train_step(self, batches: Sequence[Batch], *, lr: float, clock: PhaseClock) -> StepResult:
-        """Train on one step's micro-batches: the loss is the mean over all targets that they count.
+        """Train on one step's micro-batches and return the mean loss over all targets that count.
 
-        A NaN or infinity in the gradient changes nothing: `skipped`.
+        A NaN or infinity in the gradient skips the step and changes no weight.
         """
 
     def settle(self) -> None:
-        """Nothing that a step has begun is under way when this returns. Raises what went wrong with it."""
+        """Block until all asynchronous work of earlier steps has finished, and raise its errors."""
 
     def eval_loss(self, batch: Batch) -> float:
-        """Mean loss over the targets that the batch counts on this rank, without dropout or gradients."""
+        """Return the mean loss over this rank's targets, without dropout or gradients."""
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [rows, length] -> fp32 [rows, vocabulary] on the CPU: logits of the token that follows."""
+        """Return the logits of the next token: int64 [rows, length] -> fp32 [rows, vocabulary] on the CPU."""
 
     def named_master_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole fp32 master on the CPU), one at a time, tied ones once; all ranks iterate together."""
+        """Yield (name, whole fp32 master on the CPU) one at a time, tied weights once. All ranks iterate together."""
 
     def snapshot(self) -> Snapshot:
-        """The state of now, to be written once. All ranks call it."""
+        """Return a snapshot of the current state. All ranks call it."""
 
     def load(self, directory: Path) -> None:
         """Continue from a directory that a snapshot wrote, of this or another engine."""
 
     def close(self) -> None:
-        """Give back memory, files and processes."""
+        """Release memory, files and processes."""

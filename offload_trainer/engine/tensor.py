@@ -1,4 +1,4 @@
-"""Weights of which each rank of a group has a part: the part of a whole weight, and the whole of the parts."""
+"""Split whole weights into tensor-parallel shards and join the shards again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIVIDED = {"column": 0, "row": -1}  # the dimension; nn.Linear's weights are [o
 
 @dataclass(frozen=True)
 class Parts:
-    """Of `count` ranks this one has part `place`; `group` is theirs, in that order. One rank has all."""
+    """This rank's shard of each weight: number `place` of `count` in the process group `group`."""
 
     weights: dict[str, Weight]
     count: int
@@ -24,16 +24,16 @@ class Parts:
     group: Any
 
     def of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole weight, or of what has its shape."""
+        """Return this rank's shard of a whole weight, or of a tensor of the same shape."""
         dim = self._dim(name)
         return whole if dim is None else whole.chunk(self.count, dim)[self.place].contiguous()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """Return the shape of the whole weight."""
         return self.weights[name].shape
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts as one, on all of them; every rank of the group calls."""
+        """Join the shards of all ranks on every rank. All ranks of the group call it."""
         dim = self._dim(name)
         if dim is None:
             return part
@@ -42,11 +42,11 @@ class Parts:
         return torch.cat(parts, dim)
 
     def partitioned(self, *, away: bool) -> Partitioned:
-        """Keeps of each checkpointed block's input a part on each rank of the group."""
+        """Return the object that divides each checkpointed block input over the group's ranks."""
         return Partitioned(place=self.place, count=self.count, group=self.group, away=away)
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """TrainerError where the library that divided the weights did it otherwise."""
+        """Raise TrainerError if DeepSpeed has split the weights differently from the plan."""
         wrong = [
             f"{name} {list(found)} for {list(expected)}"
             for name, found in shapes.items()
@@ -66,7 +66,7 @@ class Parts:
 
 
 def parts_of(shape: ModelShape, *, count: int) -> Parts:
-    """Once DeepSpeed has its groups: neighbours share a model."""
+    """Return this rank's shards, after DeepSpeed has created its groups of neighbouring ranks."""
     weights = {weight.name: weight for weight in shape.weights}
     if count == 1:
         return Parts(weights, 1, 0, None)

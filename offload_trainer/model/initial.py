@@ -1,13 +1,12 @@
-"""Random initial weights, one block at a time, bit for bit those of transformers.
+"""Draw random initial weights one block at a time, bit for bit as transformers does.
 
     torch.manual_seed(seed); AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
-on a CPU draws every weight twice: in the constructors, then in `init_weights`, which each transformers model inside
-calls at the end of its own constructor. A twin on the meta device takes the same path and notes the random
-operations on the way. Then, phase by phase, the constructors' numbers are drawn and thrown away, and one unit after
-the other (a block, or a module outside the blocks) gets memory, is initialised by the model's own code, is handed
-over and loses its memory. So no model is ever whole in host memory, and the weights do not depend on where they
-are going to live.
+on a CPU draws every weight twice: in the constructors, and in `init_weights`, which each inner transformers model calls
+at the end of its constructor. This module builds the model on the meta device and records the random operations. Then
+it repeats them phase by phase. The constructors' numbers are drawn and discarded. After that each unit (a block, or a
+module outside the blocks) gets memory, is initialised by the model's own code, is yielded, and is freed. The whole
+model is never in host memory, and the weights do not depend on their placement.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class _NoteRandomOperations(TorchDispatchMode):
-    """Collects the random operations on meta tensors, cut into phases by calls of `init_weights`."""
+    """Record random operations on meta tensors, in phases that calls of `init_weights` end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class _NoteRandomOperations(TorchDispatchMode):
 
 
 class _RefuseWritesToMeta(TorchDispatchMode):
-    """Initialisation that reaches a tensor without memory would be lost without a word."""
+    """Refuse writes to meta tensors, because such an initialisation would be lost silently."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and args and _is_meta(args[0]):
@@ -70,13 +69,13 @@ def _is_meta(value: Any) -> bool:
 
 
 def _with_memory(value: Any) -> Any:
-    """A tensor of its own to draw into; `torch.normal` makes one with memory whatever the device is."""
+    """Return a CPU tensor to draw into in place of a meta tensor, and any other value unchanged."""
     return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
 
 
 @dataclass
 class _Generator:
-    """The CPU's random state of this initialisation, apart from the program's own."""
+    """The RNG state of this initialisation, separate from the program's."""
 
     state: torch.Tensor
 
@@ -92,7 +91,7 @@ class _Generator:
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model without memory, fp32, its ties in place."""
+    """Return the model on the meta device in fp32, with tied weights tied."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -100,7 +99,7 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMod
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names that stand for a parameter which another name already stands for."""
+    """Return the names of parameters that are tied to another name."""
     ties = model.all_tied_weights_keys
     return frozenset(
         target for target, source in ties.items() if model.get_parameter(target) is model.get_parameter(source)
@@ -108,18 +107,19 @@ def tied_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def first_names(model: PreTrainedModel) -> dict[str, str]:
-    """Every name of every parameter -> the first of that parameter's names, which is the one that stands for it.
+    """Map every parameter name to the first name of the same parameter.
 
-    It may be the one that transformers counts as tied: a head that comes before its body.
+    The first name may be the one that transformers lists as tied, if a head is registered before its body.
     """
     firsts = {parameter: name for name, parameter in model.named_parameters()}
     return {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) -> Iterator[NamedTensor]:
-    """Yield each parameter's name and its initial value (fp32, on the CPU), tied ones once.
+    """Yield each parameter's name and initial value (fp32, on the CPU); tied parameters once.
 
-    Raises TrainerError for an architecture that leaves weights to its constructors or initialises across blocks.
+    Raises:
+        TrainerError: the architecture leaves weights to constructors, or initialises weights outside their block.
     """
     generator = _Generator(torch.Generator().manual_seed(seed).get_state())
     with _NoteRandomOperations() as noted, _calling(noted.end_phase):
@@ -145,7 +145,7 @@ def initial_weights(config: Any, *, seed: int, trust_remote_code: bool = False) 
 
 @contextmanager
 def _calling(replacement: Callable[[PreTrainedModel], None]) -> Iterator[None]:
-    """`init_weights` of every model does this instead."""
+    """Replace `init_weights` of every model."""
     original = PreTrainedModel.init_weights
     PreTrainedModel.init_weights = lambda model: replacement(model)
     try:
@@ -158,9 +158,9 @@ Unit = tuple[dict[str, torch.Tensor], Callable[[], None]]
 
 
 def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iterator[Unit]:
-    """Units in the order that transformers initialises in (children first), each with memory while it is out.
+    """Yield units in transformers' order of initialisation (children first); each has memory while it is yielded.
 
-    `skip` holds models inside this one that have been initialised already.
+    `skip` holds inner models that have been initialised already.
     """
     blocks = tuple(model._no_split_modules or ())
 
@@ -188,9 +188,9 @@ def _units(model: PreTrainedModel, *, prefix: str, skip: set[nn.Module]) -> Iter
 
 
 def _give_memory(module: nn.Module, *, prefix: str) -> dict[str, torch.Tensor]:
-    """Memory for a module's own parameters and buffers. NaN marks what nobody has set.
+    """Allocate a module's own parameters, filled with NaN to mark unset values, and its buffers.
 
-    torch's norms begin with what their constructors give them, ones and zeros, which some models leave as it is.
+    torch's norms start with the ones and zeros of their constructors, which some models do not overwrite.
     """
     given: dict[str, torch.Tensor] = {}
     for name, parameter in module._parameters.items():
@@ -213,7 +213,7 @@ def _initialise_tree(module: nn.Module, owner: PreTrainedModel) -> None:
 
 
 class parameters_without_memory:
-    """Parameters made inside go to the meta device, everything else where it belongs."""
+    """A context manager that creates parameters on the meta device and everything else as usual."""
 
     def __enter__(self) -> None:
         self._register = torch.nn.Module.register_parameter

@@ -1,10 +1,10 @@
-"""In which order a pass needs weights of blocks and of modules outside them: noted where a model runs without memory.
+"""Record the order in which forward and backward use the model's weights, while it runs on meta tensors.
 
-    forward    a module that begins needs its own weights, a block all inside it: as the engine's hooks bring them
-    backward   an operation of autograd's is given a weight that was saved for it: no embedding's, and none of what is
-               frozen with all that comes before
+    forward    a module uses its own weights when it begins, a block all weights inside it, as the engine's hooks fetch
+    backward   an autograd operation uses a weight that was saved for it; embeddings are not saved, nor are frozen
+               weights with nothing trained before them
 
-So a tower that text does not pass is not in it, nor what nobody calls, whatever the order in which modules are made.
+Modules that text does not pass through (a vision tower) do not occur, whatever the order of registration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload_trainer.plan.shape import Order
 
 
 class Needed:
-    """Notes it in a run of a model's body, and in that of its head which follows: the last ones count."""
+    """The recorder. It watches a run of the model's body and then one of its head; the last runs count."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
@@ -35,12 +35,12 @@ class Needed:
             module: [self._unit_of[parameter] for parameter in module.parameters(recurse=module in inside)]
             for module in model.modules()
         }
-        self._passes: list[list[str]] = []  # forward and backward of the body, of the head
+        self._passes: list[list[str]] = []  # forward and backward of the body, then of the head
         self._storages: dict[int, str] = {}
 
     @contextmanager
     def noting(self, *, first: bool) -> Iterator[None]:
-        """Around a forward and its backward; `first`: the body's. What comes behind the head's is nothing new."""
+        """Record one forward and its backward; `first` marks the body's. Passes after the head's are ignored."""
         self._passes = [*([] if first else self._passes), [], []]
         self._storages = {weight.untyped_storage()._cdata: unit for weight, unit in self._unit_of.items()}
         handles = [module.register_forward_pre_hook(self._begin) for module, units in self._wanted.items() if units]
@@ -54,7 +54,7 @@ class Needed:
         self._passes[-2] += self._wanted[module]
 
     def given(self, arguments: Any) -> None:
-        """To an operation; those of a backward count."""
+        """Record the weights among an operation's arguments, if it belongs to a backward."""
         if not in_backward():
             return
         for value in tree_iter(arguments):
@@ -63,7 +63,10 @@ class Needed:
                 self._passes[-1].append(unit)
 
     def order(self, ran: Sequence[int]) -> Order | None:
-        """`ran`: numbers of blocks; the others are like the next one that did. None where no blocks are known."""
+        """Return the recorded order, or None if no blocks are known.
+
+        `ran` lists the blocks that ran; every other block is used like the next one that did.
+        """
         if not self._blocks:
             return None
         others = {
@@ -77,7 +80,7 @@ class Needed:
 
 
 def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
-    """Each once where it is needed several times in a row, and before a block the others that are like it."""
+    """Drop consecutive repetitions, and insert the blocks that did not run before the one that they are like."""
     found: list[str] = []
     for unit, _ in groupby(units):
         if unit not in found:

@@ -1,4 +1,4 @@
-"""Text from a model that only answers `next_logits`: slow and simple, for a look at how training goes."""
+"""Sample text from a model that only offers `next_logits`: simple and slow, to see how training goes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def sample_text(
     temperature: float = 0.8,
     top: int = 50,
 ) -> str:
-    """`prompt` and up to `tokens` more tokens, drawn from the `top` likeliest; the same seed gives the same text.
+    """Return `prompt` and up to `tokens` sampled tokens; the same seed gives the same text.
 
-    `next_logits`: int64 [1, length] -> fp32 [1, vocabulary]. Ids that the tokenizer does not have are never drawn.
+    `next_logits` maps int64 [1, length] to fp32 [1, vocabulary]. Tokens are drawn from the `top` most likely ones, and
+    only from ids that the tokenizer knows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids

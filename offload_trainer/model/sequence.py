@@ -1,12 +1,12 @@
-"""Sequence parallel: each rank has a piece of a row's tokens, and attention sees whole rows of some of the heads.
+"""Sequence parallelism (DeepSpeed Ulysses): a rank has a piece of every row; attention sees whole rows of its heads.
 
     queries, keys, values   [rows, all heads, its tokens]  ──all-to-all──>  [rows, its heads, all tokens]
     result                  [rows, its tokens, all heads]  <──all-to-all──  [rows, all tokens, its heads]
 
-DeepSpeed Ulysses (Jacobs et al. 2023). All else of a model looks at one token at a time, or the model is refused: which
-ones are such no list says for long, so it is decided by trying (`refuse_pieces`). It goes through transformers'
-interface of attention functions, so a model's code stays as it is. Heads of keys that the ranks do not divide are
-repeated before they are sent, until they do.
+See Jacobs et al. 2023. Everything else in the model must be position-wise; `refuse_pieces` probes a tiny model, because
+a list of architectures would soon be outdated. The exchange is registered as one of transformers' attention functions,
+so the model's code stays unchanged. If the number of key heads is not divisible by the ranks, key heads are repeated
+before they are sent.
 """
 
 from __future__ import annotations
@@ -28,50 +28,53 @@ from offload_trainer.model.loss import adds_router_loss
 from offload_trainer.model.twins import twin_model
 from offload_trainer.readback import one_line
 
-_NAME, _TRIED = "sequence", "sequence, tried"  # of transformers' attention functions
-_TOKENS, _PIECES = 32, 2  # of the trial's row; a twin's windows are of 8 tokens
-_EQUAL, _SHOWS = 1e-4, 1e-2  # of the largest logit: at most so far apart in fp32; pieces by themselves are farther
-_OF_LENGTH = ("dynamic", "longrope")  # rotary tables that look at the largest position, which each piece has another
+_NAME, _TRIED = "sequence", "sequence, tried"  # names of the attention functions in transformers' registry
+_TOKENS, _PIECES = 32, 2  # the probe's row and its pieces; windows of a tiny model have 8 tokens
+_EQUAL, _SHOWS = (
+    1e-4,
+    1e-2,
+)  # relative to the largest logit, in fp32: limit for equality; least effect of separate pieces
+_OF_LENGTH = ("dynamic", "longrope")  # rotary tables that depend on the largest position, which differs between pieces
 
-Send = Callable[[torch.Tensor], torch.Tensor]  # [count, ...]: part i to rank i -> what came of rank i as part i
+Send = Callable[[torch.Tensor], torch.Tensor]  # all-to-all: [count, ...] with part i for rank i -> parts from each rank
 
 
 class SharedRows:
-    """Rows of which each of `count` ranks has a piece."""
+    """The exchange between `count` ranks that each have a piece of the same rows."""
 
     def __init__(self, send: Send, *, count: int) -> None:
         self.count, self._send = count, send
 
     def whole(self, states: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size]."""
+        """Exchange pieces for heads: [rows, heads, tokens of a piece, size] -> [rows, heads / count, tokens, size]."""
         return self._sent(states)
 
     def piece(self, result: torch.Tensor) -> torch.Tensor:
-        """[rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size]."""
+        """Exchange heads for pieces: [rows, tokens, heads / count, size] -> [rows, tokens of a piece, heads, size]."""
         return self._sent(result)
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
-        """[a, b, c, size], b in parts, one for each rank -> [a, b / count, c of all ranks, size]."""
+        """Send parts of dimension 1 to the ranks: [a, b, c, size] -> [a, b / count, c of all ranks, size]."""
         come: torch.Tensor = _Sent.apply(values.unflatten(1, (self.count, -1)).movedim(1, 0).contiguous(), self._send)
         return come.movedim(0, 2).flatten(2, 3)
 
 
 class RowsBelow:
-    """For the trial: pieces of the same rows lie one below the other in one batch, and nothing is divided."""
+    """A stand-in for the probe: the pieces of a row are stacked in one batch, and nothing is sent."""
 
     count = 1
 
     def whole(self, states: torch.Tensor) -> torch.Tensor:
-        """[pieces x rows, heads, tokens of a piece, size] -> [rows, heads, tokens, size]."""
+        """Join pieces: [pieces x rows, heads, tokens of a piece, size] -> [rows, heads, tokens, size]."""
         return states.unflatten(0, (_PIECES, -1)).movedim(0, 2).flatten(2, 3)
 
     def piece(self, result: torch.Tensor) -> torch.Tensor:
-        """[rows, tokens, heads, size] -> [pieces x rows, tokens of a piece, heads, size]."""
+        """Cut into pieces: [rows, tokens, heads, size] -> [pieces x rows, tokens of a piece, heads, size]."""
         return result.unflatten(1, (_PIECES, -1)).movedim(1, 0).flatten(0, 1)
 
 
 class _Sent(torch.autograd.Function):
-    """Sends parts; their gradients come back the same way."""
+    """Send parts in the forward, and their gradients back in the backward."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, send: Send) -> torch.Tensor:
@@ -84,20 +87,20 @@ class _Sent(torch.autograd.Function):
 
 
 class DividedAttention:
-    """An attention function of transformers': "sdpa", causal, over whole rows of this rank's heads.
+    """An attention function for transformers: causal "sdpa" over whole rows of this rank's heads.
 
-    Of masks it knows a window's, which a module says (`sliding_window`); others are no part of that interface.
+    The only mask that it supports is a sliding window, which a module passes as `sliding_window`.
     """
 
     def __init__(self, rows: SharedRows | RowsBelow) -> None:
         self._rows = rows
         self._apart = False
-        self._window: tuple[int, int] = 0, 0  # tokens, and how many of them a token sees
-        self._mask: torch.Tensor | None = None  # of that window
+        self._window: tuple[int, int] = 0, 0  # tokens in the row and in the window that `_mask` is for
+        self._mask: torch.Tensor | None = None
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In here rows are whole, and each rank computes its own."""
+        """Compute attention without exchange inside the context: each rank has whole rows."""
         self._apart = True
         try:
             yield
@@ -113,7 +116,7 @@ class DividedAttention:
         attention_mask: torch.Tensor | None,
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[rows, heads, tokens of a piece, size], fewer heads in keys and values -> [rows, tokens, heads, size]."""
+        """Compute attention: [rows, heads, tokens, size] -> ([rows, tokens, heads, size], None); tokens of a piece."""
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if attention_mask is not None:
             raise TrainerError(f"{type(module).__name__} makes a mask of its own, which is of a piece of a row")
@@ -131,7 +134,7 @@ class DividedAttention:
         return self._rows.piece(result), None
 
     def _seen(self, query: torch.Tensor, more: dict[str, Any]) -> torch.Tensor | None:
-        """bool [1, 1, tokens, tokens], which token sees which; None: each sees all before it. One is kept for all."""
+        """Return the window's mask, bool [1, 1, tokens, tokens], or None without a window; the last mask is cached."""
         tokens, window = query.shape[2], more.get("sliding_window")
         if window is None or window >= tokens:
             return None
@@ -144,14 +147,14 @@ class DividedAttention:
 
 
 def share_rows(model: PreTrainedModel, *, send: Send, count: int) -> DividedAttention:
-    """From now on this rank has pieces of rows in `model`; `send` reaches all `count` that have the others."""
+    """Make `model` compute on pieces of rows; `send` exchanges parts with the `count` ranks that share a row."""
     made = DividedAttention(SharedRows(send, count=count))
     _set(model, made, name=_NAME)
     return made
 
 
 def _set(model: PreTrainedModel, attention: DividedAttention, *, name: str) -> None:
-    """ValueError where the model's attention is no function of that interface."""
+    """Set the attention function; raise ValueError if the model does not use transformers' attention interface."""
     AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
@@ -162,7 +165,7 @@ def _set(model: PreTrainedModel, attention: DividedAttention, *, name: str) -> N
 
 
 def refuse_pieces(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
-    """UserError where pieces of rows would not make what whole rows do in models like `model`, or nobody knows."""
+    """Raise UserError if pieces of rows would not give the results of whole rows, or if that cannot be probed."""
     name, wish = type(model).__name__, "parallel.sequence"
     text = model.config.get_text_config()
     if text._attn_implementation != "sdpa":
@@ -177,7 +180,7 @@ def refuse_pieces(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
     try:
         with twin_model(model, trust_remote_code=trust_remote_code) as twin:
             whole, alone = _compared(twin)
-    except Exception as error:  # of transformers' code, for a configuration that it did not expect
+    except Exception as error:  # transformers' code may raise anything for an unusual configuration
         raise UserError(
             f"{wish}: a tiny {name} to try it on does not run ({one_line(error)}), so whether its rows can be cut into "
             "pieces is not known: leave it out"
@@ -190,7 +193,7 @@ def refuse_pieces(model: PreTrainedModel, *, trust_remote_code: bool) -> None:
 
 
 def _rotary_kinds(held: Any) -> set[str]:
-    """Those that a configuration names, however deep."""
+    """Return the rotary embedding types that a configuration names at any depth."""
     if not isinstance(held, dict):
         return set()
     named = {held[key] for key in ("rope_type", "type") if isinstance(held.get(key), str)}
@@ -199,7 +202,7 @@ def _rotary_kinds(held: Any) -> set[str]:
 
 @torch.no_grad()
 def _compared(twin: PreTrainedModel) -> tuple[float, float]:
-    """How far the logits of pieces are from those of whole rows, with attention over all of them and without."""
+    """Return the relative difference of pieces to whole rows, with attention over all pieces and without."""
     vocabulary = twin.config.get_text_config().vocab_size
     rows = torch.randint(5, vocabulary - 5, (2, _TOKENS))
     expected = twin(input_ids=rows, use_cache=False).logits.float()

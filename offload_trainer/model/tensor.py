@@ -1,4 +1,4 @@
-"""How an architecture's weights are divided between ranks that share each product, as transformers' own plan has it."""
+"""Read how an architecture's weights are split for tensor parallelism from transformers' `base_model_tp_plan`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SPLITS: dict[str, Split] = {"colwise": "column", "rowwise": "row", "replicated_
 
 
 def splits(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, Split]:
-    """Of the weights in blocks, by name; nothing where not every matrix of a block has a rule of these three.
+    """Return the split of each weight in the blocks by name, or {} if a matrix has no split that is supported here.
 
-    A style that needs more than dividing (packed products, experts, gathered outputs) leaves the architecture without.
+    Styles that need more than splitting (packed products, experts, gathered outputs) are not supported.
     """
     styles = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     if not styles or not set(styles.values()) <= set(_SPLITS):

@@ -1,16 +1,17 @@
-"""Parts of a model that compute each token by itself, run on a piece of the row at a time: tiled MLPs.
+"""Run position-wise modules (MLPs) on pieces of a row, so that their memory does not grow with the row: tiled MLPs.
 
-    forward   x ──> piece by piece ──> output     no graph: of a piece nothing stays but its output
-    backward  of each piece its forward again, with a graph, and its backward; weights' gradients are added up beside it
+    forward   x ──> piece by piece ──> output     without a graph; only the output of a piece is kept
+    backward  for each piece: its forward with a graph, then its backward; weight gradients are summed in fp32
 
-What a wide MLP holds grows with a piece then, and not with the row (Bekman et al. 2025, Arctic Long Sequence Training,
-arXiv 2506.13996, section 3.3). All pieces are one node of autograd's graph, so a weight gets one gradient, once, which
-is added up in fp32 and rounded once; and weights that come and go are asked for by the hooks of the modules inside, as
-at any other time: between two pieces nothing else is asked for. The input is kept before anything is computed, so the
-recomputation of a checkpointed block that ends with such a part stops there, and its forward runs twice in all, as it
-does without pieces.
+This follows Arctic Long Sequence Training (Bekman et al. 2025, arXiv 2506.13996, section 3.3). All pieces are one node
+of autograd's graph, so each weight gets a single gradient, which is summed in fp32 and rounded once. Streamed weights
+are fetched by the hooks of the inner modules as usual, and nothing else is fetched between two pieces. The node saves
+its input before it computes. So the recomputation of a checkpointed block that ends with a tiled module stops there,
+and the module's forward runs twice in total, as without tiles.
 
-Which parts those are is proven, not listed: model/positionwise.py.
+Torch's checkpointing around each piece would need as little memory, but it sums gradients in 16 bits, which is off by
+up to 1/256 each time, and runs the module a third time inside a checkpointed block. model/positionwise.py finds the
+modules.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch import nn
 
 
 def tile(module: nn.Module, *, chunk: int) -> None:
-    """From now on `module` runs on at most `chunk` tokens at a time; fewer go through it as they are."""
+    """Make `module` run on at most `chunk` tokens at a time."""
     module.forward = Tiled(module, chunk)
 
 
 class Tiled:
-    """The forward of a module of one tensor, [..., tokens, width] -> the same shape.
+    """A replacement forward for a module that maps [..., tokens, width] to the same shape.
 
-    A piece, 1 x `chunk` tokens of [rows, tokens, width], goes through the module as a whole, so its hooks see pieces.
+    Each piece of 1 x `chunk` tokens calls the module itself, so the module's hooks see pieces.
     """
 
     def __init__(self, module: nn.Module, chunk: int) -> None:
@@ -48,12 +49,12 @@ class Tiled:
         return _Pieces.apply(self, _Input.apply(here, x).grad_fn, x, *weights)
 
     def pieces(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of [rows, tokens, width], or [tokens, width]: views where that is contiguous."""
+        """Split [rows, tokens, width] or [tokens, width] into pieces, which are views of a contiguous tensor."""
         flat = values.reshape(*(1,) * (values.dim() - 2), -1, values.shape[-1])
         return flat.split(self.chunk, dim=-2)
 
     def outputs(self, x: torch.Tensor) -> torch.Tensor:
-        """Without a graph."""
+        """Return the module's output without a graph."""
         every = None
         for number, piece in enumerate(self.pieces(x.detach())):
             output = self.module(piece)
@@ -66,7 +67,7 @@ class Tiled:
 
 
 class _Input(torch.autograd.Function):
-    """Keeps a tensor as autograd's hooks keep it at this moment; what is read back is this node's `saved_tensors`."""
+    """Save a tensor under the saved-tensor hooks that are active now; read it as this node's `saved_tensors`."""
 
     @staticmethod
     def forward(ctx: Any, here: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Pieces(torch.autograd.Function):
-    """A tiled module. Its weights are inputs of the node, so that each gets what this returns, and nothing before."""
+    """The autograd node of a tiled module. Weights are its inputs, so each receives exactly one gradient."""
 
     @staticmethod
     def forward(ctx: Any, tiled: Tiled, kept: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (x,), needed, weights = ctx.kept.saved_tensors, ctx.needs_input_grad[2], ctx.weights
-        ctx.kept = None  # or it would stay as long as the graph
+        ctx.kept = None  # otherwise the input would stay in memory as long as the graph
         sums: list[torch.Tensor | None] = [None] * len(weights)
         back = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
         into = ctx.tiled.pieces(back) if back is not None else ()
@@ -109,33 +110,33 @@ class _Pieces(torch.autograd.Function):
 
 
 def rounded(sums: list[torch.Tensor | None], weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Sums, of which the list then holds none, in their weights' dtypes."""
+    """Return the sums in their weights' dtypes, and empty the list to free each one early."""
     return [None if (one := sums.pop(0)) is None else one.to(weight.dtype) for weight in weights]
 
 
 def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
-    """Add a piece's gradients, of which `found` then holds none, to sums of fp32 at least."""
+    """Add a piece's gradients to sums of at least fp32, and empty `found` to free each one early."""
     for number in range(len(sums)):
         one = found.pop(0)
-        if one is None:  # an expert that no token chose
+        if one is None:  # no token chose this expert
             continue
         before = sums[number]
         sums[number] = (zeros(one) if before is None else before).add_(one)
 
 
 def zeros(like: torch.Tensor) -> torch.Tensor:
-    """What gradients of this dtype are added up in."""
+    """Return a zero sum for gradients like this one, of at least fp32."""
     return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def _chance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The state of torch's generators, of which dropout is drawn."""
+    """Return the RNG states of the CPU and of the tensor's GPU."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
 
 
 @contextmanager
 def _drawn_again(chance: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor) -> Iterator[None]:
-    """Inside, the generators begin as they did in the forward; afterwards they are as they were before."""
+    """Restore the forward's RNG states inside the context, and the current ones after it."""
     on_cpu, on_gpu = chance
     with torch.random.fork_rng(devices=[x.device] if on_gpu is not None else []):
         torch.set_rng_state(on_cpu)

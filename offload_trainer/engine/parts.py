@@ -1,4 +1,4 @@
-"""From a plan to what `OffloadedModel` is built with: the layout, the device, the drives, the kernels."""
+"""Build what `OffloadedModel` needs from a plan: the layout, the device, the drives and the update kernels."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What lies where, and what carries it there."""
+    """The objects that place, move and update the model's state."""
 
     layout: Layout
     device: Device
     drives: Drives
-    kernels: tuple[Kernel, Kernel]  # the CPU's, and for pages that live on the device
+    kernels: tuple[Kernel, Kernel]  # for the CPU, and for pages on the device
 
 
 def opened(
@@ -55,11 +55,19 @@ def opened(
     say: Say,
     device: Device | None = None,
 ) -> Parts:
-    """The parts of such a run; `stack` closes them. `directories` are private ones on drives.
+    """Open the device, drives and kernels of a run; `stack` closes them.
 
-    With several ranks in the workload they are those of this process's group, those of a node with the same
-    directories.
-    Without `device` it is CUDA's where there is a GPU, else the CPU. UserError where a GPU has no kernel for its pages.
+    Args:
+        work: the workload. Its ranks are those of this process's group.
+        placement: tiers of weights and optimizer state.
+        sizes: shares and buffer sizes.
+        directories: private directories on drives, the same ones for all ranks of a node.
+        stack: closes everything that is opened here.
+        say: receives a sentence about the chosen kernel.
+        device: the device to use; by default the GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: pages are on the GPU, and it has no update kernel.
     """
     units, dtype = units_of(work.shape), DTYPES[work.dtype]
     device = device or _device(units, placement, itemsize=dtype.itemsize)
@@ -107,7 +115,11 @@ def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> De
 
 
 def _kernel_there(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
-    """What updates the pages on the device with the bits of `kernel`. UserError where a GPU has no such kernel."""
+    """Return the kernel that updates pages on the device with the bits of `kernel`.
+
+    Raises:
+        UserError: the GPU has no such kernel.
+    """
     if device.place.type != "cuda" or not any(page.home == DEVICE for page in layout.homes.pages):
         return kernel
     found, why = choose_cuda_kernel(device.place, kernel)
@@ -118,11 +130,11 @@ def _kernel_there(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -
 
 
 def _transfers(sizes: TierSizes, node: Node) -> Transfers:
-    """What moves bytes to and from drives."""
+    """Return the transfers for drives, by the configured backend."""
     if sizes.io == "async_io":
         handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
         return CheckedTransfers(
             AioTransfers(handle), memory=node.memory
-        )  # the kernel tells no errors, so each of its bytes is checked
+        )  # async_io reports no errors, so every byte is checked
     threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
     return CheckedTransfers(threads, memory=node.memory) if sizes.checksums else threads

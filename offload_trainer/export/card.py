@@ -1,4 +1,4 @@
-"""README.md of exported weights: what was trained, on what, how far, with the numbers that the run recorded."""
+"""Write the model card (README.md) of exported weights: model, data, settings, and the recorded numbers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Environment:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Run:
-    """What a card takes from a run.json."""
+    """The part of a run.json that a card uses."""
 
     config: _Config
     random: Flag
@@ -85,7 +85,7 @@ class _Run:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Final:
-    """What a card takes from an export.json."""
+    """The part of an export.json that a card uses."""
 
     step: Steps
     run: _Run
@@ -100,10 +100,10 @@ def model_card(
     step: int | None = None,
     updates: int | None = None,
 ) -> str:
-    """The text. `run` is a checkpoint's run.json (may be empty); metrics come from `run_directory`.
+    """Return the card's text. `run` is a checkpoint's run.json (may be empty); metrics come from `run_directory`.
 
-    They end at `step`, or at the step that was number `updates` to change the weights. A number that was not recorded
-    is left out, never filled in.
+    Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
+    out.
     """
     config: Mapping[str, Any] = run.get("config", {})
     told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
@@ -153,7 +153,7 @@ def model_card(
 
 
 def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
-    """The card of a checkpoint, with the metrics of its run directory where it still lies in one."""
+    """Return the card of a checkpoint, with the metrics of its run directory if it is still inside one."""
     fix = "Export another checkpoint of the run"
     run = read_back(checkpoint / "run.json", dict[str, Any], fix=fix)
     if run.get("config"):
@@ -163,7 +163,7 @@ def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
 
 
 def final_card(record: Path, *, dtype: str) -> str:
-    """The card of the weights that a run left in its own directory; `record` is their export.json there."""
+    """Return the card of a run's final weights; `record` is the run's export.json."""
     fix = f"Move it and {record.parent / 'export'} away"
     step = read_back(record, _Final, fix=fix).step
     run = read_back(record, dict[str, Any], fix=fix)["run"]
@@ -171,7 +171,7 @@ def final_card(record: Path, *, dtype: str) -> str:
 
 
 def _plain(text: object) -> str:
-    """Names of others' files in a table of Markdown, as they stand: no markup, no HTML, no line of their own."""
+    """Return text for a Markdown table: markup and HTML escaped, on one line."""
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(shown(text).split()))
 
 

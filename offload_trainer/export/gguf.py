@@ -1,14 +1,14 @@
-"""Weights out: a stream of (name, tensor) becomes one GGUF file, which llama.cpp and what is built on it read.
+"""Write weights as one GGUF file for llama.cpp: a stream of (name, tensor) becomes metadata and tensor data.
 
     config.json ─┐
     tokenizer   ─┼─ refused? ─ metadata, then every tensor's name, shape and type, then the tensors one after another
     shapes      ─┘
 
-A GGUF file holds no code: llama.cpp computes what it knows by the architecture's name, and splits text by the
-tokenizer's. What it would do differently from transformers is therefore refused before a byte is written.
+A GGUF file holds no code: llama.cpp computes by the architecture's name and splits text by the tokenizer's name. Models
+that it would compute differently from transformers are refused before a byte is written.
 
-Keys, names and layouts are facts of https://github.com/ggml-org/llama.cpp (convert_hf_to_gguf.py and conversion/;
-src/llama-vocab.cpp for tokenizers), the file is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Keys, names and layouts follow https://github.com/ggml-org/llama.cpp (convert_hf_to_gguf.py and conversion/;
+src/llama-vocab.cpp for tokenizers); the file format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from offload_trainer.storage.durable import put_in_place
 from offload_trainer.storage.removal import replacing
 from offload_trainer.units import format_bytes
 
-if TYPE_CHECKING:  # an extra, so it is imported where it is used
+if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf
     import numpy as np
 
 DTYPES = ("f32", "f16", "q8_0")
-_SAMPLE = 32  # weights that a check compares
+_SAMPLE = 32  # number of weights that a check compares
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a check compared, and what llama.cpp will do otherwise with text."""
+    """The number of tensors that a check compared, and notes on how llama.cpp treats text differently."""
 
-    compared: int  # tensors
+    compared: int
     notes: tuple[str, ...]
 
 
@@ -58,13 +58,19 @@ def write_gguf(
     dtype: str,
     read: Callable[[str], torch.Tensor] | None = None,
 ) -> WrittenFile:
-    """Write `weights` (whole fp32 tensors on the CPU, tied ones once, in the order of `shapes`) as `dtype`.
+    """Write `weights` as a GGUF file, with one tensor in memory at a time.
 
-    `dtype` is one of DTYPES; vectors, norms, learned positions and routers stay f32, and a matrix whose rows are no
-    multiple of 32 is f16 in a q8_0 file. `model` holds config.json and the tokenizer. One tensor is in memory at a
-    time. With `read`, which gives a weight once more, the file is read back before it has its name. Raises UserError
-    for a destination that exists, too little space, a model or a tokenizer that llama.cpp would compute differently, or
-    values too large for `dtype`; TrainerError where the disk refuses, or the file holds anything else.
+    Args:
+        weights: whole fp32 tensors on the CPU, tied ones once, in the order of `shapes`. destination: the file to
+        create. shapes: shape of each weight. model: directory with config.json and the tokenizer. dtype: one of DTYPES.
+        Vectors, norms, learned positions and routers stay f32. In a q8_0 file, matrices whose rows
+            are not a multiple of 32 are f16.
+        read: return a weight again. If given, the file is compared with the weights before it gets its name.
+
+    Raises:
+        UserError: the destination exists, space is short, llama.cpp would compute the model or tokenize differently, or
+            values are too large for `dtype`.
+        TrainerError: the disk fails, or the file differs from the weights.
     """
     assert destination.suffix == ".gguf", destination
     assert dtype in DTYPES, dtype
@@ -100,7 +106,7 @@ def write_gguf(
 def _described(
     tensors: list[Tensor], *, config: Config, model: Path, name: str, dtype: str
 ) -> tuple[gguf.GGUFWriter, list[str]]:
-    """A writer that knows all but the data, and what llama.cpp will do otherwise with text."""
+    """Return a writer with all metadata, and notes on how llama.cpp treats text differently."""
     import gguf
     import numpy as np
 
@@ -139,7 +145,7 @@ def _write(
             overflowing += _write_next(writer, stream, places, expected=expected, config=config)
         assert next(stream, None) is None, "more weights came than shapes"
     finally:
-        with contextlib.suppress(OSError):  # the first failure is the one to tell of
+        with contextlib.suppress(OSError):  # report the first failure, not this one
             writer.close()
     if overflowing:
         raise UserError(
@@ -158,7 +164,7 @@ def _write_next(
     expected: str,
     config: Config,
 ) -> list[str]:
-    """Write the stream's next weight; what in it overflows. A function, so that it is let go of before the next."""
+    """Write the stream's next weight and return its overflows. On return the weight is freed, before the next one."""
     name, weight = next(stream)
     assert name == expected, f"{expected} was to come, not {name}"
     overflowing = []
@@ -166,7 +172,7 @@ def _write_next(
         place = next(places)
         assert tuple(piece.shape) == place.shape, f"{name}: {tuple(piece.shape)} for {place}"
         most = largest(piece)
-        if not most < limit(place.kind):  # not a number, too
+        if not most < limit(place.kind):  # also true for NaN
             overflowing.append(f"{name} (largest {most:.4g})")
         writer.write_tensor_data(encoded(piece, place.kind))
     return overflowing
@@ -179,7 +185,7 @@ def _sampled(
     tensors: list[Tensor],
     config: Config,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Of the first weight, the last and others evenly between: (a tensor's name, what it is to hold)."""
+    """Yield (tensor name, expected contents) for the first weight, the last one, and some evenly spaced in between."""
     names, places = list(shapes), iter(tensors)
     if len(rotary_factors(config)):
         next(places)

@@ -1,4 +1,4 @@
-"""A GGUF file read back by the gguf package's own reader, and held against what was to be written."""
+"""Read a GGUF file back with the gguf package's reader and compare it with what should have been written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload_trainer.errors import TrainerError
 
-if TYPE_CHECKING:  # an extra, so it is imported where it is used
+if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf
     import numpy as np
 
@@ -22,10 +22,12 @@ def check_file(
     tensors: Mapping[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType]],
     sample: Iterable[tuple[str, np.ndarray]],
 ) -> int:
-    """Returns how many tensors of `sample` (name, what its bytes are to be) were compared; all were found equal.
+    """Compare the file's metadata, every tensor's shape and type, and the bytes of `sample`.
 
-    `metadata` is all that the file says beside its tensors, `tensors` the shape and type of each. Raises TrainerError
-    that names what differs.
+    Return the number of compared tensors of `sample`, which yields (name, expected bytes).
+
+    Raises:
+        TrainerError: something differs; the message names it.
     """
     import gguf
 
@@ -56,7 +58,7 @@ def check_file(
 
 
 def _equal(told: Any, meant: Any) -> bool:
-    """What is a fraction has 32 bits in the file."""
+    """Compare two metadata values; floats are stored in 32 bits."""
     import numpy as np
 
     values = meant if isinstance(meant, list) else [meant]

@@ -1,7 +1,6 @@
-"""Which models llama.cpp computes as transformers does, by its own names for them, and what it has to know of each.
+"""List the models that llama.cpp computes as transformers does, with llama.cpp's names and required metadata.
 
-Names, and the values that it takes as given, are facts of https://github.com/ggml-org/llama.cpp (convert_hf_to_gguf.py
-and conversion/).
+Names and fixed values follow https://github.com/ggml-org/llama.cpp (convert_hf_to_gguf.py and conversion/).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config
 from offload_trainer.model.conversions import read_model_config
 
-if TYPE_CHECKING:  # an extra, so it is imported where it is used
+if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp knows one of transformers' models, and the only values it has for what it takes as given."""
+    """llama.cpp's name for a transformers model, and the configuration values that its code assumes."""
 
     model_class: str
     name: str
@@ -67,7 +66,11 @@ _ROPE_KEYS = {
 
 
 def read_config(model: Path) -> Config:
-    """config.json as transformers saves it, with every option in it; UserError if llama.cpp computes another model."""
+    """Read a config.json with all of transformers' defaults filled in.
+
+    Raises:
+        UserError: llama.cpp would compute a different model.
+    """
     config: Config = read_model_config(model)
     classes = config.get("architectures") or []
     known = ARCHITECTURES.get(config.get("model_type", ""))

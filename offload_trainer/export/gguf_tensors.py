@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file: their names, shapes, types and bytes, and which part of which parameter each is."""
+"""Map a model's parameters to the tensors of a GGUF file: names, shapes, types, bytes and layout."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from offload_trainer.export.gguf_models import ARCHITECTURES, head_size, key_value_heads
 from offload_trainer.export.gguf_tokenizer import Config
 
-if TYPE_CHECKING:  # an extra, so it is imported where it is used
+if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf
     import numpy as np
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the file."""
+    """A tensor of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Tensor:
 
 
 def layout(shapes: Mapping[str, tuple[int, ...]], *, config: Config, dtype: str) -> list[Tensor]:
-    """The file's tensors in the order in which the weights come, a model's own rotary factors before them."""
+    """Return the file's tensors in the order of the weights, preceded by the model's rotary factors if it has any."""
     import gguf
 
     architecture = ARCHITECTURES[config["model_type"]]
@@ -51,10 +51,10 @@ def layout(shapes: Mapping[str, tuple[int, ...]], *, config: Config, dtype: str)
 
 
 def pieces(name: str, tensor: torch.Tensor, *, config: Config) -> list[tuple[str, torch.Tensor]]:
-    """A parameter as llama.cpp wants it: turned, its rows in another order, or in two (views where that can be)."""
+    """Return a parameter in llama.cpp's layout: transposed, with permuted rows, or split in two; views if possible."""
     module, _, last = name.rpartition(".")
     if config["model_type"] == "gpt2" and module.endswith((".c_attn", ".c_proj", ".c_fc")) and last == "weight":
-        return [(name, tensor.T)]  # transformers' Conv1D holds (in, out)
+        return [(name, tensor.T)]  # transformers' Conv1D stores (in, out)
     if ARCHITECTURES[config["model_type"]].name == "llama" and module.endswith((".q_proj", ".k_proj")):
         heads = config["num_attention_heads"] if module.endswith(".q_proj") else key_value_heads(config)
         return [(name, _interleaved(tensor, heads=heads))]
@@ -69,7 +69,7 @@ def pieces(name: str, tensor: torch.Tensor, *, config: Config) -> list[tuple[str
 
 
 def _interleaved(tensor: torch.Tensor, *, heads: int) -> torch.Tensor:
-    """Rows of each head from (first half, second half) to pairs: which rows llama.cpp's llama rotates together."""
+    """Permute the rows of each head from halves to pairs, since llama.cpp's llama rotates adjacent rows together."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
@@ -84,11 +84,11 @@ def _kind(name: str, shape: torch.Size, *, dtype: str) -> gguf.GGMLQuantizationT
 
 
 def rotary_factors(config: Config) -> torch.Tensor:
-    """What llama.cpp divides each rotary frequency by, (head's size / 2,) in fp32; empty for plain frequencies.
+    """Return the divisors of the rotary frequencies, fp32 [head size / 2]; empty for unscaled frequencies.
 
-    Llama 3 leaves wavelengths below `original / high_freq_factor` as they are, divides the frequencies of those
-    above `original / low_freq_factor` by `factor`, and blends between
-    (transformers' modeling_rope_utils.py, `_compute_llama3_parameters`).
+    Llama 3 keeps wavelengths below `original / high_freq_factor`, divides the frequencies of those above
+    `original / low_freq_factor` by `factor`, and interpolates between them (transformers' modeling_rope_utils.py,
+    `_compute_llama3_parameters`).
     """
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") != "llama3":
@@ -102,15 +102,15 @@ def rotary_factors(config: Config) -> torch.Tensor:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude, NaN where there is one."""
-    low, high = tensor.aminmax()  # as one pass without a copy
+    """Return the largest magnitude, or NaN if the tensor contains one."""
+    low, high = tensor.aminmax()  # one pass without a copy
     return torch.maximum(-low, high).item()
 
 
 def limit(kind: gguf.GGMLQuantizationType) -> float:
-    """Values from here on become infinite: f16 rounds to it halfway from 65504 to 65536; a q8_0 block's scale is f16.
+    """Return the magnitude from which on values of this type become infinite; infinity for f32.
 
-    Infinite itself for f32, which holds what was trained.
+    f16 rounds to infinity halfway between 65504 and 65536. The scale of a q8_0 block is an f16.
     """
     import gguf
 
@@ -119,11 +119,11 @@ def limit(kind: gguf.GGMLQuantizationType) -> float:
 
 
 def encoded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Its bytes in the file: blocks for Q8_0, else numbers."""
+    """Return the tensor as stored in the file: quantised blocks for Q8_0, else numbers."""
     import gguf
     import numpy as np
 
     if kind is gguf.GGMLQuantizationType.F16:
         return tensor.half().contiguous().numpy()
-    with np.errstate(all="ignore"):  # overflow is told of by name
+    with np.errstate(all="ignore"):  # the caller reports overflows by name
         return gguf.quants.quantize(tensor.contiguous().numpy(), kind)

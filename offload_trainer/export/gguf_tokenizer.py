@@ -1,6 +1,6 @@
-"""A tokenizer's files as the metadata of a GGUF file; refused where llama.cpp would split text otherwise.
+"""Write a tokenizer into the metadata of a GGUF file, and refuse it if llama.cpp would split text differently.
 
-Names and splittings are facts of https://github.com/ggml-org/llama.cpp (src/llama-vocab.cpp).
+Names and splitting rules follow https://github.com/ggml-org/llama.cpp (src/llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.gguf_pieces import is_pieces, kind_of, scores, space_before
 from offload_trainer.readback import read_back
 
-if TYPE_CHECKING:  # an extra, so it is imported where it is used
+if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf
 
 Config = dict[str, Any]
@@ -35,13 +35,13 @@ def _words(number: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Splitting:
-    """How a tokenizer of llama.cpp cuts text into words, and what else it does by that name.
+    """The rules by which one of llama.cpp's pre-tokenizers splits text.
 
-    Of normalizers llama.cpp has none: Qwen's NFC is left out of every GGUF file of a Qwen.
+    llama.cpp has no normalizers: every GGUF file of a Qwen model omits its NFC normalization.
     """
 
     steps: list[dict[str, Any]]
-    whole_words: bool = False  # a word of the vocabulary is taken before any merge
+    whole_words: bool = False  # words of the vocabulary are used before any merge
     normalizers: tuple[object, ...] = (None,)
 
 
@@ -53,9 +53,10 @@ SPLITTINGS = {
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> list[str]:
-    """From the files, since they are what the model was trained with. Returns what llama.cpp does otherwise.
+    """Add the tokenizer of `model` to the metadata, and return notes on what llama.cpp does differently.
 
-    transformers' AutoTokenizer would replace parts of a tokenizer that is not the model family's own.
+    This reads the tokenizer's files, because transformers' AutoTokenizer replaces parts of a tokenizer that does not
+    belong to the model's family.
     """
     import gguf
 
@@ -84,7 +85,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> li
 
 
 def _add_bytes(writer: gguf.GGUFWriter, content: dict[str, Any], tokens: list[tuple[str, str]]) -> list[str]:
-    """Byte-level BPE: how it cuts words, and its merges."""
+    """Add a byte-level BPE tokenizer: its pre-tokenizer and merges."""
     splitting = _splitting(content)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting)
@@ -93,7 +94,7 @@ def _add_bytes(writer: gguf.GGUFWriter, content: dict[str, Any], tokens: list[tu
 
 
 def _add_pieces(writer: gguf.GGUFWriter, content: dict[str, Any], tokens: list[tuple[str, str]]) -> list[str]:
-    """SentencePiece's BPE: the space before a text, and scores; the tokens get its types."""
+    """Add a SentencePiece BPE tokenizer: the leading space, scores and token types."""
     space, note = space_before(content)
     held = scores(content, rows=len(tokens))
     unknown = content["model"].get("unk_token")
@@ -106,16 +107,16 @@ def _add_pieces(writer: gguf.GGUFWriter, content: dict[str, Any], tokens: list[t
 
 
 def _other_ends(model: Path, end: int, *, config: Config) -> dict[str, int]:
-    """The tokens that end a generation beside the end of text, by roles for which llama.cpp ends it too.
+    """Return the tokens other than end-of-text that end a generation, by llama.cpp's roles for them.
 
-    What transformers stops at is in generation_config.json, or else in config.json. Any number there; llama.cpp's file
-    has a place for three.
+    transformers reads them from generation_config.json, or from config.json without it. It allows any number, a GGUF
+    file at most three in total.
     """
     path = model / "generation_config.json"
     told = read_back(path, dict[str, Any], links=True, fix="Correct it") if path.exists() else config
     given = told.get("eos_token_id")
     numbers = [number for number in (given if isinstance(given, list) else [given]) if isinstance(number, int)]
-    # What the model has no row for it never says.
+    # The model cannot produce tokens that its vocabulary has no row for.
     others = [number for number in dict.fromkeys(numbers) if number != end and 0 <= number < config["vocab_size"]]
     roles = ("eom", "eot")
     if len(others) > len(roles):
@@ -127,7 +128,7 @@ def _other_ends(model: Path, end: int, *, config: Config) -> dict[str, int]:
 
 
 def _splitting(content: dict[str, Any]) -> str:
-    """llama.cpp's name for what a tokenizer.json does; UserError where it has none."""
+    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json, or raise UserError if it has none."""
     model, pre = content["model"], content.get("pre_tokenizer") or {}
     plain = {
         "type": "BPE",

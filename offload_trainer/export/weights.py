@@ -1,4 +1,4 @@
-"""The export command: from a source to a directory of safetensors or one GGUF file."""
+"""Carry out the export command: from a source to a directory of safetensors shards or one GGUF file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GGUF_DTYPES = {"fp16": "f16", "fp32": "f32", "q8_0": "q8_0"}
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export did."""
+    """The result of an export."""
 
     source: str
     bytes: int
@@ -29,10 +29,17 @@ def export(
 ) -> Exported:
     """Write a run's newest checkpoint, a checkpoint, or a dead run's page files to `destination`.
 
-    `dtype`: fp16, bf16 or fp32; for a destination that ends in .gguf fp16, fp32 or q8_0. `check` reads all headers and
-    a sample of tensors back. `mixed` allows page files that a run left in the middle of an update. Raises UserError for
-    a source that is not whole, a destination that holds something, too little space, or values that do not fit fp16;
-    TrainerError where the disk refuses.
+    Args:
+        source: run directory, checkpoint, or directory of page files.
+        destination: a new directory, or a file name that ends in .gguf.
+        dtype: fp16, bf16 or fp32; for GGUF fp16, fp32 or q8_0.
+        shard_bytes: largest size of a shard.
+        check: read all headers and a sample of tensors back.
+        mixed: accept page files of a run that died in the middle of an update.
+
+    Raises:
+        UserError: the source is incomplete, the destination exists, space is short, or values do not fit fp16.
+        TrainerError: the disk fails.
     """
     if destination.suffix == ".gguf":
         return _export_gguf(source, destination, dtype=dtype, check=check, mixed=mixed)
@@ -42,7 +49,7 @@ def export(
 
 
 def _export_gguf(source: Path, destination: Path, *, dtype: str, check: bool, mixed: bool) -> Exported:
-    """The file, and its card beside it: DESTINATION.md."""
+    """Write the GGUF file and its card, DESTINATION.md."""
     card = destination.with_name(f"{destination.name}.md")
     if card.exists():
         raise UserError(f"{card}: already holds something, and the card of {destination.name} goes there; name another")

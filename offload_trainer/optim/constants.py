@@ -1,6 +1,6 @@
-"""What the compiled kernels are given of a step and of an element's type: the same for the CPU's and the GPU's.
+"""Define the step constants and type codes that the compiled kernels for CPU and GPU receive.
 
-native/adam.cpp and adam.cu have the same structures, field by field.
+native/adam.cpp and adam.cu declare the same structures with the same fields.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
 
-# Their Type.
+# The kernels' enum Type.
 TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.uint8: 4}
 
 
 class AdamStep(ctypes.Structure):
-    """Constants of one step by AdamW."""
+    """The constants of one AdamW step."""
 
     _fields_ = (
         ("scale", ctypes.c_float),
@@ -35,7 +35,7 @@ class AdamStep(ctypes.Structure):
 
 
 class LionStep(ctypes.Structure):
-    """The same by Lion."""
+    """The constants of one Lion step."""
 
     _fields_ = (
         ("scale", ctypes.c_float),
@@ -49,14 +49,14 @@ class LionStep(ctypes.Structure):
 
 
 class Step(ctypes.Union):
-    """Of whichever rule the page is updated by."""
+    """The constants of one step of either rule."""
 
     _fields_ = (("adam", AdamStep), ("lion", LionStep))
 
 
 @functools.lru_cache(maxsize=64)
 def step_constants(hyper: Hyper, *, scale: float, step: int) -> Step:
-    """torch's constants: computed in double, then rounded; ctypes rounds to nearest even."""
+    """Return the step's constants as torch computes them: in double precision, then rounded to nearest even."""
     if isinstance(hyper, AdamW):
         return Step(adam=_adam(hyper, scale=scale, step=step))
     return Step(lion=_lion(hyper, scale=scale))
@@ -65,7 +65,7 @@ def step_constants(hyper: Hyper, *, scale: float, step: int) -> Step:
 def _adam(hyper: AdamW, *, scale: float, step: int) -> AdamStep:
     beta1, beta2 = hyper.betas
     rest1 = ctypes.c_float(1 - beta1).value
-    from_gradient = abs(rest1) >= 0.5  # lerp starts from the end that is nearer
+    from_gradient = abs(rest1) >= 0.5  # torch's lerp starts from the nearer end
     return AdamStep(
         scale,
         _decay_factor(hyper),

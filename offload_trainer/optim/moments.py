@@ -1,13 +1,13 @@
-"""Adam's moments in two bytes or one: bf16, and bitsandbytes' blockwise 8-bit format, both rounded stochastically.
+"""Encode and decode Adam's moments in bf16 and in bitsandbytes' blockwise 8-bit format, with stochastic rounding.
 
-    fp32 values ──encode──> small ──decode──> fp32 values
+    fp32 values ──encode──> bf16 or 8 bits ──decode──> fp32 values
 
-A running average that moves by less than half of the last place would stand still if it were rounded to nearest;
-rounded up as often as its distance says, it is right on average. The 8-bit format is a table of 256 values in [-1, 1]
-or [0, 1], finer near zero, times the greatest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via
-Block-wise Quantization, https://arxiv.org/abs/2110.02861). Its first moments forget so fast that the nearest will do.
+A running average that changes by less than half a unit in the last place never moves if it is rounded to nearest.
+Stochastic rounding is correct on average. The 8-bit format is a table of 256 values in [-1, 1] or [0, 1], finer near
+zero, times the largest magnitude of each 256 elements (Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
+https://arxiv.org/abs/2110.02861). 8-bit first moments decay fast enough to be rounded to nearest.
 
-The functions here define what is computed; adam.cpp computes the same bits faster.
+The functions here are the reference; adam.cpp computes the same bits faster.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ import torch
 
 from offload_trainer.plan.layout import BLOCK_8BIT
 
-_PIECE = 2**16  # elements whose random bits are mixed at a time, in the cache
-_INFINITY = 0x7F800000  # the bits of fp32's infinity; a NaN's magnitude is above it
+_PIECE = 2**16  # elements that are processed at a time, so that they stay in the cache
+_INFINITY = 0x7F800000  # the bits of fp32 infinity; the magnitude of a NaN is larger
 
 
 class Bits(ctypes.Structure):
-    """Where the random bits of a stretch begin: those of element `first` of a unit and after. adam.cpp has the same."""
+    """The start of a sequence of random bits: element `first` of a unit, and two keys. adam.cpp has the same struct."""
 
     _fields_ = (("first", ctypes.c_uint64), ("keys", ctypes.c_uint32 * 2))
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The random bits of one step: a function of seed, step, field, unit and element, however the unit is cut."""
+    """The random bits of one step: a function of seed, step, field, unit and element, independent of page cuts."""
 
     seed: int
     step: int
 
     def bits(self, field: str, unit: int, first: int) -> Bits:
-        """For the elements of a unit's `field` from `first` on."""
+        """Return the random bits for the elements of a unit's `field` from `first` on."""
         drawn = hashlib.blake2b(f"rounding {self.seed} {self.step} {field} {unit}".encode(), digest_size=8).digest()
         return Bits.from_buffer_copy(first.to_bytes(8, sys.byteorder) + drawn)
 
 
 def random_bits(bits: Bits, n: int) -> torch.Tensor:
-    """int32[n] below 2^16, one for each element: its number and the keys, mixed.
+    """Return int32[n] of random numbers below 2^16: a hash of each element's index and the keys.
 
-    The mixing is a 32-bit integer hash of two multiplications (constants: C. Wellons, Prospecting for Hash Functions,
-    2018, lowbias32). The second key enters between them, or two fields would have the same bits, shifted.
+    The hash is lowbias32, two 32-bit multiplications (C. Wellons, Prospecting for Hash Functions, 2018). The second key
+    is added between them; otherwise two fields would have the same bits at different offsets.
     """
     upper, lower = divmod(bits.first, 2**32)
     head = 2**32 - lower
@@ -63,14 +63,15 @@ def random_bits(bits: Bits, n: int) -> torch.Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """Its lowest 32 bits, as a number with a sign."""
+    """Return the lowest 32 bits as a signed number."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None:
-    """Round `values` (fp32[n]) to `out` (bf16[n]), up in magnitude with the probability of what is cut off.
+    """Round `values` (fp32[n]) stochastically to `out` (bf16[n]).
 
-    The bits of `noise` are added below bf16's last place. Infinity and NaN stay.
+    The bits of `noise` are added below bf16's last place, so a value is rounded up in magnitude with a probability
+    equal to its truncated fraction. Infinity and NaN are kept.
     """
     for start in range(0, values.numel(), _PIECE):
         piece = slice(start, start + _PIECE)
@@ -81,7 +82,7 @@ def encode_bf16(values: torch.Tensor, out: torch.Tensor, *, noise: Bits) -> None
 
 
 def decode_bf16(values: torch.Tensor, out: torch.Tensor) -> None:
-    """`values` (bf16[n]) as fp32[n] in `out`."""
+    """Widen `values` (bf16[n]) to fp32[n] in `out`."""
     out.copy_(values)
 
 
@@ -90,9 +91,9 @@ def encode_8bit(
 ) -> None:
     """Encode `values` (fp32[n]) as `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]).
 
-    `signed` says which table. The nearest code is taken; with `noise`, for values without a sign, one of the two that
-    are around, the upper with the probability of the way to it. Only zero becomes zero. Where a block holds an infinity
-    or a NaN, all of it decodes to NaN.
+    `signed` selects the table. Without `noise` the nearest code is used. With `noise`, which is for unsigned values,
+    one of the two neighbouring codes is chosen with a probability proportional to the distance from the other. Only
+    zero becomes zero. A block that holds an infinity or a NaN decodes to NaN.
     """
     n = values.numel()
     blocks = torch.nn.functional.pad(values, (0, -n % BLOCK_8BIT)).view(-1, BLOCK_8BIT)
@@ -105,13 +106,13 @@ def encode_8bit(
     assert not signed
     lower = torch.bucketize(scaled, dynamic_map(False)[1:], right=True)
     end, way = cells()[lower].T
-    threshold = (random_bits(noise, n) * 2 + 1) * 2.0**-17  # the middles of 2^16 parts of [0, 1]
+    threshold = (random_bits(noise, n) * 2 + 1) * 2.0**-17  # the midpoints of 2^16 equal parts of [0, 1]
     upper = scaled - end > threshold * way
     codes.copy_(torch.where((lower == 0) & (scaled > 0), 1, lower + upper))
 
 
 def decode_8bit(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *, signed: bool) -> None:
-    """The values (`out`, fp32[n]) that `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]) stand for."""
+    """Decode `codes` (uint8[n]) and `absmax` (fp32[ceil(n / 256)]) to `out` (fp32[n])."""
     values = dynamic_map(signed)[codes.long()]
     torch.mul(values, absmax.repeat_interleave(BLOCK_8BIT)[: codes.numel()], out=out)
 
@@ -121,10 +122,10 @@ def decode_8bit(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, *,
 
 @functools.cache
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """What the 256 codes stand for, ascending (fp32): zero, one, and the middles of equal parts of seven decades.
+    """Return the values of the 256 codes, ascending (fp32): zero, one, and midpoints of equal parts of seven decades.
 
-    The decade up to 1 has 64 parts (128 unsigned), each smaller one half as many; with a sign, all but one are there
-    twice. The arithmetic is in fp32, as bitsandbytes', whose tables these are to the last bit.
+    The decade up to 1 has 64 parts (128 if unsigned), each smaller decade half as many. A signed table has every value
+    except one with both signs. The arithmetic is in fp32 and gives bitsandbytes' tables to the last bit.
     """
     values = [0.0, 1.0]
     for halvings in range(7):
@@ -137,16 +138,17 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 
 
 def zero_code(*, signed: bool) -> int:
-    """The code of zero."""
+    """Return the code of zero."""
     return int((dynamic_map(signed) == 0).nonzero())
 
 
 @functools.cache
 def _bounds(signed: bool) -> torch.Tensor:
-    """The 255 middles between neighbouring codes: above one, the higher code is taken.
+    """Return the 255 midpoints between neighbouring codes; a value above a midpoint gets the higher code.
 
-    Without a sign the first is 0, so that only zero is zero. The second moment's root is divided by: rounded to zero
-    beside a first moment that is not, it makes an update of thousands of times the rate; rounded up, a small one.
+    The first midpoint of the unsigned table is 0, so that only zero is encoded as zero. The update divides by the root
+    of the second moment: if that is rounded to zero while the first moment is not, the update is thousands of times the
+    learning rate; if it is rounded up, the update is small.
     """
     values = dynamic_map(signed)
     bounds = (values[1:] + values[:-1]) / 2
@@ -157,17 +159,17 @@ def _bounds(signed: bool) -> torch.Tensor:
 
 @functools.cache
 def cells() -> torch.Tensor:
-    """fp32[256, 2]: what each code without a sign stands for, and the way from there to the next; from one it is 0."""
+    """Return fp32[256, 2]: the value of each unsigned code, and its distance to the next one (0 for the last)."""
     values = dynamic_map(False)
     return torch.stack([values, torch.diff(values, append=values[-1:])], dim=1).contiguous()
 
 
 @functools.cache
 def nearest_table(signed: bool) -> torch.Tensor:
-    """adam.cpp's way from a number in [-1, 1] to the nearest code: int32[2, 0x3F81], `_search_table` of each sign.
+    """Return adam.cpp's lookup tables from a number in [-1, 1] to the nearest code: int32[2, 0x3F81], one per sign.
 
-    Negative numbers have their codes counted from 255 down, so that these too grow with the magnitude. A positive
-    number at a bound has the lower code, and a negative one as well, which counted down is the higher.
+    Codes of negative numbers are counted down from 255, so that they also grow with the magnitude. A number exactly at
+    a midpoint gets the lower code for either sign, which is the higher one when counted down.
     """
     bounds = _bounds(signed)
     return torch.stack([_search_table(bounds, above=False), _search_table(-bounds.flip(0), above=True)])
@@ -175,16 +177,17 @@ def nearest_table(signed: bool) -> torch.Tensor:
 
 @functools.cache
 def lower_table() -> torch.Tensor:
-    """The same for the greatest code that is no more than a number without a sign: int32[0x3F81]."""
+    """Return adam.cpp's lookup table from an unsigned number to the largest code not above it: int32[0x3F81]."""
     return _search_table(dynamic_map(False)[1:], above=True)
 
 
 def _search_table(bounds: torch.Tensor, *, above: bool) -> torch.Tensor:
-    """How many of `bounds` (fp32[255], ascending) a number in [0, 1] is past, by the top half of its bits.
+    """Return a table, indexed by the upper 16 bits of a number in [0, 1], that counts the `bounds` below the number.
 
-    At a bound itself it is past it where `above` says so. Numbers whose top halves agree are so close that one bound at
-    most lies between them. So an entry (int32) holds the count for the least of them in its upper half, and in its
-    lower half what is wanting to the next: the number's own lower half is added, and where it is past it carries.
+    `bounds` is fp32[255], ascending; with `above` a number equal to a bound counts as above it. Numbers with equal
+    upper halves have at most one bound between them. So each entry (int32) holds the count for the smallest such number
+    in its upper half, and in its lower half the complement of the bound's lower half. Adding the number's lower half
+    carries into the count exactly if the number is past the bound.
     """
     top = torch.arange(0x3F81, dtype=torch.int32) << 16
     least, greatest = top.view(torch.float32), (top | 0xFFFF).view(torch.float32)

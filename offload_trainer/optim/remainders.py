@@ -1,17 +1,18 @@
-"""Masters in two bytes beside their bf16 weights: the lower half of each, and which of two masters a tie was.
+"""Split fp32 masters into bf16 weights and 16-bit remainders, and join them again bit for bit.
 
-    master (fp32) ──split──> weight (bf16, to nearest even), remainder (the master's lower half), ties (of 256 elements)
-    weight, remainder, ties ──join──> the same master, bit for bit
+    master (fp32) ──split──> weight (bf16, to nearest even), remainder (lower half), tie count (per 256 elements)
+    weight, remainder, tie count ──join──> the same master, bit for bit
 
-A weight is its master's upper half, one more where the lower half is above the middle, and in the middle where the
-upper half is odd. So the lower half tells whether it was rounded up, but in the middle: the weight is then even either
-way. A master in the middle whose upper half is even, rounded down, is called a tie here: one of 131072 masters, if
-their lower halves are anything. A block of 256 has a count of its ties. Where it is not 0 their places in the block lie
-in its first remainders, as many as there are ties; what stood there of others lies in the remainders of the ties that
-come after those, in the same order. A tie's own remainder is known, so nothing is lost.
+A weight is the upper half of its master, plus one if the lower half is above the midpoint, or at the midpoint with an
+odd upper half. The lower half tells whether the weight was rounded up, except at the midpoint, where the weight is even
+in both cases. A master at the midpoint that was rounded down is called a tie here: one in 131072 for random lower
+halves. Each block of 256 has a count of its ties. If it is not 0, the block's first remainders hold the positions of
+the ties, and the remainders that were there before are stored in the places of later ties, in the same order. A tie's
+own remainder is known, so nothing is lost.
 
-Of a NaN the weight is the upper half made quiet, as the kernels round it; each NaN that arithmetic makes is quiet and
-comes back bit for bit. The functions here define what is computed; native/remainders.h and adam.cu compute it faster.
+The weight of a NaN is the upper half made quiet, as the kernels round it. Arithmetic only produces quiet NaNs, which
+are restored bit for bit. The functions here are the reference; native/remainders.h and adam.cu compute the same bits
+faster.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ import torch
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.layout import BLOCK_8BIT
 
-BLOCK = BLOCK_8BIT  # elements that share a count
-_PIECE = 2**16  # elements at a time, in the cache; a multiple of BLOCK
+BLOCK = BLOCK_8BIT  # elements that share a tie count
+_PIECE = 2**16  # elements that are processed at a time, so that they stay in the cache; a multiple of BLOCK
 _MIDDLE, _INFINITY, _MAGNITUDE = 0x8000, 0x7F800000, 0x7FFFFFFF
 
 
 def split(master: torch.Tensor, weights: torch.Tensor, remainders: torch.Tensor, ties: torch.Tensor) -> None:
-    """`master` (fp32[n]) into `weights` (bf16[n]), `remainders` (int16[n]) and `ties` (int16[ceil(n / 256)])."""
+    """Split `master` (fp32[n]) into `weights` (bf16[n]), `remainders` (int16[n]) and `ties` (int16[ceil(n / 256)])."""
     for start in range(0, master.numel(), _PIECE):
         piece = slice(start, min(start + _PIECE, master.numel()))
         words = master[piece].view(torch.int32)
         upper, nan = words >> 16, (words & _MAGNITUDE) > _INFINITY
         rounded = (words + 0x7FFF + (upper & 1)) >> 16
         weights[piece].view(torch.int16).copy_(torch.where(nan, upper | 0x40, rounded))
-        lower = (words << 16) >> 16  # with a sign, as int16 has it
+        lower = (words << 16) >> 16  # sign-extended, like int16
         down = ((words & 0x1FFFF) == _MIDDLE) & ~nan
         places = down.nonzero().view(-1)
         counts = torch.bincount(places // BLOCK, minlength=-(-words.numel() // BLOCK))
@@ -49,7 +50,7 @@ def split(master: torch.Tensor, weights: torch.Tensor, remainders: torch.Tensor,
 
 
 def join(weights: torch.Tensor, remainders: torch.Tensor, ties: torch.Tensor, master: torch.Tensor) -> None:
-    """The masters (`master`, fp32[n]) that `split` made these of."""
+    """Restore the masters (`master`, fp32[n]) from the results of `split`."""
     for start in range(0, master.numel(), _PIECE):
         piece = slice(start, min(start + _PIECE, master.numel()))
         upper = weights[piece].view(torch.int16).int() << 16
@@ -67,7 +68,7 @@ def _blocks(elements: slice) -> slice:
 
 
 def _list_ties(lower: torch.Tensor, tie: torch.Tensor) -> None:
-    """Write into a block's lower halves (int32) where its ties are."""
+    """Store the positions of a block's ties in its lower halves (int32)."""
     places = tie.nonzero().view(-1)
     first = places.numel()
     lower[places[places >= first]] = lower[:first][~tie[:first]]
@@ -75,8 +76,9 @@ def _list_ties(lower: torch.Tensor, tie: torch.Tensor) -> None:
 
 
 def _put_back(lower: torch.Tensor, count: int) -> None:
-    """The reverse; a tie's lower half then is the way from its weight, 2^15, and not -2^15, as int16 would have it."""
-    places = lower[: max(0, min(count, lower.numel()))].clamp(0, lower.numel() - 1).long()  # of what a drive has broken
+    """Reverse `_list_ties`. A tie's lower half becomes +2^15, its distance from the weight, not int16's -2^15."""
+    # The limits matter only for data that a drive has damaged.
+    places = lower[: max(0, min(count, lower.numel()))].clamp(0, lower.numel() - 1).long()
     tie = torch.zeros(lower.numel(), dtype=torch.bool)
     tie[places] = True
     first = int(tie.sum())
@@ -84,15 +86,16 @@ def _put_back(lower: torch.Tensor, count: int) -> None:
     lower[tie] = _MIDDLE
 
 
-# -- masters of a page, however they are stored -----------------------------------------------------------------------
+# -- the masters of a page in either format ---------------------------------------------------------------------------
 
 
 def read_masters(
     fields: Mapping[str, torch.Tensor], weights: torch.Tensor | None, here: slice | None = None
 ) -> torch.Tensor:
-    """fp32[n] of a page's elements `here`, which start at a multiple of 256, or of all; no copy of those in fp32.
+    """Return the masters (fp32[n]) of a page's elements `here`, or of all; fp32 masters are not copied.
 
-    `weights`: the page's, as they are rounded of these masters; not asked for where masters are in fp32.
+    `here` starts at a multiple of 256. `weights` are the page's weights rounded from these masters; they are needed
+    only if masters are split.
     """
     if "master" in fields:
         return fields["master"] if here is None else fields["master"][here]
@@ -106,7 +109,7 @@ def read_masters(
 def write_masters(
     fields: Mapping[str, torch.Tensor], weights: torch.Tensor, master: torch.Tensor, here: slice | None = None
 ) -> None:
-    """Remainders, and the page's weights, of new masters; where masters are remainders."""
+    """Store new masters of a page with split masters: its remainders and its weights."""
     here = here or slice(0, fields["remainder"].numel())
     split(master, weights[here], fields["remainder"][here], fields["ties"][_blocks(here)])
 
@@ -114,7 +117,7 @@ def write_masters(
 def with_remainders(
     fields: Mapping[str, torch.Tensor], format: StateFormat
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A page's fields with its masters in `format`, which has remainders, and the weights beside them."""
+    """Return a page's fields with its masters split as `format` requires, and the weights."""
     master, n = fields["master"], fields["master"].numel()
     assert format.remainders
     halves = {name: torch.empty(format.fields[name].entries(n), dtype=torch.int16) for name in ("remainder", "ties")}

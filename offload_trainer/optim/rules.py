@@ -1,4 +1,4 @@
-"""Rules of the update: what each element's is computed from beside its gradient and its state, for one step."""
+"""Define the hyperparameters of one optimizer step for each update rule (AdamW, Lion)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class AdamW:
     lr: float
     betas: tuple[float, float]
     eps: float
-    decay: float  # a weight is multiplied by 1 - lr x decay
+    decay: float  # each weight is multiplied by 1 - lr * decay
 
 
 @dataclass(frozen=True)
 class Lion:
     """Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675), algorithm 2.
 
-    With the gradient g and the moment m: the weight is multiplied by 1 - lr x decay, then moves by lr against the sign
-    of beta1 x m + (1 - beta1) x g, not at all where that is 0; then m becomes beta2 x m + (1 - beta2) x g. Each product
-    and each sum is rounded to fp32 by itself.
+    With gradient g and moment m, the weight is multiplied by 1 - lr * decay and then reduced by lr times the sign of
+    beta1 * m + (1 - beta1) * g. After that m becomes beta2 * m + (1 - beta2) * g. Each product and each sum is rounded
+    to fp32 separately.
     """
 
     rule: ClassVar[UpdateRule] = LION
@@ -39,12 +39,12 @@ Hyper = AdamW | Lion
 
 
 def hyper_of(rule: UpdateRule, *, lr: float, betas: tuple[float, float], eps: float, decay: float) -> Hyper:
-    """The numbers of one step; `eps` is AdamW's alone."""
+    """Return the hyperparameters of one step for `rule`; Lion ignores `eps`."""
     return AdamW(lr, betas, eps, decay) if rule is ADAMW else Lion(lr, betas, decay)
 
 
 def hyper_of_group(rule: UpdateRule, group: Mapping[str, Any]) -> Hyper:
-    """The numbers in a group of an optimizer of torch's kind, as they are now."""
+    """Return the current hyperparameters of a torch parameter group."""
     betas = float(group["betas"][0]), float(group["betas"][1])
     numbers = {"lr": float(group["lr"]), "eps": float(group.get("eps", 0.0)), "decay": float(group["weight_decay"])}
     return hyper_of(rule, betas=betas, **numbers)

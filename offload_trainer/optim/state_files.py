@@ -1,12 +1,12 @@
-"""An engine's state on disk: masters and moments by the weight's name, whatever engine wrote them.
+"""Read and write an engine's state on disk: masters and moments by the weight's name, in one format for all engines.
 
-    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    every trainable weight, whole; of Lion no _sq
-        exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           where moments are in 8 bits
-        fixed.safetensors                                                   the weights that are not trained, if any
+    DIR/master.safetensors  exp_avg.safetensors  exp_avg_sq.safetensors    trainable weights, whole; no _sq for Lion
+        exp_avg_scales.safetensors  exp_avg_sq_scales.safetensors           with 8-bit moments
+        fixed.safetensors                                                   frozen weights, if there are any
         engine.json                                                         optimizer steps, loss scale
 
-Nothing in it depends on ranks, homes or flat buffers, so any engine and placement continues from any other's,
-and export needs no engine at all. Masters are fp32; moments are as they were stored, and are read as fp32.
+The files do not depend on ranks, placement or flat buffers, so any engine and placement can resume from any other's,
+and an export needs no engine. Masters are fp32. Moments have their storage format and are read as fp32.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ _Scale = Annotated[Number, Field(gt=0, le=2.0**127)]
 @with_config(EXACT)
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine knows beside its tensors."""
+    """The part of an engine's state that is not tensors."""
 
-    optimizer_steps: Steps  # that changed the weights; Adam's bias correction counts these
-    loss_scale: _Scale | None = None  # of a run in fp16
-    good_steps: Steps = 0  # since the loss scale last changed
-    states: MomentsName = "fp32"  # how moments were stored
-    weight_steps: dict[str, Steps] = field(default_factory=dict)  # of weights that had no gradient in every step
-    rule: RuleName = "adamw"  # whose moments they are; earlier versions had no other
+    optimizer_steps: Steps  # steps that changed the weights, which Adam's bias correction counts
+    loss_scale: _Scale | None = None  # only in fp16
+    good_steps: Steps = 0  # steps since the loss scale last changed
+    states: MomentsName = "fp32"  # storage format of the moments
+    weight_steps: dict[str, Steps] = field(default_factory=dict)  # steps of weights that had no gradient in some steps
+    rule: RuleName = "adamw"  # absent in files of earlier versions, which only had AdamW
 
     def __post_init__(self) -> None:
-        state_format(self.rule, self.states)  # ValueError where there is none
+        state_format(self.rule, self.states)  # raises ValueError for an unsupported combination
 
     @property
     def format(self) -> StateFormat:
         return state_format(self.rule, self.states)
 
     def steps_of(self, name: str) -> int:
-        """Steps that changed one weight."""
+        """Return the number of steps that changed the weight `name`."""
         return self.weight_steps.get(name, self.optimizer_steps)
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """One file of the state: its tensors, and what gives them by name (whole; it may be collective)."""
+    """One file of the state: its tensors, and a function that returns each whole one by name (it may be collective)."""
 
     name: str
     entries: Sequence[TensorEntry]
@@ -92,7 +92,7 @@ def state_files(
     fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     read_fixed: Callable[[str], torch.Tensor],
 ) -> list[StateFile]:
-    """The usual files: `read(name, kind)` gives masters and moments in fp32, `read_fixed` what is not trained."""
+    """Return the files of an fp32 state; `read(name, kind)` gives masters and moments, `read_fixed` the rest."""
     entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
     files = [StateFile(kind, entries, _of(read, kind)) for kind in rule.kinds]
     return files + fixed_file(fixed, read_fixed)
@@ -101,7 +101,7 @@ def state_files(
 def fixed_file(
     fixed: Mapping[str, tuple[tuple[int, ...], torch.dtype]], read: Callable[[str], torch.Tensor]
 ) -> list[StateFile]:
-    """The file of weights that are not trained, if there are any."""
+    """Return the file of frozen weights, if there are any."""
     entries = [TensorEntry(name, dtype, shape) for name, (shape, dtype) in fixed.items()]
     return [StateFile("fixed", entries, read)] if entries else []
 
@@ -111,9 +111,12 @@ def _of(read: Callable[[str, str], torch.Tensor], kind: str) -> Callable[[str], 
 
 
 def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) -> dict[str, Any]:
-    """Write them; returns {file name: {"bytes", "crc32"}} on the rank that `writes`.
+    """Write the files; return {file name: {"bytes", "crc32"}} on the rank that `writes`.
 
-    Every rank asks for the tensors in the same order. Raises TrainerError where the disk refuses.
+    All ranks read the tensors in the same order.
+
+    Raises:
+        TrainerError: the disk fails.
     """
     written: dict[str, Any] = {}
     for file in files:
@@ -130,7 +133,7 @@ def write_files(directory: Path, files: Sequence[StateFile], *, writes: bool) ->
 
 
 def refuse_to_save(name: str, values: torch.Tensor, *, field: str) -> None:
-    """TrainerError where one weight's masters, moments or scales cannot be trained on with."""
+    """Raise TrainerError if a weight's masters, moments or scales hold NaN, infinity or impossible values."""
     if wrong := unusable(values.detach(), signed=is_signed(field)):
         raise TrainerError(
             f"{name}: of {field}, {wrong}: the training has diverged, or memory or a drive has changed them. No "
@@ -145,11 +148,11 @@ def write_engine_state(directory: Path, state: EngineState) -> None:
 
 @dataclass(frozen=True)
 class StateNow:
-    """The snapshot of an engine whose state must be written before it trains on."""
+    """A snapshot that must be written before the engine continues to train."""
 
     state: EngineState
     files: Sequence[StateFile]
-    writes: bool  # this rank
+    writes: bool  # this rank writes the files
     behind: bool = False
 
     def write(self, directory: Path, group: Group = ALONE) -> dict[str, Any]:
@@ -163,7 +166,7 @@ class StateNow:
 
 
 def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
-    """UserError where engine.json cannot be read, or is of a run by another rule."""
+    """Read engine.json; raise UserError if it cannot be read, or belongs to another update rule."""
     state = read_back(directory / "engine.json", EngineState, fix=_FIX)
     if state.rule != rule.name:
         theirs = state.format.rule
@@ -175,10 +178,13 @@ def read_engine_state(directory: Path, *, rule: UpdateRule) -> EngineState:
 
 
 class StoredKind:
-    """Masters or one moment in a directory, read whole or in part. As a context manager it closes its files.
+    """Masters or one moment in a directory, read whole or in part. Use it as a context manager to close its files.
 
-    Earlier versions rounded small second moments to zero in 8 bits: beside a first moment that is not, such a one is
-    read as the least that there is. Raises UserError if names or shapes are not those of `shapes`.
+    Earlier versions rounded small second moments to zero in 8 bits. Such a zero is read as the smallest code if the
+    first moment is not zero.
+
+    Raises:
+        UserError: names or shapes differ from `shapes`.
     """
 
     def __init__(self, directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -194,17 +200,17 @@ class StoredKind:
         self._scales = self._open.enter_context(TensorFileReader(scales)) if scales.exists() else None
         if kind != "fixed":
             self._refuse_other_types(shapes)
-        self._first: TensorFileReader | None = None  # beside a second moment in 8 bits
+        self._first: TensorFileReader | None = None  # the first moment, to correct second moments in 8 bits
         if self._moment is EXP_AVG_SQ and self._scales is not None:
             self._first = self._open.enter_context(TensorFileReader(directory / f"{EXP_AVG.name}.safetensors"))
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """How the values are stored."""
+        """Return the dtypes of the stored values."""
         return {entry.dtype for entry in self._file.entries.values()}
 
     def _refuse_other_types(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """UserError where masters are not fp32, moments neither of 32 nor of 16 bits nor codes with their scales."""
+        """Raise UserError unless masters are fp32 and moments are fp32, bf16, or 8-bit codes with scales."""
         known = [torch.float32] if self._file.path.stem == "master" else [torch.float32, torch.bfloat16]
         scaled = {name: (-(-math.prod(shape) // BLOCK_8BIT),) for name, shape in shapes.items()}
         if self._scales is None:
@@ -218,7 +224,7 @@ class StoredKind:
             raise UserError(f"{self._file.path}: holds {told}, which is no state of these weights. {_FIX}")
 
     def as_stored(self, name: str, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`count` elements from `start` on, a multiple of 256, and the scales of 8-bit ones."""
+        """Return `count` elements from `start` (a multiple of 256), and their scales if they are 8-bit."""
         values = self._read(self._file, name, start, count)
         if self._scales is None:
             return values, None
@@ -234,12 +240,12 @@ class StoredKind:
         return values
 
     def in_fp32(self, name: str, start: int, count: int) -> torch.Tensor:
-        """The same as fp32, however they were stored."""
+        """Return `count` elements from `start` (a multiple of 256) as fp32."""
         values, scales = self.as_stored(name, start, count)
         return values if self._moment is None else StoredMoment(self._moment, values, scales).read()
 
     def whole(self, name: str) -> torch.Tensor:
-        """One weight's as it was stored; not for 8-bit ones."""
+        """Return a whole tensor in its storage dtype; not for 8-bit moments."""
         entry = self._file.entries[name]
         return self._read(self._file, name, 0, entry.numel).view(entry.shape)
 
@@ -255,7 +261,7 @@ class StoredKind:
 def read_tensors(
     directory: Path, kind: str, *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of one kind, one at a time: masters and moments in fp32, weights that are fixed as they are."""
+    """Yield (name, tensor) of one kind: masters and moments in fp32, frozen weights in their dtype."""
     with StoredKind(directory, kind, shapes=shapes) as stored:
         for name, shape in shapes.items():
             if kind == "fixed":

@@ -1,8 +1,8 @@
-"""A moment of some elements as a page holds it: read as fp32, and written back in its format.
+"""Read a moment of a page as fp32 and write it back in its storage format.
 
-    fp32   as it is        bf16   rounded stochastically        8bit   codes, and a scale for each 256 elements
+    fp32   unchanged       bf16   rounded stochastically        8bit   codes, and a scale for each 256 elements
 
-Where nothing is random, as when a state is converted, moments are rounded to nearest; of 8 bits the first are always.
+Without random bits, as in a conversion, moments are rounded to nearest. 8-bit first moments always are.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from offload_trainer.storage.dtypes import DTYPES
 
 @dataclass(frozen=True)
 class StoredMoment:
-    """`values` (n entries) and, in 8 bits, `scales` (fp32[ceil(n / 256)]); views of the page's fields."""
+    """A moment of a page: `values` (n entries) and, in 8 bits, `scales` (fp32[ceil(n / 256)]), views of its fields."""
 
     moment: Moment
     values: torch.Tensor
     scales: torch.Tensor | None
 
     def read(self) -> torch.Tensor:
-        """fp32[n]; of fp32 no copy."""
+        """Return the values as fp32[n]; fp32 values are not copied."""
         if self.values.dtype is torch.float32:
             return self.values
         wide = torch.empty(self.values.numel())
@@ -38,7 +38,7 @@ class StoredMoment:
         return wide
 
     def write(self, values: torch.Tensor, *, noise: Bits | None = None) -> None:
-        """`values` is fp32[n]; rounded stochastically by the bits of `noise` where the format is."""
+        """Store `values` (fp32[n]), rounded stochastically by the bits of `noise` if the format is stochastic."""
         if self.scales is not None:
             given = None if self.moment.signed else noise
             encode_8bit(values, self.values, self.scales, signed=self.moment.signed, noise=given)
@@ -48,13 +48,13 @@ class StoredMoment:
             self.values.copy_(values)
 
     def start_at_zero(self) -> None:
-        """Where all bytes are zero: in 8 bits that is the least number, whatever the scale will be, and not zero."""
+        """Set a moment whose bytes are all zero to the value zero; in 8 bits code 0 is the lowest number instead."""
         if self.scales is not None:
             self.values.fill_(zero_code(signed=self.moment.signed))
 
 
 def stored_moment(moment: Moment, fields: Mapping[str, torch.Tensor], here: slice | None = None) -> StoredMoment:
-    """Of a page's elements `here`, which start at a multiple of 256; of all of them without."""
+    """Return a moment of a page's elements `here`, which start at a multiple of 256, or of all elements."""
     values, scales = fields[moment.name], fields.get(scales_of(moment.name))
     if here is not None:
         values = values[here]
@@ -63,5 +63,5 @@ def stored_moment(moment: Moment, fields: Mapping[str, torch.Tensor], here: slic
 
 
 def empty_fields(format: StateFormat, n: int) -> dict[str, torch.Tensor]:
-    """The fields of a page of `n` elements, to be set."""
+    """Return uninitialised fields for a page of `n` elements."""
     return {name: torch.empty(field.entries(n), dtype=DTYPES[field.dtype]) for name, field in format.fields.items()}

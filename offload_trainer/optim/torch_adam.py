@@ -1,7 +1,7 @@
-"""The update on host memory by torch: AdamW by its fused kernel, Lion by its operations. The reference.
+"""Update pages in host memory with torch: AdamW by torch's fused kernel, Lion by elementwise operations. The reference.
 
-Both know fp32 only. 16-bit and 8-bit moments, and masters in 16 bits, are widened before and narrowed after, some at a
-time.
+Both only support fp32. Moments in 16 and 8 bits, and split masters, are widened before and narrowed after the update,
+one chunk at a time.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.stored import stored_moment
 from offload_trainer.plan.formats import FP32, StateFormat
 
-# Elements that are converted, updated and copied out at a time: their 28 bytes each stay in the last cache, and each of
-# the three calls on them outlasts its own start. Of 2^13 to 2^21 the fastest (EPYC, 32 MB L3). A multiple of 256.
+# Elements that are converted, updated and copied out at a time. Their 28 bytes each fit the last-level cache, and each
+# of the three calls takes longer than its overhead. The fastest of 2^13 to 2^21 (EPYC, 32 MB L3). A multiple of 256.
 CHUNK = 2**19
-# Whole cache lines of fp32: torch's vectorised loop takes multiples of 8 or 16 elements, by the CPU.
+# A whole cache line of fp32. torch's vectorised loop processes 8 or 16 elements at a time, depending on the CPU.
 _LINE = 16
 
 
 class TorchKernel:
-    """torch's operations, chunk by chunk: of AdamW the bits of torch.optim.AdamW(fused=True).
+    """The update by torch's operations, chunk by chunk, with the bits of torch.optim.AdamW(fused=True).
 
-    But for this: of a tensor whose length does not divide by 8 (16 with AVX-512), torch computes the last few elements
-    by a loop that rounds exp_avg_sq differently. They are padded here, so that an element's result does not depend on
-    where a weight is cut.
+    There is one exception. If a tensor's length is not a multiple of 8 (16 with AVX-512), torch updates the last
+    elements in a scalar loop that rounds exp_avg_sq differently. This kernel pads them, so that an element's result
+    does not depend on where pages are cut.
     """
 
     name = "torch"
@@ -49,7 +49,7 @@ class TorchKernel:
         scale: float,
         noise: PageNoise | None,
     ) -> None:
-        """On each of the page's parts, its moments widened before and narrowed after."""
+        """Update each part of the page; see `Kernel.update_page`."""
         whole = format.moments is FP32 and not format.remainders
         for part in parts if whole else _pieces(parts, grad.numel()):
             here = slice(part.start, part.end)
@@ -68,7 +68,7 @@ class TorchKernel:
 
 
 def _update(master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, part: Stretch) -> None:
-    """One step on fp32 tensors of one length."""
+    """Apply one step to fp32 tensors of equal length."""
     if isinstance(part.hyper, AdamW):
         _adamw([master, *moments, grad], part.hyper, step=part.step)
     else:
@@ -76,7 +76,7 @@ def _update(master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.T
 
 
 def _adamw(tensors: Sequence[torch.Tensor], hyper: AdamW, *, step: int) -> None:
-    """`tensors` are master, exp_avg, exp_avg_sq and the gradient."""
+    """Apply one step of AdamW; `tensors` are master, exp_avg, exp_avg_sq and the gradient."""
 
     def fused(weights: torch.Tensor, average: torch.Tensor, square: torch.Tensor, gradient: torch.Tensor) -> None:
         torch._fused_adamw_(
@@ -106,15 +106,15 @@ def _adamw(tensors: Sequence[torch.Tensor], hyper: AdamW, *, step: int) -> None:
 
 
 def lion(master: torch.Tensor, exp_avg: torch.Tensor, grad: torch.Tensor, hyper: Lion) -> None:
-    """One step in place. No `add(alpha=)` nor `lerp`, which fuse a product with a sum on some CPUs."""
+    """Apply one step of Lion in place, without `add(alpha=)` and `lerp`, which fuse operations on some CPUs."""
     beta1, beta2 = hyper.betas
-    way = exp_avg.mul(beta1).add_(grad.mul(1 - beta1)).sign_()  # of a NaN 0
+    way = exp_avg.mul(beta1).add_(grad.mul(1 - beta1)).sign_()  # the sign of NaN is 0
     master.mul_(1 - hyper.lr * hyper.decay).sub_(way.mul_(hyper.lr))
     exp_avg.mul_(beta2).add_(grad.mul(1 - beta2))
 
 
 def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Pieces of `grad`, each with its values in fp32 x `scale`, which lie in `scratch` until the next piece."""
+    """Yield slices of `grad` with their values in fp32 times `scale`, in `scratch` until the next one."""
     for start in range(0, grad.numel(), scratch.numel()):
         piece = slice(start, min(start + scratch.numel(), grad.numel()))
         scaled = scratch[: piece.stop - start].copy_(grad[piece])
@@ -122,7 +122,7 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
 
 
 def _pieces(parts: Sequence[Stretch], elements: int) -> Iterator[Stretch]:
-    """The parts of a page, none longer than CHUNK. Only these: not all that is stored outlives being widened."""
+    """Cut the parts of a page at multiples of CHUNK. Elements outside the parts are not touched, not even widened."""
     for start in range(0, elements, CHUNK):
         for part in within(parts, start, min(start + CHUNK, elements)):
             yield replace(part, start=start + part.start, end=start + part.end)

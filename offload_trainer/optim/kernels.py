@@ -1,4 +1,4 @@
-"""Which kernel carries the update out on the CPU: chosen by name, and tried on random numbers before it is."""
+"""Choose the CPU update kernel by name, after comparing it with torch's on random numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from offload_trainer.plan.formats import ADAMW, LION, StateFormat, UpdateRule, s
 
 
 def choose_kernel(name: str) -> tuple[Kernel, str]:
-    """The kernel called `name` ("auto", "torch" or "native"), and a sentence for the log on which and why.
+    """Return the kernel called `name` ("auto", "torch" or "native"), and a sentence for the log.
 
-    "auto" is the native one where it can be built and gives torch's bits, else torch's. UserError where another name's
-    kernel cannot be had.
+    "auto" is the native kernel if it can be built and gives torch's bits, else torch's.
+
+    Raises:
+        UserError: the native kernel was asked for and is not available.
     """
     assert name in ("auto", "torch", "native"), name
     if name == "torch":
@@ -40,7 +42,7 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
 
 
 def matches_torch(kernel: Kernel) -> bool:
-    """Whether `kernel`, of the CPU, gives the bits of `TorchKernel`."""
+    """Return whether a CPU kernel gives the bits of `TorchKernel`."""
     return gives_the_bits_of(TorchKernel(), kernel)
 
 
@@ -52,10 +54,10 @@ _TRIED: dict[UpdateRule, tuple[Hyper, Hyper]] = {
 
 
 def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.device = "cpu") -> bool:
-    """Whether `kernel` on `device` gives the bits of `reference`, tried on thousands of numbers of all magnitudes.
+    """Return whether `kernel` on `device` gives the bits of `reference` for thousands of numbers of all magnitudes.
 
-    By each rule with its moments in each format and masters in both, in parts with gaps between them and numbers of
-    their own.
+    This tries each rule, each format of its moments, whole and split masters, and parts with gaps between them and
+    different hyperparameters.
     """
     return all(
         _same_bits(reference, kernel, replace(format, remainders=remainders), device=device)
@@ -65,7 +67,7 @@ def gives_the_bits_of(reference: Kernel, kernel: Kernel, *, device: str | torch.
 
 
 def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device: str | torch.device) -> bool:
-    """The same of one format. Masters that are remainders stay in one part, so that ties come back."""
+    """Compare the two kernels for one format. One part leaves split masters unchanged, so that ties are tested."""
     hyper, other = _TRIED[format.rule]
     for n, dtype in ((1, torch.float32), (1003, torch.float16), (70_001, torch.bfloat16)):
         middle = n // 2 // 256 * 256
@@ -75,7 +77,7 @@ def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device
         page, grad = random_page(n, format.whole)
         weights = torch.zeros(n, dtype=dtype)
         if format.remainders:
-            page["master"].view(torch.int32)[::300] &= ~0xFFFF  # in the middle, of even and of odd upper halves
+            page["master"].view(torch.int32)[::300] &= ~0xFFFF  # midpoints with even and odd upper halves
             page["master"].view(torch.int32)[::300] |= 0x8000
             page, weights = with_remainders(page, format)
             parts[0] = replace(parts[0], hyper=replace(hyper, lr=0.0))
@@ -99,9 +101,9 @@ def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device
 
 
 def random_page(n: int, format: StateFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Fields and a gradient (fp32[n]) of all magnitudes, zeros and subnormals among them.
+    """Return fields and a gradient (fp32[n]) of all magnitudes, including zeros and subnormals.
 
-    The moments go together as in training.
+    First and second moments are consistent with each other, as in training.
     """
     random = torch.Generator().manual_seed(1)
     size = torch.empty(4, n).uniform_(-30, 5, generator=random).exp_()

@@ -1,7 +1,7 @@
-"""The update on host memory by a compiled library (native/): one call takes a page from gradient to 16-bit weights.
+"""Update pages in host memory with a compiled library (native/): one call from the gradient to new 16-bit weights.
 
-Of AdamW 28 bytes of memory traffic an element with moments in fp32, 20 in bf16, 16 in 8 bits; of Lion 20 and 16; 2 less
-each with masters as remainders. Bits as `TorchKernel`.
+AdamW moves 28 bytes per element through memory with fp32 moments, 20 with bf16 and 16 with 8-bit ones; Lion moves 20
+and 16; split masters save 2 bytes. The results have the bits of `TorchKernel`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _LINKED = ("-shared", "-fPIC", "-pthread")
 
 
 class NativeLibrary:
-    """The functions of native/, built on first use and loaded. They run on threads of their own, which stay.
+    """The compiled functions of native/, built on first use. They run on a persistent thread pool.
 
-    TrainerError with the compiler's words where it cannot be built.
+    Raises:
+        TrainerError: the library cannot be built; the message has the compiler's output.
     """
 
     def __init__(self) -> None:
         path = built(_SOURCE, flags=_FLAGS + _LINKED)
         try:
-            self.functions = ctypes.CDLL(str(path))  # which let go of the GIL
+            self.functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
         except OSError as error:
             raise TrainerError(
                 f"{path}: cannot be loaded: {error}. Where the cache's filesystem is mounted noexec, name another "
@@ -47,12 +48,13 @@ class NativeLibrary:
         self._hired = (0, 0)
 
     def threads(self) -> int:
-        """As many as torch's, of which the caller's is one; on several NUMA nodes as many on each as its CPUs ask for.
+        """Return the number of threads, torch's count including the caller, and start them if necessary.
 
-        A thread stays on its node, not on one CPU: another process's threads may be there too.
+        On several NUMA nodes threads are distributed by the nodes' CPUs. A thread is bound to its node and not to one
+        CPU, because other processes may use that CPU.
         """
         threads = torch.get_num_threads()
-        wanted = os.getpid(), threads  # a fork's child has none
+        wanted = os.getpid(), threads  # a forked child has no threads yet
         if self._hired != wanted:
             self._hired = wanted
             nodes = numa.nodes()
@@ -64,14 +66,14 @@ class NativeLibrary:
         before = os.sched_getaffinity(0)
         try:
             for helpers, node in enumerate(numa.spread(threads, nodes)[1:], 1):
-                os.sched_setaffinity(0, node)  # which a new thread has from the one that makes it
+                os.sched_setaffinity(0, node)  # a new thread inherits the affinity of its creator
                 self.functions.hire_threads(ctypes.c_int32(helpers))
         finally:
             os.sched_setaffinity(0, before)
 
 
 class NativeKernel:
-    """The kernel of native/. TrainerError where it cannot be built."""
+    """The compiled CPU kernel of native/. Raises TrainerError if it cannot be built."""
 
     name = "native"
 
@@ -100,7 +102,7 @@ class NativeKernel:
         self._update(ctypes.byref(page), (_Part * len(found))(*found), ctypes.c_int64(len(found)), threads)
 
 
-# -- what adam.cpp is given ------------------------------------------------------------------------------------------
+# -- structures of adam.cpp ------------------------------------------------------------------------------------------
 
 
 class _Part(ctypes.Structure):
@@ -152,7 +154,7 @@ def _page(
     *,
     format: StateFormat,
 ) -> _Page:
-    """The page by its addresses; the tensors have to outlive it."""
+    """Return the page as addresses; the tensors must outlive it."""
     n = grad.numel()
     assert not format.remainders or (out is not None and out.dtype is torch.bfloat16)
     sizes = {name: field.entries(n) for name, field in format.fields.items()}
@@ -178,10 +180,10 @@ def _page(
 
 @functools.cache
 def tables() -> tuple[Tables, tuple[torch.Tensor, ...]]:
-    """The tables of the 8-bit format, and the tensors that they lie in."""
+    """Return the tables of the 8-bit format, and the tensors that own their memory."""
     steps = cells() * torch.tensor([1.0, 2.0**-17])
     steps[0, 1] = 0.0
-    nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # by the whole top half, which begins with the sign
+    nearest = torch.zeros(2, 2**15, dtype=torch.int32)  # indexed by the upper 16 bits, which include the sign
     nearest[:, :0x3F81] = nearest_table(True)
     values = [dynamic_map(False), dynamic_map(True)]
     planes = [table.view(torch.uint8).view(256, 4).T.contiguous() for table in values]

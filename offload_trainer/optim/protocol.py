@@ -1,9 +1,9 @@
-"""The update over pages of optimizer state: what every kernel promises, on whatever device a page lies.
+"""Define the interface of update kernels: one optimizer step on a page of state, on any device.
 
     grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
 
-A page is a stretch of one unit. Its kernels: torch's (`torch_adam.py`), adam.cpp (`native_adam.py`), and adam.cu for a
-GPU's memory (`cuda_adam.py`).
+A page is a range of one unit. The kernels are torch's (`torch_adam.py`), adam.cpp (`native_adam.py`), and adam.cu for
+GPU memory (`cuda_adam.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload_trainer.plan.formats import StateFormat
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [start, end) of a unit or a page that are updated alike, in the step of this number."""
+    """Elements [start, end) of a unit or a page that share hyperparameters and step number."""
 
     start: int
     end: int
@@ -31,19 +31,19 @@ class Stretch:
 
 @dataclass(frozen=True)
 class PageNoise:
-    """The random bits of one page in one step: those of its unit's elements from `first` on."""
+    """The random bits of one page in one step, which are its unit's from element `first` on."""
 
     noise: Noise
     unit: int
     first: int
 
     def bits(self, field: str, start: int = 0) -> Bits:
-        """For the elements of `field` from the page's element `start` on."""
+        """Return the random bits for `field` from the page's element `start` on."""
         return self.noise.bits(field, self.unit, self.first + start)
 
 
 class Kernel(Protocol):
-    """One step of a rule (`rules.py`), on one page a call."""
+    """A kernel that applies one step of an update rule (`rules.py`) to one page per call."""
 
     name: str
 
@@ -60,34 +60,39 @@ class Kernel(Protocol):
     ) -> None:
         """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
 
-        All tensors are 1-D, contiguous, on one device, and `n` elements long, but for the scales. `fields` by `format`
-        (plan/formats.py): master fp32; exp_avg and exp_avg_sq fp32, bf16 or uint8, the last with exp_avg_scales
-        and exp_avg_sq_scales, fp32[ceil(n / 256)]; of Lion no exp_avg_sq. Each part's rule is the format's. `grad`
-        (bf16, fp16, fp32) is only read. `out` (bf16, fp16, fp32, or None) receives the masters rounded to nearest even.
-        Where the format has remainders there is no master but remainder int16[n] and ties int16[ceil(n / 256)]
-        (`remainders.py`), and `out`, in bf16, holds the weights of the masters as they are before.
+        All tensors are 1-D, contiguous and on one device.
 
-        `parts` ascend, do not overlap and start at multiples of 256; each ends at one too, or at the page's end.
-        Outside them not a bit changes, of codes, scales and `out` either. `step` of a part counts from 1. A page may
-        have no parts.
+        Args:
+            fields: the page's state by `format` (plan/formats.py), `n` elements each. master is fp32. exp_avg and
+                exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
+                fp32[ceil(n / 256)]. Lion has no exp_avg_sq. With split masters there is no master, but remainder
+                int16[n] and ties int16[ceil(n / 256)] (`remainders.py`).
+            grad: bf16, fp16 or fp32 [n]; not modified.
+            out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even. With split masters it is
+                bf16 and holds the old weights on entry.
+            parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end. Not a
+                bit outside them changes, neither in codes and scales nor in `out`. A part's `step` counts from 1, and
+                its rule is that of `format`. A page may have no parts.
+            format: storage format of the fields.
+            scale: factor on the gradient.
+            noise: random bits for moments that are rounded stochastically; None for fp32 moments.
 
-        For each element, each operation rounded to fp32 by itself but for those that are `fused` in adam.cpp (its
-        `adam` and `lion` are the lists, `step_constants` in constants.py the constants): the moments as fp32
-        (`moments.py`, decode_*); the rule; the new moments as stored: bf16 with noise.bits("exp_avg") and
-        noise.bits("exp_avg_sq"); in 8 bits exp_avg to the nearest code, exp_avg_sq with noise.bits("exp_avg_sq")
-        (`moments.py`, encode_*). `noise` is None for fp32 moments. An element depends on itself alone and in 8 bits on
-        the 256 of its scale, so the bits do not depend on how a unit is cut into pages, nor on the device;
-        `TorchKernel` is the reference and `kernels.matches_torch` compares. Subnormal numbers count as they are; what
-        is not finite is carried on, a NaN as any NaN.
+        For each element a kernel decodes the moments to fp32 (`moments.py`), applies the rule, and encodes the new
+        moments: bf16 with the bits of each field, 8-bit exp_avg to the nearest code, and 8-bit exp_avg_sq with its
+        bits. Each operation is rounded to fp32 separately, except those that are `fused` in adam.cpp, whose functions
+        `adam` and `lion` list the operations; `step_constants` in constants.py computes the constants. An element
+        depends only on itself, and in 8 bits on the 256 elements of its scale. So the bits depend neither on page cuts
+        nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares. Subnormal numbers are
+        not flushed; infinities and NaN propagate, and any NaN equals any other.
 
-        On the CPU the page is done on return. A kernel of a device may return once the work is in the device's current
-        stream, and must keep nothing that it was given. One call at a time.
+        On the CPU the page is updated on return. A kernel of a device may return once the work is queued in the current
+        stream, and must not keep references to its arguments. Calls do not overlap.
         """
         ...
 
 
 def within(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:
-    """The parts of `stretches` inside [start, end), counted from `start`."""
+    """Return the parts of `stretches` inside [start, end), relative to `start`."""
     return [
         replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start)
         for part in stretches

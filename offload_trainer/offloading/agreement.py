@@ -1,4 +1,4 @@
-"""When a unit's new weights are home on every rank: once all ranks have updated their pages of it."""
+"""Create the `Renewal` of several ranks, in which a unit is ready when all ranks have updated their pages of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from offload_trainer.plan.layout import Page
 
 
 def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: Weights, device: Device) -> Renewal:
-    """Of the `pages` that this rank updates. Ranks agree on each unit while the others are still under way.
+    """Return the update progress for the `pages` that this rank updates.
 
-    Who waits for an update so waits for all ranks', TrainerError where one does not come: see `Node.exchange`.
+    Ranks agree on each unit while later units are still being updated. Waiting for a unit therefore waits for all
+    ranks, and raises TrainerError if one of them does not come: see `Node.exchange`.
     """
     node = layout.node
     if node.world == 1:
@@ -29,6 +30,6 @@ def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: Weights, devic
             there = device.reached()
         there.wait()
         if len(node.nodes) > 1:
-            meet(unit)  # what other nodes have sent is there for all ranks of this one
+            meet(unit)  # all ranks of this node wait until the other nodes' weights have arrived
 
     return Renewal(pages, units=list(dict.fromkeys(page.unit for page in layout.homes.pages)), agree=agree)

@@ -1,15 +1,15 @@
-"""The update of pages on drives behind the backward, before their step is decided.
+"""Speculative updates: update pages on drives during the backward, before the step's clipping factor is known.
 
-    a unit's gradients are complete ──> its pages on drives come, and are computed as if the step were not clipped
-    state      to its page's other place (`page_places`); the one of the step before still holds
-    weights    to their home: what has given all its gradients computes no more with the old ones in this step
-    decided    as expected: the pages are done; at the step's end one small record flips all places at once
-               otherwise: they are done again from the places that hold
-               skipped: they never were, and the weights are rounded once more out of the masters that hold
+    a unit's gradients are complete ──> its pages on drives are read and updated as if the step were not clipped
+    state      is written to the page's second copy (`page_places`); the copy of the previous step stays valid
+    weights    are written in place: a unit whose gradients are complete is not used again in this step
+    decision   as expected: the pages are valid; at the step's end one small record switches all copies
+               different: the pages are updated again from the valid copies
+               skipped: the pages are discarded, and the weights are rounded again from the valid masters
 
-Nothing is decided by what was done ahead, and the same kernel makes the same page of the same decision, so no bit
-depends on it. Holding the new weights back until the decision would take 2 bytes of RAM for each parameter on a drive;
-reading masters again costs nothing but in a step that is skipped.
+The same kernel computes the same page from the same decision, so no bit depends on speculation. Keeping new weights
+back until the decision would need 2 bytes of RAM for each parameter on a drive. Reading masters again only costs time
+in a skipped step.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from offload_trainer.offloading.decision import Decision
 from offload_trainer.offloading.moving import Sent
 from offload_trainer.plan.layout import Page
 
-_RECENT, _AT_MOST = 8, 2  # steps; that were other than expected
+_RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
 
 
 class Ahead:
-    """What is done of one step before it is decided."""
+    """The speculative updates of one step."""
 
     def __init__(self, expected: Decision) -> None:
         self.expected = expected
-        self.written: dict[int, Sent] = {}  # pages that were computed, their state on its way to its other place
-        self.began: float | None = None  # when the first came, by the clock of seconds that are hidden
-        self.error: BaseException | None = None  # that ended it
+        self.written: dict[int, Sent] = {}  # updated pages, whose state is being written to the second copy
+        self.began: float | None = None  # time of the first page
+        self.error: BaseException | None = None  # the error that ended speculation
 
     def kept(self, decision: Decision, pages: Sequence[Page]) -> set[int]:
-        """Those of the written pages that are what the decision makes of them."""
+        """Return the updated pages that are valid for the actual decision."""
         same = {unit: self.expected.says_the_same(decision, unit) for unit in {pages[n].unit for n in self.written}}
         return {number for number in self.written if same[pages[number].unit]}
 
 
 class Watch:
-    """Whether steps are rarely enough other than expected for the next one to be begun ahead: 2 of the last 8.
+    """Counts mispredictions to decide whether to speculate: at most 2 in the last 8 steps.
 
-    What was done ahead of such a step was in vain, and its drives' bytes are moved once more.
+    A misprediction wastes the speculative updates and moves their drive bytes again.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What one step's update is told: rates and counts of steps of each weight, the factor on gradients, the noise."""
+"""Define the parameters of one step's update: hyperparameters and step counts per weight, gradient factor, noise."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from offload_trainer.plan.layout import Unit
 
 @dataclass(frozen=True)
 class Decision:
-    """All that a page's new state follows from, beside the page and its gradient."""
+    """Everything that determines a page's new state besides the page itself and its gradient."""
 
-    stretches: Sequence[Sequence[Stretch]]  # of each unit
-    scale: float  # the gradients are multiplied by it: clipping, and what undoes the loss scale
-    noise: Noise | None  # for moments that are rounded by chance
+    stretches: Sequence[Sequence[Stretch]]  # for each unit
+    scale: float  # factor on the gradients: clipping and the inverse of the loss scale
+    noise: Noise | None  # random bits for stochastically rounded moments
 
     def says_the_same(self, other: Decision, unit: int) -> bool:
-        """Whether a unit's pages become the same under both."""
+        """Return whether both decisions give a unit's pages the same new state."""
         same = self.scale == other.scale and self.noise == other.noise
         return same and self.stretches[unit] == other.stretches[unit]
 
@@ -33,13 +33,16 @@ def decision_of(
     scale: float,
     noise_of: int | None,
 ) -> Decision:
-    """Of the weights in `rules`; `steps`: of each weight, with this one. `noise_of`: the seed where chance rounds."""
+    """Return the decision for a step that updates the weights in `rules`.
+
+    `steps` counts the steps of each weight, including this one. `noise_of` is the seed for stochastic rounding, if any.
+    """
     noise = None if noise_of is None else Noise(seed=noise_of, step=max(steps.values(), default=0))
     return Decision([_stretches_of(unit, rules, steps) for unit in units], scale=scale, noise=noise)
 
 
 def _stretches_of(unit: Unit, rules: Mapping[str, Hyper], steps: Mapping[str, int]) -> list[Stretch]:
-    """The unit's elements that are updated, those of the weights in `rules`, as long as they are updated alike."""
+    """Return the unit's ranges that are updated (weights in `rules`), merged where hyperparameters and steps agree."""
     places = [place for place in unit.places if place.weight.trainable]
     ends = [place.start for place in places[1:]] + [unit.trained]
     found: list[Stretch] = []

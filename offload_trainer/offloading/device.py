@@ -1,13 +1,13 @@
-"""The device that computes, and how bytes reach it and leave it; and the CPU as one (a GPU: `cuda.py`).
+"""Define the interface of the computing device and its asynchronous copies; implement it for the CPU (GPU: `cuda.py`).
 
-    fetch     host memory or a drive -> a ring buffer on the device     (weights, on their way while others compute)
+    fetch     host memory or a drive -> a ring buffer on the device     (prefetched weights)
     upload    host memory -> the device                                 (new weights from the update)
     download  the device -> host memory                                 (gradients)
-    keep, bring_back   the device -> host memory -> the device          (what gradient checkpointing keeps)
-    beside    computing on a stream of its own                          (the update of state that lives on the device)
+    keep, bring_back   the device -> host memory -> the device          (inputs of checkpointed blocks)
+    beside    computation on a side stream                              (the update of state on the device)
 
 Copies are ordered by events, and the host waits for none of them while a model runs. The CPU's copies run on a thread,
-so that its code takes the same turns; a test makes them late and out of order, and each missing wait shows as a wrong
+so that the CPU follows the same protocol. Tests delay and reorder them, so that each missing wait shows as a wrong
 number.
 """
 
@@ -28,17 +28,17 @@ Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 
 
 class Arrival(Protocol):
-    """Something on its way to the device; after `wait` whatever is computed next finds it there."""
+    """A copy to the device. Whatever is computed after `wait` sees the copied data."""
 
     def wait(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Return:
-    """Something on its way back to the device."""
+    """A copy back to the device."""
 
     arrival: Arrival
-    left: Future  # what it is copied from may be overwritten
+    left: Future  # the source may be overwritten
 
 
 class Device(Protocol):
@@ -46,47 +46,46 @@ class Device(Protocol):
     is_cuda: bool
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a ring, on the device."""
+        """Allocate memory on the device."""
         ...
 
     def mark(self) -> Any:
-        """A point in what the device has been told to compute so far."""
+        """Return an event after everything that is queued on the device so far."""
         ...
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
-        """Fill `into` (on the device) from host memory or by a read, not before the device has passed `after`."""
+        """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
         ...
 
     def upload(self, values: torch.Tensor, into: torch.Tensor, *, after: Any) -> Future:
-        """Copy host memory to `into` on the device, which may still read that until it has passed `after`."""
+        """Copy host memory to `into` on the device, which may still use its old contents until the event `after`."""
         ...
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
-        """Copy `values` (on the device), as it is at `after`, or after what was computed so far, to host memory."""
+        """Copy `values` (on the device) to host memory after the event `after`, or after everything queued so far."""
         ...
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
-        """Copy `values` (on the device) to host memory behind what computes; their memory is held until then."""
+        """Copy `values` (on the device) to host memory concurrently, and keep them alive until it is done."""
         ...
 
     def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
-        """Fill `into` (on the device) from host memory that is filled once `ready`, not before `after` is passed."""
+        """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`."""
         ...
 
     def beside(self, *, after: Any) -> AbstractContextManager[None]:
-        """What is computed and copied in here, on any thread, goes on beside the model, not before the device has
-        passed `after`, and in the order in which it is told."""
+        """Queue the work inside the context on a side stream, after the event `after`, in order, from any thread."""
         ...
 
     def reached(self) -> Future:
-        """Done when the device has passed what it was told so far, here or in this `beside`."""
+        """Return a future that completes after everything queued so far, on the main or the current side stream."""
         ...
 
     def close(self) -> None: ...
 
 
 class CpuDevice:
-    """The CPU computes, and its memory stands for the device's."""
+    """The CPU as a device, whose memory is host memory."""
 
     place, is_cuda = torch.device("cpu"), False
 
@@ -97,7 +96,7 @@ class CpuDevice:
         return host_buffer(elements * dtype.itemsize).view(dtype)
 
     def mark(self) -> None:
-        return None  # what the CPU was told it has done
+        return None  # the CPU computes synchronously
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
         if not isinstance(source, torch.Tensor):
@@ -111,7 +110,7 @@ class CpuDevice:
 
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         held, future = [values], Future()
-        self._copies.put(ending(future, lambda: copy_alone(held.pop(), into)))  # let go of before the future is done
+        self._copies.put(ending(future, lambda: copy_alone(held.pop(), into)))  # freed before the future completes
         return future
 
     def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
@@ -134,7 +133,7 @@ class CpuDevice:
 
 
 def copy_alone(values: torch.Tensor, into: torch.Tensor) -> None:
-    """By one thread: torch's copy would start a team of its own beside the one that computes."""
+    """Copy with one thread. torch's copy would start a second thread team that competes with the computation."""
     assert values.dtype is into.dtype
     assert values.numel() == into.numel()
     assert values.is_contiguous()

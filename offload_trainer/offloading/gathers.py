@@ -1,9 +1,9 @@
-"""Units of weights in host memory that the ranks of a node bring to their devices by parts.
+"""Fetch units of weights from host memory as shards that the ranks of a node all-gather between their devices.
 
     RAM ──each rank its part──> its device ──all-gather (NCCL; gloo where CPUs compute)──> every device
 
-Where a rank needs a unit that not all others need next (`offloading/rounds`) it copies that whole. Who gathers comes
-to the same units in the same order as the others do, on a thread of its own, and over connections of its own.
+A unit that not all ranks need next (`offloading/rounds`) is copied whole. Ranks gather the same units in the same
+order, on a separate thread and over separate connections.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from offload_trainer.storage.transfer import Future, Workers, ending
 
 Told = Callable[[BaseException | None], None]
 Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where on the device it goes
-Join = Callable[[torch.Tensor, int], None]  # fills (on the device, 1-D) with equal parts, of which this rank's is there
+Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the device, this rank's part filled; rank)
 
 
 class Gather:
-    """A unit that this rank needs. It is called with memory to fill where that is the host's; see `when` and `fill`."""
+    """A unit that this rank needs. Call it to fill host memory, or use `when` and `fill` for device memory."""
 
     def __init__(self, host: torch.Tensor, *, rank: int, ranks: int, join: Join) -> None:
-        """`host`: the unit, 1-D; `rank` of the `ranks` of the node."""
+        """Describe the unit `host` (1-D, in RAM) for number `rank` of the node's `ranks`."""
         self._host, self._rank, self._ranks, self._join = host, rank, ranks, join
-        self._given = Future()  # what it goes to may be overwritten, and its new weights are home
+        self._given = Future()  # the destination is known and may be overwritten
         self._lock = threading.Lock()
         self._then: Told | None = None
         self._closed: RuntimeError | None = None
         self._together = False
-        self.begun = False  # whether the other ranks have told what they do next
+        self.begun = False  # the ranks have decided whether to gather it together
 
     def __call__(self, into: torch.Tensor) -> Future:
-        """Fill `into`, in host memory, once it is this rank's turn."""
+        """Fill `into`, in host memory, when it is this rank's turn."""
         future, fill = Future(), lambda: self.fill(into, copy_alone)
         self.when(lambda error: future.finish_part(error) if error else ending(future, fill)())
         return future
 
     def when(self, then: Told) -> None:
-        """Call `then` once, on a thread, when it is this rank's turn, to `fill` at once; or with what went wrong."""
+        """Call `then` once, on a thread, when it is this rank's turn to `fill`, or with an error."""
         with self._lock:
             self._then, closed = then, self._closed
         if closed is None:
@@ -53,7 +53,7 @@ class Gather:
             self._tell(closed)
 
     def fill(self, into: torch.Tensor, copy: Copy) -> None:
-        """Bring the unit `into` a device's memory, by this rank's part where the others are at it too."""
+        """Fill `into` (device memory) with the unit, by an all-gather if all ranks fetch it together."""
         part = even_part(self._host.numel(), ranks=self._ranks) if self._together else 0
         whole, mine = part * self._ranks, slice(part * self._rank, part * (self._rank + 1))
         if whole < self._host.numel():
@@ -69,16 +69,16 @@ class Gather:
         self._given.then(lambda closed: self._tell(error or closed))
 
     def begin_together(self) -> None:
-        """On the thread that gathers."""
+        """Wait for the destination and report this rank's turn; runs on the gathering thread."""
         try:
             self._given.wait()
         except RuntimeError:
-            return  # closed before it was given
+            return  # closed before there was a destination
         self._together = True
         self._tell(None)
 
     def abandon(self, closed: RuntimeError) -> None:
-        """Whoever waits for it, or would, is told so; but what has begun goes on."""
+        """Fail everything that waits for the unit, unless it has begun."""
         if not self._given.done:
             with self._lock:
                 self._closed = closed
@@ -98,18 +98,18 @@ class Gather:
 
 
 class Gathers:
-    """What this rank wants by parts. All ranks of the node have one each."""
+    """The units that this rank fetches by all-gather. Every rank of the node has one such object."""
 
     def __init__(self, node: Node, *, rounds: Rounds, join: Join) -> None:
-        """`join`: of the ranks that gather, for a thread here alone."""
+        """Start the gathering thread; only that thread uses `join`."""
         self._node, self._rounds, self._join = node, rounds, join
-        self._wanted: list[Gather] = []  # that have not been given or have not begun, perhaps
+        self._wanted: list[Gather] = []  # fetches that may not have begun or may lack a destination
         self._thread = Workers(1, "gathers")
 
     def want(self, unit: int, host: torch.Tensor) -> Gather:
-        """The unit, which is `host`, is what this rank needs next.
+        """Announce that this rank needs the unit `host` next, and return the fetch.
 
-        Where it goes may be said later, once the unit's new weights are home; then they are on every rank's way.
+        The destination may be given later, when the unit has its new weights on every rank.
         """
         rank = self._node.rank - self._node.here.start
         wanted = Gather(host, rank=rank, ranks=len(self._node.here), join=self._join)
@@ -125,11 +125,11 @@ class Gathers:
             wanted.begin_alone(error)
 
     def abandon(self) -> None:
-        """Who waits for what has not begun, and perhaps never will, is told so. Nothing more is wanted."""
+        """Fail all fetches that have not begun; no further ones may be announced."""
         closed = RuntimeError("closed before it was brought")
         for wanted in self._wanted:
             wanted.abandon(closed)
 
     def close(self) -> None:
-        """After `abandon`. A thread that still waits for ranks that will not come is left to the end of the process."""
+        """End the thread after `abandon`. If it waits for ranks that never come, leave it to the end of the process."""
         self._thread.close(patience=1.0)

@@ -1,12 +1,12 @@
-"""Pages on their way through the update: from their drive into host memory, and back once they are computed.
+"""Stage pages for the update: read them from their drive into host buffers, and write them back after the update.
 
     drive, device ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive, device
 
-Slots are host buffers, each with one page on its way in, ready, or on its way out. A slot whose bytes have left is
-filled again at once, on the thread that saw them leave. Pages come once all gradients are made, in the order of the
-next forward; before that those on drives may be offered, unit by unit, as their gradients are (`offloading/ahead`), and
-of these, too, what the next forward needs first comes first. Slots that would be empty hold the state of pages whose
-gradients are still to come.
+Each slot is a host buffer with one page that is being read, is ready, or is being written. When a write completes, its
+thread starts the next read into the slot immediately. Pages arrive after all gradients are complete, in the order of
+the next forward. Before that, pages on drives may be offered unit by unit as their gradients complete
+(`offloading/ahead`), again in the order of the next forward. Otherwise idle slots prefetch the state of pages whose
+gradients are not complete yet.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from offload_trainer.storage.transfer import Future, done, together
 
 @dataclass
 class Arrived:
-    """A page in a slot."""
+    """A page in a slot. Parts that are not staged are empty tensors."""
 
     route: Route
-    state: torch.Tensor  # uint8; each is empty where that does not pass through the slot
+    state: torch.Tensor  # uint8
     gradient: torch.Tensor
     out: torch.Tensor
     loaded: list[Future]
     slot: int
-    after: Any = None  # the device's mark: its gradients are made, and the old weights not needed any more
+    after: Any = None  # event on the device: its gradients are complete, and its old weights are no longer used
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A page that was computed, on its way home."""
+    """An updated page that is being written back."""
 
-    weights: Future  # the new ones are where the model finds them
-    whole: Future  # and its state as well
+    weights: Future  # the new weights are written
+    whole: Future  # the new weights and the state are written
 
 
 class MovingPages:
-    """The pages of `store` of which something passes through host memory, by their routes."""
+    """The staged pages of `store`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MovingPages:
         routes: Sequence[Route],
         slots: int,
     ) -> None:
-        """`routes`: of all pages that are updated; they come in this order."""
+        """Allocate `slots` buffers for the staged pages of `routes`, which arrive in that order."""
         self._store, self._weights, self._gradients = store, weights, gradients
         self._routes = [route for route in routes if route.through_host]
         sizes = {"gradient": gradients.dtype.itemsize, "weight": weights.dtype.itemsize}
@@ -74,30 +74,30 @@ class MovingPages:
             for _ in range(min(slots, len(self._routes)))
         ]
         self._free = list(range(len(self._slots)))
-        self._on_drives: dict[int, list[Route]] = {}  # of each unit
+        self._on_drives: dict[int, list[Route]] = {}  # pages on drives by unit
         for route in self._routes:
             if route.page.home >= 0:
                 self._on_drives.setdefault(route.page.unit, []).append(route)
-        self._waiting: deque[Route] = deque()  # their gradients are made
-        self._expected: deque[Route] = deque()  # their gradients may come later
-        self._early: list[Arrived] = []  # those of the latter that are in slots, or on their way there
-        self._is_early = False  # whether gradients are still to come
+        self._waiting: deque[Route] = deque()  # pages with complete gradients, not in a slot yet
+        self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete
+        self._early: list[Arrived] = []  # prefetched pages in slots
+        self._is_early = False  # gradients are not complete yet
         self._ready: queue.SimpleQueue[Arrived | BaseException | None] = queue.SimpleQueue()
-        self._inside: set[int] = set()  # pages in slots that nobody has computed
-        self._offered_to: object = None  # the step whose pages are offered before it is decided
-        self._order: list[int] = []  # of its units, or the last such step's
-        self._turns: dict[int, int] = {}  # of each unit, when it was offered to the step before
-        self._overdue: list[Future] = []  # reads of pages whose unit was expected, and has not come
-        self._made: dict[int, Any] = {}  # of each unit that was: the device's mark at which its gradients are made
-        self._after: Any = None  # that of all the step's gradients
+        self._inside: set[int] = set()  # pages in slots that are not updated yet
+        self._offered_to: object = None  # the speculative step that pages are offered to
+        self._order: list[int] = []  # order in which its units (or the previous step's) were offered
+        self._turns: dict[int, int] = {}  # position of each unit in the previous step's offers
+        self._overdue: list[Future] = []  # prefetches of units that were expected earlier and did not come
+        self._made: dict[int, Any] = {}  # event after which the gradients of an offered unit are complete
+        self._after: Any = None  # event after which all of the step's gradients are complete
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._routes)
 
     def read_ahead(self) -> None:
-        """Fill the slots with the first pages' state, while the gradients are still being computed."""
-        if not self._is_early:  # or the last step was skipped, and they are still there
+        """Prefetch the first pages' state while gradients are still being computed."""
+        if not self._is_early:  # after a skipped step the pages are still in the slots
             self._read_early(self._routes)
 
     def _read_early(self, routes: Sequence[Route]) -> None:
@@ -108,7 +108,7 @@ class MovingPages:
             self._fill(slot)
 
     def forget_ahead(self) -> None:
-        """Let go of what was read ahead: the state will be another."""
+        """Discard prefetched pages, because their state will change."""
         with self._lock:
             early, self._early = self._early, []
             self._is_early = False
@@ -121,7 +121,7 @@ class MovingPages:
             self._let_go(page)
 
     def begin(self, *, after: Any, but: Container[int] = ()) -> None:
-        """The gradients are known, once the device has passed `after`: all pages come now, `but` these."""
+        """Stage all pages except `but`; all gradients are complete after the event `after`."""
         with self._lock:
             self._after, self._offered_to, self._is_early = after, None, False
             self._made.clear()
@@ -136,7 +136,7 @@ class MovingPages:
             self._fill(slot)
 
     def next(self, *, wait: bool) -> Arrived | None:
-        """A page that is in its slot; None if there is none now, or at an `interrupt`. Raises what went wrong."""
+        """Return a page that has arrived, or None if there is none or at an `interrupt`; raise transfer errors."""
         try:
             arrived = self._ready.get(block=wait)
         except queue.Empty:
@@ -146,7 +146,7 @@ class MovingPages:
         return arrived
 
     def send(self, page: Arrived, computed: Future) -> Sent:
-        """Start what has changed on its way, once it is computed; when all has left the slot is filled again."""
+        """Write an updated page back after `computed`, and then reuse its slot."""
         with self._lock:
             self._inside.discard(page.route.number)
         sent = Sent(Future(), Future())
@@ -154,11 +154,12 @@ class MovingPages:
         computed.then(lambda error: self._leave(page, sent, error))
         return sent
 
-    # -- before the step is decided -----------------------------------------------------------------------------------
+    # -- speculative updates ------------------------------------------------------------------------------------------
 
     def expect(self, step: object) -> None:
-        """From now on pages may be offered to this step, and their state is read in the order of the last one's offers.
-        `interrupt`, then `begin` or `withdraw`, ends that.
+        """Accept offers of pages for a speculative step, and prefetch in the order of the last step's offers.
+
+        `interrupt`, and then `begin` or `withdraw`, ends this.
         """
         self.forget_ahead()
         with self._lock:
@@ -168,13 +169,13 @@ class MovingPages:
         self._read_early([route for unit in order for route in self._on_drives.get(unit, ())])
 
     def offer(self, step: object, unit: int, made: Any, error: BaseException | None) -> None:
-        """A unit's gradients are at home, once the device has passed `made`: its pages on drives come now."""
+        """Stage a unit's pages on drives; its gradients are complete after the event `made`."""
         if error is not None:
             self._ready.put(error)
             return
         with self._lock:
             if step is not self._offered_to:
-                return  # it is decided, and all pages come
+                return  # the step is decided, so `begin` stages all pages
             self._made[unit] = made
             self._order.append(unit)
             early = [page for page in self._early if page.route.page.unit == unit]
@@ -191,9 +192,10 @@ class MovingPages:
             read.then(partial(self._refill, page.slot))
 
     def _not_come(self, turn: int) -> list[tuple[Arrived, Future]]:
-        """Early pages that no gradients came for by that turn, and their reads: others have their slots, if need be.
+        """Return the prefetched pages, with their reads, that must give up their slots because others need them.
 
-        All early pages where they have all slots: units may come out of turn, and nothing else would empty one.
+        These are pages whose unit came before `turn` in the previous step and has not come now. If prefetched pages
+        fill all slots, all of them give up theirs: units may come in another order, and nothing else would free a slot.
         """
         late = {unit for unit, its in self._turns.items() if its <= turn}
         self._expected = deque(route for route in self._expected if route.page.unit not in late)
@@ -208,11 +210,11 @@ class MovingPages:
         return overdue
 
     def interrupt(self) -> None:
-        """Whoever waits for the next page gets None, after those that are there."""
+        """Make `next` return None after the pages that have arrived."""
         self._ready.put(None)
 
     def withdraw(self) -> None:
-        """What was offered never was, and is in no slot when this returns. Raises what went wrong on the way."""
+        """Discard all offered pages, and wait until no slot holds one; raise transfer errors."""
         with self._lock:
             self._offered_to = None
             self._made.clear()
@@ -223,7 +225,7 @@ class MovingPages:
             self._let_go(page)
 
     def read_back(self, numbers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each of these pages on drives as it holds, one after the other, while nothing else is in the slots."""
+        """Yield the valid state of each of these pages on drives; the slots must be empty."""
         for number in numbers:
             data = self._slots[0][0][: self._store.bytes_of(number)]
             self._store.read(number, data).wait()
@@ -237,7 +239,7 @@ class MovingPages:
     # -- on any thread ------------------------------------------------------------------------------------------------
 
     def _fill(self, slot: int) -> None:
-        """Start the next page on its way into a slot, or put the slot aside."""
+        """Start reading the next page into a slot, or mark the slot as free."""
         with self._lock:
             early = not self._waiting
             coming = self._expected if early else self._waiting
@@ -251,7 +253,7 @@ class MovingPages:
         self._complete(page)
 
     def _begun(self, route: Route, slot: int) -> Arrived:
-        """A page whose state is on its way into a slot."""
+        """Start reading a page's state into a slot."""
         self._inside.add(route.number)
         state, gradient, out = self._slots[slot]
         count, through = route.page.elements, route.through_host
@@ -268,7 +270,7 @@ class MovingPages:
         return page
 
     def _complete(self, page: Arrived) -> None:
-        """Read the gradient as well, and where masters need it the old weight; report the page when all is there."""
+        """Read the gradient, and the old weight for split masters; report the page when everything has arrived."""
         page.after = self._made.get(page.route.page.unit, self._after)
         if "gradient" in page.route.through_host:
             where = page.route.page
@@ -279,7 +281,7 @@ class MovingPages:
         together(page.loaded).then(lambda error: self._ready.put(error or page))
 
     def _leave(self, page: Arrived, sent: Sent, error: BaseException | None) -> None:
-        """Runs on a transfer's thread where the device computed the page."""
+        """Start writing a page back. For a page that the device computed, this runs on a transfer thread."""
         route = page.route
         where, through = route.page, route.through_host
         weights = state = done()
@@ -298,7 +300,7 @@ class MovingPages:
         together([weights, state]).then(sent.whole.finish_part)
 
     def _refill(self, slot: int, error: BaseException | None) -> None:
-        """Where a transfer's thread must not die of what goes wrong, since who asks for `next` would wait for ever."""
+        """Reuse a slot. Errors are reported through `next`, because they must not end the transfer's thread."""
         try:
             if error is not None:
                 raise error

@@ -1,6 +1,6 @@
-"""What bounds the bytes on their way out of the device: there, and in the host memory that they pass through.
+"""Limit the bytes of device-to-host copies in flight, on the device and in the host ring buffer that they pass through.
 
-Nobody waits for a copy as such; whoever would exceed a bound waits for the oldest one.
+Copies are asynchronous. Only a copy that would exceed a limit waits, for the oldest one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _ALIGN = 64  # bytes
 
 
 class InFlight:
-    """Tensors that the device keeps until their copies have left it.
+    """Device tensors that are kept until their copies have completed.
 
-    Beside the largest of them at most `bound` bytes: a head's gradient, larger than all else, would stop the next ones
-    for the whole of its way otherwise.
+    The limit of `bound` bytes does not count the largest tensor. Otherwise a head's gradient, larger than everything
+    else, would block the following copies until it has left.
     """
 
     def __init__(self, bound: int) -> None:
@@ -26,7 +26,7 @@ class InFlight:
         self._out: deque[tuple[int, Future]] = deque()
 
     def add(self, size: int, gone: Future) -> None:
-        """`size` bytes are on their way until `gone` is done. Raises what went wrong with those waited for."""
+        """Count `size` bytes until `gone` completes, after waiting for room; raise errors of copies waited for."""
         self._out.append((size, gone))
         while self._out and (self._out[0][1].done or self._beside_the_largest() > self._bound):
             self._out.popleft()[1].wait()
@@ -36,28 +36,28 @@ class InFlight:
         return sum(sizes) - max(sizes)
 
     def settle(self) -> None:
-        """All have left when this returns."""
+        """Wait until all copies have completed."""
         while self._out:
             self._out.popleft()[1].wait()
 
 
 class Ring:
-    """Host memory given out piece after piece, and again once it has been read."""
+    """A ring buffer in host memory, whose pieces are reused after they have been read."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """`memory`: uint8."""
+        """Use `memory`, a uint8 tensor."""
         self._memory, self._next = memory, 0
-        self._out: deque[tuple[int, int, Future]] = deque()  # start, end, until when
+        self._out: deque[tuple[int, int, Future]] = deque()  # start, end, future that frees the piece
 
     @property
     def largest_piece(self) -> int:
-        """Bytes: a quarter, so that a large tensor is read while more of it arrives."""
+        """Return the largest piece in bytes: a quarter, so that a large tensor is read while more of it arrives."""
         return len(self._memory) // 4 // _ALIGN * _ALIGN
 
     def take(self, size: int) -> tuple[torch.Tensor, Future]:
-        """The next `size` bytes, and the future to end when they have been read.
+        """Return the next `size` bytes, and the future to complete when they have been read.
 
-        Raises what went wrong with the ones that were there.
+        Errors of earlier pieces in that place are raised.
         """
         assert size <= self.largest_piece
         start = self._next if self._next + size <= len(self._memory) else 0

@@ -1,12 +1,13 @@
-"""Which units have their new weights home, while an update is under way: whoever needs one waits for that one.
+"""Track which units have their new weights while an update runs, so that a forward waits only for the unit it needs.
 
-    update   page home, page home, ... ──told_by──> the unit's future ──> `wait`, or `fetched`: its way to the device
-    end      all of them, and what the update does last ──> `finish`
+    update   page written, page written, ... ──told_by──> the unit's future ──> `wait`, or `fetched`: copy to the device
+    end      all units, and the update's last actions ──> `finish`
 
-Of several ranks each updates its pages of a unit. A thread goes through the units in the order of the forward, waits
-for this rank's pages and then for the other ranks' threads: only then is the unit home. It waits for nobody who trains.
+With several ranks each updates its own pages of a unit. A thread then visits the units in the order of the forward,
+waits for this rank's pages and for the other ranks' threads, and only then reports the unit. It never waits for a
+training thread.
 
-What goes wrong ends every future that is left with it, and is raised by each wait from then on.
+An error completes every pending future with that error, and every later wait raises it.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from offload_trainer.storage.transfer import Future, Workers, done
 
 
 class Renewal:
-    """Of one update after the other. Told of pages on any thread."""
+    """The progress of one update after the other. Pages may be reported on any thread."""
 
     def __init__(
         self, pages: Sequence[Page], *, units: Sequence[int] = (), agree: Callable[[int], None] | None = None
     ) -> None:
-        """`pages`: all that an update changes here.
+        """Track `pages`, which are all that an update changes on this rank.
 
-        `agree(unit)`, with several ranks: returns once every rank has called it, and the new weights of all are here;
-        `units`: that one of them changes, in the order of the forward.
+        `agree(unit)`, with several ranks, returns when every rank has called it and the new weights of all ranks have
+        arrived. `units` lists the units that any rank changes, in the order of the forward.
         """
         self._pages = Counter(page.unit for page in pages)
-        self._left: Counter[int] = Counter()  # pages of each unit that are not home
-        self._units: dict[int, Future] = {}  # those that are not home, or never will be
+        self._left: Counter[int] = Counter()  # pages of each unit that are not written yet
+        self._units: dict[int, Future] = {}  # units without their new weights, or whose update failed
         self._agree, self._order = agree, tuple(units)
-        self._here: dict[int, Future] = {}  # of those to agree on: this rank's pages are home
+        self._here: dict[int, Future] = {}  # with several ranks: this rank's pages of a unit are written
         self._thread = Workers(1, "renewal") if agree else None
         self._end = done()
         self._lock = threading.Lock()
         self._began = 0.0
-        self.waited = 0.0  # seconds, by those who need new weights
-        self._took = 0.0  # seconds, from an update's begin to its end; of all so far
+        self.waited = 0.0  # seconds that others have waited for new weights
+        self._took = 0.0  # total seconds of all updates
 
     def begin(self, *, since: float | None = None) -> None:
-        """An update begins, the one before is over. `since`: when its first page was computed, if one was."""
+        """Begin an update after the previous one has ended. `since`: the time of its first speculative page, if any."""
         with self._lock:
             self._left = Counter(self._pages)
             self._units = {unit: Future() for unit in (self._order if self._agree else self._pages)}
@@ -55,7 +56,7 @@ class Renewal:
             self._thread.put(self._agree_on_all)
 
     def _agree_on_all(self) -> None:
-        """On the thread: one unit after the other, as the other ranks' threads do."""
+        """Agree on one unit after the other on the thread, in the same order as the other ranks' threads."""
         assert self._agree is not None
         try:
             for unit in self._order:
@@ -69,7 +70,7 @@ class Renewal:
             self._fail(error)
 
     def told_by(self, unit: int, *, pages: int = 1) -> Callable[[BaseException | None], None]:
-        """What is to be called when the new weights of so many of a unit's pages are home, or with what went wrong."""
+        """Return a callback for when the new weights of `pages` pages of a unit are written, or for an error."""
 
         def told(error: BaseException | None) -> None:
             if error is not None:
@@ -86,7 +87,7 @@ class Renewal:
         return told
 
     def _fail(self, error: BaseException) -> None:
-        """Nobody waits for a page that may never come."""
+        """Complete all pending futures with the error."""
         with self._lock:
             left = [*self._units.values(), *self._here.values()]
         for future in left:
@@ -94,47 +95,47 @@ class Renewal:
                 future.finish_part(error)
 
     def wait_for_pages(self) -> None:
-        """All units are home when this returns."""
+        """Wait until all units have their new weights."""
         with self._lock:
             left = list(self._units.values())
         for future in left:
             future.wait()
 
     def end(self, error: BaseException | None) -> None:
-        """The update is over."""
+        """End the update."""
         if error is not None:
             self._fail(error)
         self._took += time.perf_counter() - self._began
         self._end.finish_part(error)
 
     def close(self) -> None:
-        """No update is under way; what waits for a rank that will not come is left to the end of the process."""
+        """End the thread. If it waits for a rank that never comes, leave it to the end of the process."""
         if self._thread is not None:
             self._thread.close(patience=1.0)
 
-    # -- who needs new weights ----------------------------------------------------------------------------------------
+    # -- waiting for new weights --------------------------------------------------------------------------------------
 
     @property
     def of_all_ranks(self) -> bool:
-        """Whether a unit is home once other ranks' pages of it are, too."""
+        """Return whether a unit also waits for other ranks' pages."""
         return self._agree is not None
 
     @property
     def hidden(self) -> float:
-        """Seconds of all updates so far for which nobody waited."""
+        """Return the total seconds of updates that were hidden behind other work."""
         return max(0.0, self._took - self.waited)
 
     def is_home(self, unit: int) -> bool:
         return unit not in self._units
 
     def wait(self, unit: int) -> None:
-        """The unit's new weights are home when this returns. Raises what went wrong with the update."""
+        """Wait for the unit's new weights; raise the update's error."""
         future = self._units.get(unit)
         if future is not None:
             self._wait(future)
 
     def finish(self) -> None:
-        """No update is under way when this returns. Raises what went wrong with the last one, each time."""
+        """Wait for the end of the update; raise its error, each time."""
         self._wait(self._end)
 
     @property
@@ -142,7 +143,7 @@ class Renewal:
         return not self._end.done
 
     def fetched(self, unit: int, fetch: Callable[[], Arrival]) -> Arrival:
-        """`fetch()`, begun as soon as the unit is home: now, or by the thread that saw it."""
+        """Call `fetch` as soon as the unit has its new weights: now, or on the thread that reports it."""
         future = self._units.get(unit)
         return fetch() if future is None else _Later(future, fetch, self._wait)
 
@@ -158,7 +159,7 @@ class Renewal:
 
 
 class _Later:
-    """A fetch that begins once its unit is home."""
+    """A fetch that begins when its unit has its new weights."""
 
     def __init__(self, home: Future, fetch: Callable[[], Arrival], wait: Callable[[Future], None]) -> None:
         self._fetch, self._wait = fetch, wait

@@ -1,10 +1,10 @@
-"""Norms of sums that lie in stretches on several ranks: those of one rank that has them whole, to the last bit.
+"""Compute gradient norms of sums that are sharded over ranks, with the bits of one rank that has the whole sums.
 
-    its own sums ──pieces of a weight──> numbers ──added up over all ranks──> the weight's norm, on each
-                 ──what ends a piece──> the rank in whose stretch that piece begins
+    own sums ──pieces of a weight──> partial norms ──all-reduce──> the weight's norm on every rank
+             ──end of a piece──> the rank in whose range that piece begins
 
-A rank reads no other's sums: of each weight it sends at most one part of a piece, and gets what ends one. What it
-takes of a unit it takes while that unit's sums are in memory.
+A rank does not read other ranks' sums. For each weight it sends at most one part of a piece, and receives the ends of
+one piece. Partial norms of a unit are computed while the unit's sums are in memory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from offload_trainer.plan.norm_parts import NormParts, norm_parts
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank has to do with the norm of one weight."""
+    """One rank's share in the norm of one weight."""
 
     unit: int
     norm: PiecewiseNorm
-    numbers: slice  # of all ranks' numbers those that are the weight's
-    first: int  # of these the first that the rank takes
+    numbers: slice  # the weight's positions among all partial norms
+    first: int  # the first position that this rank computes
     parts: NormParts
 
 
 class SharedNorms:
-    """Of the weights whose `places` are given, in the order in which their norms are added up."""
+    """The norms of the weights in `places`, in the order in which they are summed."""
 
     def __init__(self, places: Sequence[tuple[Unit, Place]], node: Node, *, dtype: torch.dtype, ordered: bool) -> None:
-        """`dtype` of the sums. `ordered`: see `PiecewiseNorm`."""
+        """Prepare this rank's shares. `dtype` is that of the sums; `ordered` is explained in `PiecewiseNorm`."""
         self._node, self._dtype = node, dtype
         self._shares: dict[str, _Share] = {}
         count = 0
@@ -43,13 +43,13 @@ class SharedNorms:
             norm = PiecewiseNorm(place.weight.numel, ordered=ordered)
             self._shares[place.weight.name] = _share(unit, place, norm, node=node, numbers=count)
             count += norm.pieces
-        self._numbers = torch.zeros(count)  # this rank's; 0 for those of others
-        self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # own parts of pieces: to give, and to be ended
+        self._numbers = torch.zeros(count)  # partial norms of this rank; 0 at other ranks' positions
+        self._cut: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # parts of pieces: to send, and to be completed
 
     def take(self, unit: int, sums: torch.Tensor, arrived: Container[str], *, leaves: bool) -> None:
-        """What this rank has to do with a unit's weights that have arrived; `sums`: all of it, as far as it is its own.
+        """Compute this rank's partial norms of a unit's weights that have arrived.
 
-        `leaves`: that memory is another's soon.
+        `sums` holds the unit's sums; only this rank's range is valid. `leaves`: the memory will be reused soon.
         """
         for name, share in self._shares.items():
             if share.unit != unit or name not in arrived:
@@ -62,9 +62,9 @@ class SharedNorms:
             self._cut[name] = (given.clone(), begun.clone()) if leaves else (given, begun)
 
     def of(self, arrived: Container[str]) -> dict[str, torch.Tensor]:
-        """fp32, 0-dim, in order, of those weights that have arrived, all of which were taken; on every rank alike.
+        """Return the norms (fp32, 0-dim) of the weights that have arrived, in order and equal on all ranks.
 
-        All ranks call.
+        All ranks call it, after `take` for all of these weights.
         """
         shares = {name: share for name, share in self._shares.items() if name in arrived}
         ends = {
@@ -86,13 +86,13 @@ class SharedNorms:
         return {name: share.norm.total(numbers[share.numbers]) for name, share in shares.items()}
 
     def clear(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._numbers.zero_()
         self._cut.clear()
 
 
 def _share(unit: Unit, place: Place, norm: PiecewiseNorm, *, node: Node, numbers: int) -> _Share:
-    """`numbers`: how many go before the weight's."""
+    """Return this rank's share in a weight's norm; `numbers` is the weight's first position."""
     parts = norm_parts(unit, place, width=norm.width, rank=node.rank, ranks=node.world)
     taken = numbers + (parts.starts.start - place.start) // norm.width
     return _Share(unit.index, norm, slice(numbers, numbers + norm.pieces), taken, parts)

@@ -1,10 +1,10 @@
-"""The optimizer state of one moment, read out page by page while training goes on.
+"""Read a consistent snapshot of the optimizer state page by page while training continues.
 
-    reader   page 0, 1, 2, ... in order; drives and the device are read one page ahead
-    update   waits at a page that has not been read yet (`wait_for`), where it would write in the place that is read
+    reader   page 0, 1, 2, ... in order; pages on drives and on the device are prefetched
+    update   waits before it overwrites a page that has not been read yet (`wait_for`)
 
-Only the update changes a page, so the forward, the backward and all updates of pages that have been read go on; of
-pages with two places on their drive the next update too, which writes in the other.
+Only the update changes pages. So the forward, the backward, and updates of pages that have been read continue. Pages
+with two copies on their drive do not block the next update either, because it writes the other copy.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from offload_trainer.storage.transfer import Future
 
 
 class PageSnapshot:
-    """The pages `numbers` of `store`, in order, as they are now: all that this process changes."""
+    """The pages `numbers` of `store` in order, with their current contents."""
 
     def __init__(self, store: PageStore, numbers: Sequence[int], *, weights: Weights | None = None) -> None:
-        """`weights`: those of the pages, where masters are remainders beside them."""
+        """Take a snapshot; `weights` are needed to join split masters."""
         self._weights = weights
         self._store, self._numbers = store, numbers
         self._places = {number: store.places.holding(number) for number in numbers}
-        self._read = 0  # pages that may change again: those before this one
+        self._read = 0  # pages before this number have been read and may change
         self._closed = False
         self._changed = threading.Condition()
 
     def wait_for(self, number: int) -> None:
-        """Return when page `number` may be changed."""
+        """Wait until page `number` may change."""
         if self._store.places.free(number) != self._places[number]:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._read > number)
 
     def pages(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Each page's number and fields, with masters in fp32 (views, until the next page is asked for).
+        """Yield each page's number and fields with fp32 masters; the fields are views that the next page reuses.
 
-        TrainerError once it is closed.
+        Raises:
+            TrainerError: the snapshot was closed.
         """
         away = deque(number for number in self._numbers if self._store.in_memory(number) is None)
         free = self._store.buffers(SAVE_BUFFERS)
@@ -66,12 +67,12 @@ class PageSnapshot:
                 buffer, future = arriving.popleft()
                 future.wait()
                 fields = self._whole(number, buffer)
-                self._may_change(number)  # what follows reads the copy
+                self._may_change(number)  # the caller reads the copy in the buffer
                 yield number, fields
                 free.append(buffer)
 
     def _whole(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A page's fields, its masters put together with weights that change only after the page may."""
+        """Return a page's fields with split masters joined; weights do not change before the page may."""
         fields, page = self._store.fields(number, data), self._store.pages[number]
         if not self._store.format.remainders:
             return fields
@@ -85,7 +86,7 @@ class PageSnapshot:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing waits for this snapshot any more."""
+        """Release the snapshot, so that no update waits for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

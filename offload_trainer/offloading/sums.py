@@ -1,10 +1,10 @@
-"""Sums of gradients in host memory and on drives: a thread of their own adds to them.
+"""Accumulate gradients in host memory and on drives, on a separate thread.
 
     ring ──job, in the order of arrival──> sums in host memory
                                            staging ──a unit at a time──> drive (and back, for the next micro-batch)
 
-All that waits, for copies, drives and additions, waits there, and so does what takes time in host memory. Once
-something went wrong nothing more is added, and everybody who waits is told.
+The thread waits for copies and drives and does the additions, so that autograd's thread does not. After an error
+nothing more is added, and every wait raises the error.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from offload_trainer.offloading.store import UnitStore
 from offload_trainer.plan.layout import Unit, stretch_of
 from offload_trainer.storage.transfer import Future, Workers, done, ending
 
-# Elements. From here on torch starts a team of threads, which on a CPU would take the cores from what computes.
+# Elements. torch starts a thread team for larger tensors, which would compete with the computation on a CPU.
 _ALONE = (1 << 15) - 1
 
 
 @dataclass
 class _Staging:
-    """Host memory in which a unit's sums are collected before they go to their drive."""
+    """A host buffer in which a unit's sums are accumulated before they are written to their drive."""
 
     buffer: torch.Tensor
     unit: int | None = None
-    brought: bool = False  # whether the unit's sums so far are in it
+    brought: bool = False  # the buffer contains the unit's earlier sums
     writing: Future | None = None
 
 
 class Staged:
-    """The sums in `store` where they can be added to: in host memory, which is their home or before their drive.
+    """The sums of `store` in host memory, either permanently or in staging buffers in front of drives.
 
-    Of several ranks each brings and sends its stretch of a unit, through buffers that all of them see. Nobody may
-    write into a buffer before all have met after their `claim` of it.
+    With several ranks each one reads and writes its range of a unit, through buffers that all ranks share. No rank may
+    write into a buffer before a barrier after all ranks' `claim`.
     """
 
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, node: Node) -> None:
-        """`stagings`: buffers for blocks whose sums go to a drive; all other units share one."""
+        """Allocate `stagings` buffers for blocks with sums on a drive; all other such units share one buffer."""
         self._units, self._store, self._node = tuple(units), store, node
         away = [unit for unit in units if store.homes[unit.index] >= 0]
         self._stagings = {
             True: self._make([unit for unit in away if unit.block], stagings),
             False: self._make([unit for unit in away if not unit.block], 1),
         }
-        self._written: set[int] = set()  # units whose sums so far are on their drive
+        self._written: set[int] = set()  # units whose earlier sums are on their drive
 
     def _make(self, units: Sequence[Unit], count: int) -> list[_Staging]:
         dtype = self._store.dtype
@@ -56,18 +56,18 @@ class Staged:
         return [_Staging(self._node.memory(size).view(dtype)) for _ in range(min(count, len(units)))]
 
     def claim(self, unit: int) -> None:
-        """A buffer is the unit's when this returns, and what this rank had in it is on its drive."""
+        """Assign a staging buffer to the unit, after writing this rank's earlier contents to their drive."""
         if self._store.host(unit) is not None or self._staging_of(unit) is not None:
             return
         ring = self._stagings[self._units[unit].block]
-        self._send(ring[-1])  # most likely complete; what still comes is added to it later
+        self._send(ring[-1])  # most likely complete; later gradients are added to it after reading it back
         staging = ring[0]
-        ring.append(ring.pop(0))  # the one used longest ago is first
+        ring.append(ring.pop(0))  # the least recently used buffer is first
         self._settle(staging)
         staging.unit, staging.brought = unit, False
 
     def collecting(self, unit: int) -> torch.Tensor:
-        """Host memory in which the unit's sums are now."""
+        """Return the host memory that currently holds the unit's sums."""
         inside = self._store.host(unit)
         if inside is not None:
             return inside
@@ -83,7 +83,7 @@ class Staged:
         return next((staging for staging in ring if staging.unit == unit), None)
 
     def _bring(self, unit: Unit, staging: _Staging) -> None:
-        """Bring a unit's sums so far from the drive, if there are any."""
+        """Read a unit's earlier sums from the drive, if there are any."""
         first, end = self._stretch(unit)
         if unit.index not in self._written:
             _clear_between(unit, staging.buffer, first=first, end=end)
@@ -97,7 +97,7 @@ class Staged:
         return stretch_of(unit, self._node.rank, ranks=self._node.world)
 
     def _send(self, staging: _Staging) -> None:
-        """Start a unit's sums on their way to their drive."""
+        """Start writing a unit's sums to their drive."""
         unit, staging.unit = staging.unit, None
         if unit is None or not staging.brought:
             return
@@ -107,21 +107,21 @@ class Staged:
         self._written.add(unit)
 
     def send(self, unit: int) -> Future:
-        """Start the sums of a unit that was added to last on their way; done when they are in their home."""
+        """Start writing the sums of the most recent unit; the future completes when they are stored."""
         staging = self._staging_of(unit)
         if staging is None:
-            return done()  # they are collected there
+            return done()  # the sums are permanently in host memory
         self._send(staging)
         return staging.writing or done()
 
     def _settle(self, staging: _Staging) -> None:
-        """What was in this buffer is on its drive."""
+        """Wait until the buffer's contents are on their drive."""
         if staging.writing is not None:
             staging.writing.wait()
             staging.writing = None
 
     def send_all(self) -> None:
-        """All sums of this rank are in their homes when this returns."""
+        """Write all sums of this rank, and wait until they are stored."""
         stagings = [staging for ring in self._stagings.values() for staging in ring]
         for staging in stagings:
             self._send(staging)
@@ -129,21 +129,21 @@ class Staged:
             self._settle(staging)
 
     def clear(self) -> None:
-        """The next step begins. After `send_all`."""
+        """Begin the next step; call it after `send_all`."""
         self._written.clear()
 
 
 class HostSums:
-    """Adds to the sums in `store`, whose homes are host memory (RAM) or drives."""
+    """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
 
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, alone: bool) -> None:
-        """`stagings`: see `Staged`. `alone`: without a team of threads, since the cores compute."""
+        """Start the thread. `stagings`: see `Staged`. `alone`: add with one thread, because all cores compute."""
         self._staged, self._alone = Staged(units, store, stagings=stagings, node=Node()), alone
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
 
     def put(self, work: Callable[[], object], future: Future) -> None:
-        """Do `work` after all that was put before; then, or with what went wrong here, the future ends."""
+        """Queue `work`; the future completes after it, or with the first error of this thread."""
 
         def unless_broken() -> None:
             if self._error is not None:
@@ -157,20 +157,20 @@ class HostSums:
         self._worker.put(ending(future, unless_broken))
 
     def finish(self) -> None:
-        """Everything is added and in its home when this returns. Raises what went wrong on the way."""
+        """Wait until everything is added and stored; raise the first error."""
         future = Future()
         self.put(self._staged.send_all, future)
         future.wait()
 
     def complete(self, unit: int) -> Future:
-        """Done when all that was put so far is added, and this unit's sums, the last that got any of it, are home."""
+        """Return a future that completes when all queued work is done and the most recent unit's sums are stored."""
         begun, home = Future(), Future()
         begun.then(lambda error: home.finish_part(error) if error is not None else None)
         self.put(lambda: self._staged.send(unit).then(home.finish_part), begun)
         return home
 
     def clear(self) -> None:
-        """The next step begins. After `finish`."""
+        """Begin the next step; call it after `finish`."""
         self._staged.clear()
 
     def close(self) -> None:
@@ -179,22 +179,21 @@ class HostSums:
     # -- on the thread ------------------------------------------------------------------------------------------------
 
     def add(self, unit: int, start: int, values: torch.Tensor, *, first: bool) -> None:
-        """Add to a unit's sums from element `start` on, or, if these are the first, let them be the sums."""
+        """Add to a unit's sums from element `start` on, or overwrite them if these gradients are the first."""
         target = self.collecting(unit)[start : start + values.numel()]
         size = _ALONE if self._alone else max(1, values.numel())
         for part, more in zip(target.split(size), values.split(size), strict=True):
             part.copy_(more) if first else part.add_(more)
 
     def collecting(self, unit: int) -> torch.Tensor:
-        """Host memory in which the unit's sums are now."""
+        """Return the host memory that currently holds the unit's sums."""
         return self._staged.collecting(unit)
 
 
 def _clear_between(unit: Unit, sums: torch.Tensor, *, first: int, end: int) -> None:
-    """Zeros in [first, end) where no weight lies: the update reads these elements too, and they share scales with
-    weights.
+    """Set the padding between weights in [first, end) to zero, because the update reads it and it shares scales.
 
-    A weight itself begins with its first gradient, and without one nobody reads it.
+    The sums of a weight start with its first gradient; without a gradient they are not read.
     """
     places = [place for place in unit.places if place.weight.trainable]
     starts = [place.start for place in places[1:]] + [unit.trained]

@@ -1,13 +1,13 @@
-"""The update: the rule over all pages, drives reading ahead and writing behind while CPU and device compute.
+"""Update all pages of optimizer state: drives prefetch and write back while the CPU and the device compute.
 
-    drive ──state, gradient──> slot ──kernel──> slot ──state, 16-bit weight──> drive        pages that move (`moving`)
-                               memory ──kernel──> memory                                    pages that stay
-                               device ──its kernel──> device                                pages that live there
+    drive ──state, gradient──> buffer ──kernel──> buffer ──state, 16-bit weight──> drive    staged pages (`moving`)
+                               memory ──kernel──> memory                                    pages in RAM
+                               device ──its kernel──> device                                pages on the device
 
-The device is told its pages first and computes them beside all else; the CPU takes what is ready, and pages in memory
-while nothing is. Clipping and loss scaling are one factor on the gradient. No element depends on another, so the order
-does not change a bit. `Renewal` is told of each page that is home. Pages on drives may be done before the step is
-decided (`ahead`).
+The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
+RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
+the order does not change a bit. `Renewal` records each page that has been written back. Pages on drives may be updated
+before the step's clipping factor is known (`ahead`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offload_trainer.storage.transfer import Future, Workers, done, ending, toge
 
 @dataclass(frozen=True)
 class _Path:
-    """A page's route, and the memory of what the update finds at home; None for what comes through a host slot."""
+    """A page's route, and the memory of its parts that are updated in place; None for parts staged in host memory."""
 
     route: Route
     state: torch.Tensor | None  # uint8
@@ -48,15 +48,15 @@ class _Path:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step's update."""
+    """The update of one step."""
 
     decision: Decision
-    after: Any  # the device's mark: all gradients are made
-    kept: Collection[int] = ()  # pages that were done before it was decided
+    after: Any  # event on the device after which all gradients are complete
+    kept: Collection[int] = ()  # pages whose speculative update is valid
 
 
 class Updater:
-    """Carries the update out over `store`, `gradients` and `weights`."""
+    """Run updates over `store`, `gradients` and `weights`."""
 
     def __init__(
         self,
@@ -72,16 +72,25 @@ class Updater:
         behind: bool,
         ahead: bool = False,
     ) -> None:
-        """`behind`: whether an update goes on after `start` has returned; `ahead`: whether one may begin before it.
+        """Prepare the update.
 
-        `kernels`: the CPU's, and the one for pages that live on `device`. `routes`: of the pages it updates, in the
-        order in which a forward needs them.
+        Args:
+            store: pages of optimizer state.
+            weights: 16-bit weights, which receive the new values.
+            gradients: gradient sums.
+            renewal: records which units have their new weights.
+            device: the device that computes forward and backward.
+            kernels: the CPU's kernel, and the kernel for pages on `device`.
+            routes: the pages to update and how they are staged, in the order in which a forward needs them.
+            slots: number of host staging buffers.
+            behind: run the update on a thread, so that it overlaps the next forward.
+            ahead: allow pages on drives to be updated during the backward.
         """
         self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, renewal
         self._device, (self._kernel, self._device_kernel) = device, kernels
         self.moving = MovingPages(store, weights, gradients, device=device, routes=routes, slots=slots)
         self._paths = {route.number: self._resolved(route) for route in routes}
-        self.numbers = sorted(self._paths)  # of the pages that it updates
+        self.numbers = sorted(self._paths)  # the pages that this rank updates
         staying = [path for path in self._paths.values() if not path.route.through_host]
         self._staying = [path for path in staying if not path.route.on_device]
         living = [path for path in staying if path.route.on_device]
@@ -90,16 +99,16 @@ class Updater:
         self._device_gradient = device.buffer(inside.gradient // gradients.dtype.itemsize, gradients.dtype)
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
-        assert not ahead or (behind and not store.format.remainders)  # their old weights would be gone
-        self._leaving: list[Sent] = []  # of the update under way
-        self._coming: tuple[Ahead, Future] | None = None  # the next step, and that pages may be offered to it
-        self._ahead: Ahead | None = None  # what is done of the step that is not decided
+        assert not ahead or (behind and not store.format.remainders)  # split masters would lose their old weights
+        self._leaving: list[Sent] = []  # pages of the current update that are being written back
+        self._coming: tuple[Ahead, Future] | None = None  # the next speculative step; the future: it accepts pages
+        self._ahead: Ahead | None = None  # the speculative updates of the current step
         self._thread = Workers(1, "update") if behind else None
         if self._thread is not None and not device.is_cuda:
             _take_one_core(self._thread)
 
     def _resolved(self, route: Route) -> _Path:
-        """Homes do not change, so where a page's parts are is asked once."""
+        """Look up the memory of a page's parts once, because tiers do not change."""
         page, there, host = route.page, route.on_device, route.through_host
         state = self._store.on_device(route.number) if there else self._store.in_memory(route.number)
         sums_there = there and "gradient" not in route.through_device
@@ -114,7 +123,7 @@ class Updater:
         )
 
     def snapshot(self) -> PageSnapshot:
-        """The state of now: from here on a page is changed only when its snapshot has been read, or is closed."""
+        """Return a snapshot of the current state. No page changes before the snapshot has read it or is closed."""
         self._snapshot = PageSnapshot(self._store, self.numbers, weights=self._weights)
         return self._snapshot
 
@@ -124,10 +133,10 @@ class Updater:
         *,
         at_end: Callable[[], None],
     ) -> None:
-        """One step; `renewal.finish` waits for the end of it.
+        """Start one step's update; `renewal.finish` waits for its end.
 
-        `at_end` is called once all is home. TrainerError, from whoever waits, where a drive fails; the state is then
-        partly of the step before and partly of this one.
+        `at_end` is called after everything has been written back. If a drive fails, every wait raises TrainerError, and
+        the state is partly of the previous step and partly of this one.
         """
         step, ahead = _Step(decision, after=self._device.mark()), self._taken()
         self._renewal.begin(since=ahead.began if ahead else None)
@@ -151,7 +160,7 @@ class Updater:
             self._renewal.end(None)
 
     def _walk(self, step: _Step) -> None:
-        """Tell the device its pages, and compute the others as they come."""
+        """Queue the device's pages, and compute the others as they arrive."""
         self.moving.begin(after=step.after, but=step.kept)
         for unit, paths in self._living.items():
             with self._device.beside(after=step.after):
@@ -177,22 +186,23 @@ class Updater:
                 self._goes_home(page.route, self.moving.send(page, done()))
 
     def _goes_home(self, route: Route, sent: Sent) -> None:
-        """A forward needs the weights, and the update's end all of it; so do other ranks before they see the unit."""
+        """Report the page when its weights are written, or with several ranks when its state is written as well."""
         self._leaving.append(sent)
         home = sent.whole if self._renewal.of_all_ranks else sent.weights
         home.then(self._renewal.told_by(route.page.unit))
 
     def close(self) -> None:
-        """No update is under way when this returns, whatever became of it."""
+        """Wait for the current update, successful or not, and end the thread."""
         self._taken()
         if self._thread is not None:
             self._thread.close()
 
-    # -- before the step is decided -----------------------------------------------------------------------------------
+    # -- speculative updates, before the step's decision is known ------------------------------------------------------
 
     def expect(self, decision: Decision) -> None:
-        """The next step is taken to be this one: state that its backward needs first is read from now on, or once the
-        update under way is over.
+        """Announce the expected decision of the next step.
+
+        The state that its backward completes first is prefetched from now on, or after the current update.
         """
         assert self._thread is not None
         ahead, told = Ahead(decision), Future()
@@ -200,8 +210,10 @@ class Updater:
         self._thread.put(ending(told, partial(self.moving.expect, ahead)))
 
     def begin_ahead(self) -> None:
-        """A step's last backward begins: the first pages are read, or, where it is known what to expect of the step,
-        pages on drives are updated as their gradients are complete. `start` or `skip` follows.
+        """Begin work that overlaps a step's last backward; `start` or `skip` must follow.
+
+        Without an expected decision this prefetches the first pages. With one, pages on drives are updated as soon as
+        their gradients are complete.
         """
         coming, self._coming = self._coming, None
         if coming is None:
@@ -209,12 +221,12 @@ class Updater:
             return
         assert self._thread is not None
         self._ahead, told = coming
-        told.wait()  # or it would hear of the first units too late
+        told.wait()  # otherwise the first units would be offered too early
         self._gradients.watch(partial(self.moving.offer, self._ahead))
         self._thread.put(partial(self._go_ahead, self._ahead))
 
     def skip(self) -> bool:
-        """There is no such step: all is as it was when this returns. Whether weights were other ones in between."""
+        """Undo the speculative updates of a step that is skipped; return whether weights had been changed."""
         ahead = self._taken()
         if ahead is None or self._thread is None:
             return False
@@ -224,7 +236,7 @@ class Updater:
         return True
 
     def _taken(self) -> Ahead | None:
-        """What was done before the step was decided, as it is now; no page is offered any more."""
+        """Return the speculative updates of the current step, and stop accepting pages."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self.moving.interrupt()
@@ -232,7 +244,7 @@ class Updater:
 
     @torch.no_grad()
     def _go_ahead(self, ahead: Ahead) -> None:
-        """On the thread, until it is interrupted."""
+        """Update offered pages on the thread until interrupted."""
         step = _Step(ahead.expected, after=None)
         try:
             while (page := self.moving.next(wait=True)) is not None:
@@ -243,7 +255,7 @@ class Updater:
             ahead.error = error
 
     def _keep(self, ahead: Ahead, step: _Step) -> set[int]:
-        """The pages that were done as the step is; the others are at rest when this returns, to be done again."""
+        """Return the pages whose speculative update is valid; wait until the others can be updated again."""
         if ahead.error is not None:
             raise ahead.error
         kept = ahead.kept(step.decision, self._store.pages)
@@ -253,7 +265,7 @@ class Updater:
         return kept
 
     def _undo(self, ahead: Ahead) -> None:
-        """The pages that hold are as they were; the weights follow from their masters."""
+        """Discard speculative pages, and restore their weights from the masters that are still valid."""
         if ahead.error is not None:
             raise ahead.error
         self.moving.withdraw()
@@ -267,12 +279,12 @@ class Updater:
     # -- a page -------------------------------------------------------------------------------------------------------
 
     def _compute(self, path: _Path, arrived: Arrived | None, step: _Step) -> None:
-        """The arithmetic of one page on the CPU, on whichever of its parts are in a slot and whichever are at home."""
+        """Update one page on the CPU, with its parts in a staging buffer or in place."""
         data, gradient, out = _memory(path, arrived)
         self._update(self._kernel, path.route, data, gradient, out, step, rest="weights" in path.route.through_host)
 
     def _compute_on_device(self, path: _Path, arrived: Arrived | None, step: _Step) -> None:
-        """The same on the device, told `beside`: what of the page lives elsewhere is copied there and back."""
+        """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
         route, count = path.route, path.route.page.elements
         data, gradient, home = _memory(path, arrived)
         if "gradient" in route.through_device:
@@ -296,14 +308,14 @@ class Updater:
         *,
         rest: bool,
     ) -> None:
-        """`kernel` on a page's state, where it is. `rest`: weights without a gradient go home with the others."""
+        """Run `kernel` on a page. `rest`: also write the weights of elements that are not updated in this step."""
         if self._snapshot is not None:
             self._snapshot.wait_for(route.number)
         page = route.page
         fields = self._store.fields(route.number, data)
         decision = step.decision
         parts = within(decision.stretches[page.unit], page.start, page.start + page.elements)
-        if rest and not self._store.format.remainders:  # beside those are all weights as they are
+        if rest and not self._store.format.remainders:  # with split masters `out` already holds all weights
             _copy_rest(fields["master"], out, parts)
         kernel.update_page(
             fields,
@@ -317,20 +329,20 @@ class Updater:
 
 
 def _take_one_core(thread: Workers) -> None:
-    """A thread that computes beside a model on the CPU computes alone; the others go on as they are."""
+    """Limit torch to one core on this thread, and leave all other threads as they are."""
     threads, taken = torch.get_num_threads(), Future()
 
     def take() -> None:
-        torch.get_num_threads()  # or torch would set the thread up, with the number for new ones, after this
+        torch.get_num_threads()  # makes torch initialise this thread first; otherwise it would overwrite the next line
         torch.set_num_threads(1)
 
     thread.put(ending(taken, take))
     taken.wait()
-    torch.set_num_threads(threads)  # for new threads too
+    torch.set_num_threads(threads)  # also sets the default for new threads
 
 
 def _memory(path: _Path, arrived: Arrived | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A page's state, its gradient and where its new weights go: at home, or in the slot that it is in."""
+    """Return the memory of a page's state, gradient and new weights: in place or in its staging buffer."""
     if arrived is None:
         assert path.state is not None
         assert path.gradient is not None
@@ -344,13 +356,13 @@ def _memory(path: _Path, arrived: Arrived | None) -> tuple[torch.Tensor, torch.T
 
 
 def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
-    """A page's stretch of its unit, which is where the route says."""
+    """Return a page's range of its unit."""
     assert whole is not None
     return whole[route.page.start :][: route.page.elements]
 
 
 def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]) -> None:
-    """Round the masters between the stretches."""
+    """Round the masters of the elements between `stretches`."""
     ends = [0, *(part.end for part in stretches)]
     starts = [*(part.start for part in stretches), master.numel()]
     for end, start in zip(ends, starts, strict=True):

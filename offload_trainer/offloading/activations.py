@@ -1,12 +1,12 @@
-"""What gradient checkpointing keeps, away from the device: the inputs of blocks, in host memory or on drives.
+"""Offload the inputs of checkpointed blocks to host memory or drives in the forward; prefetch them in the backward.
 
-    forward   input ──stream of its own──> host buffer (──> drive)      its memory on the device is free once copied
-    backward  (drive ──>) host buffer ──stream of its own──> device     one block ahead of its recomputation
+    forward   input ──side stream──> host buffer (──> drive)      its device memory is free once it is copied
+    backward  (drive ──>) host buffer ──side stream──> device     one block ahead of its recomputation
 
-In host memory each input has a buffer. For drives a few buffers make a ring, in which input n passes through buffer
-n % count: in the forward it is taken once its bytes are on the drive, in the backward read ahead of need once the input
-before has left it. What computes waits for no copy out; the host waits where more than a few are under way. Blocks are
-expected back from the last to the first; any other order is right too, and waits.
+In host memory each input has its own buffer. For drives a few buffers form a ring: input n passes through buffer
+n % count. In the forward a buffer is reused once its bytes are on the drive, in the backward once its input has been
+copied to the device. The computation never waits for copies to the host, but the host waits if more than a few are in
+flight. Inputs are expected back from the last block to the first; any other order is correct, but slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfer
 
 
 class Hooks(Protocol):
-    """What autograd saves otherwise."""
+    """Saved-tensor hooks for everything that is not a block input."""
 
     def pack(self, tensor: torch.Tensor) -> Any: ...
 
@@ -39,7 +39,7 @@ class Hooks(Protocol):
 
 @dataclass(frozen=True)
 class _Kept:
-    """An input that is away: its forward, and its number within that."""
+    """An offloaded input: its forward, and its number in that forward."""
 
     forward: int
     number: int
@@ -53,25 +53,25 @@ class _Kept:
 
 @dataclass
 class _Buffer:
-    """Host memory and the input that is in it, or on its way into it."""
+    """A host buffer, and the input that it holds or is receiving."""
 
     memory: torch.Tensor  # uint8
-    ring: bool = False  # one of those before the drives
+    ring: bool = False  # part of the ring in front of the drives
     number: int | None = None
     filled: Future = field(default_factory=done)
-    readers: list[Future] = field(default_factory=list)  # what still reads from it
+    readers: list[Future] = field(default_factory=list)  # transfers that still read from it
 
     def of(self, kept: _Kept) -> torch.Tensor:
         return self.memory[: kept.size].view(kept.dtype)
 
     @property
     def free(self) -> Future:
-        """Done when nothing that was begun with it is under way."""
+        """Return a future that completes when all transfers with this buffer have ended."""
         return together([self.filled, *self.readers])
 
 
 class Activations:
-    """Keeps the inputs of one forward until its backward has had them."""
+    """Stores the block inputs of one forward until its backward has used them."""
 
     def __init__(
         self,
@@ -82,9 +82,10 @@ class Activations:
         transfers: Transfers,
         otherwise: Hooks | None = None,
     ) -> None:
-        """`inputs`: what is to be expected; more and larger ones stay in host memory. No `files`: all do.
+        """Allocate buffers for the expected `inputs`; additional and larger ones are kept in host memory.
 
-        The files hold `inputs.homes(len(files))`; `otherwise` gets whatever else autograd saves with them.
+        Without `files` all inputs are kept in host memory; otherwise the files store `inputs.homes(len(files))`.
+        `otherwise` receives everything else that autograd saves with the inputs.
         """
         self._device, self._transfers, self._otherwise = device, transfers, otherwise
         self._inputs, self._files = inputs, tuple(files)
@@ -95,18 +96,18 @@ class Activations:
         made = [_Buffer(memory[n * inputs.size :][: inputs.size], ring=bool(files)) for n in range(count)]
         self._ring = made if files else []
         self._own = {} if files else dict(enumerate(made))
-        self._forward, self._within = 0, False  # which it is, and whether it is under way
-        self._kept: list[_Kept] = []  # of this forward, by number
+        self._forward, self._within = 0, False  # number of the current forward, and whether it is running
+        self._kept: list[_Kept] = []  # inputs of this forward, by number
         self._written: dict[int, Future] = {}
         self._leaving: deque[Future] = deque()  # copies from the device, the oldest first
         self._coming: dict[int, tuple[torch.Tensor, Return]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Let `model`'s checkpointed blocks keep their inputs here, those too for which it is turned on anew."""
+        """Make the checkpointed blocks of `model` store their inputs here, also if checkpointing is enabled again."""
         keep_inputs(model, self)
 
     def begin(self) -> None:
-        """UserError where no whole forward is under way."""
+        """Raise UserError if no whole forward is running."""
         if not self._within:
             raise UserError(
                 "a part of the model, or its forward(), was called by itself, and offload_activations keeps what "
@@ -115,7 +116,7 @@ class Activations:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around each forward that a backward follows: what it keeps takes the place of the last one's."""
+        """Wrap each forward that a backward follows; its inputs replace those of the previous forward."""
         self._kept.clear()
         self._coming.clear()
         self._forward += 1
@@ -139,7 +140,7 @@ class Activations:
             buffer.readers.append(self._write(kept, buffer))
         self._leaving.append(buffer.filled)
         if len(self._leaving) > INPUTS_UNDER_WAY:
-            self._leaving.popleft().wait()  # or the device's memory would fill with what waits to leave it
+            self._leaving.popleft().wait()  # otherwise inputs in flight would fill the device's memory
         return kept
 
     def leave(self, tensor: torch.Tensor) -> Any:
@@ -160,7 +161,7 @@ class Activations:
         return self._files[self._homes[kept.number]], self._offsets[kept.number], buffer.memory[:size]
 
     def _write(self, kept: _Kept, buffer: _Buffer) -> Future:
-        """Start its bytes on their way to the drive, once they are in the buffer."""
+        """Start writing an input to its drive once the buffer is filled."""
         place = self._place(kept, buffer)
         written = self._written[kept.number] = _after(buffer.filled, lambda: self._transfers.write(*place))
         return written
@@ -187,7 +188,7 @@ class Activations:
             self._coming[number] = self._bring(self._kept[number])
 
     def _bring(self, kept: _Kept) -> tuple[torch.Tensor, Return]:
-        """Start an input on its way back, and the next one to come through its buffer on its way there."""
+        """Start copying an input to the device, and then reading the next input into the same buffer."""
         buffer = self._buffer(kept)
         if buffer.number != kept.number:
             self._read(kept, buffer)
@@ -201,21 +202,21 @@ class Activations:
         return values, returned
 
     def _read(self, kept: _Kept, buffer: _Buffer) -> None:
-        """Fill the buffer from the drive, as soon as nothing else needs it."""
+        """Fill the buffer from the drive as soon as it is free."""
         place = self._place(kept, buffer)
         before = together([buffer.free, self._written[kept.number]])
         buffer.number, buffer.readers = kept.number, []
         buffer.filled = _after(before, lambda: self._transfers.read(*place))
 
     def close(self) -> None:
-        """Wait for what is under way, whatever becomes of it."""
+        """Wait for all transfers, successful or not."""
         for buffer in (*self._ring, *self._own.values()):
             with suppress(Exception):
                 buffer.free.wait()
 
 
 def _after(before: Future, start: Callable[[], Future]) -> Future:
-    """`start()` once `before` is done, on the thread that saw it; done with it, or with what went wrong."""
+    """Call `start` when `before` completes; return a future that completes with its result or with the first error."""
     future = Future()
 
     def go_on(error: BaseException | None) -> None:

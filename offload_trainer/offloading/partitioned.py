@@ -1,9 +1,9 @@
-"""What gradient checkpointing keeps, divided over ranks that have the same: of each block's input a piece on each.
+"""Partition the inputs of checkpointed blocks over tensor-parallel ranks, which all have the same inputs.
 
-    forward   input ──copied──> this rank's piece (──> host memory)      the input itself goes with the block
-    backward  (host memory ──>) pieces of all ranks ──all-gather──> input, once the block is computed again
+    forward   input ──copied──> this rank's piece (──> host memory)      the input itself is freed with the block
+    backward  (host memory ──>) pieces of all ranks ──all-gather──> input, when the block is recomputed
 
-All ranks compute the same blocks in the same order, so their gathers meet.
+All ranks compute the same blocks in the same order, so their all-gathers match.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 
 @dataclass(frozen=True)
 class _Piece:
-    """Of an input that has this shape; `saved` is the piece, or what stands for it in host memory."""
+    """A piece of an input of this shape; `saved` is the piece, or its handle in host memory."""
 
     saved: Any
     shape: torch.Size
 
 
 class Partitioned:
-    """Keeps of each input a piece on each of `count` ranks, of which this one has number `place` of their `group`."""
+    """Stores one piece of each input on each of `count` ranks; this rank is number `place` in `group`."""
 
     def __init__(self, *, place: int, count: int, group: Any, away: bool = False) -> None:
-        """`away`: pieces go to pinned host memory, on the stream that computes."""
+        """Prepare the partition; `away`: move pieces to pinned host memory, on the computing stream."""
         self._place, self._count, self._group = place, count, group
         self._host = torch.autograd.graph.save_on_cpu(pin_memory=True) if away else None
 
     def begin(self) -> None:
-        """Nothing is needed of a block before its input."""
+        """Do nothing: a block needs no preparation."""
 
     def keep(self, tensor: torch.Tensor) -> Any:
         piece = piece_of(tensor, self._place, count=self._count)
@@ -51,7 +51,7 @@ class Partitioned:
 
 
 def piece_of(tensor: torch.Tensor, place: int, *, count: int) -> torch.Tensor:
-    """A copy of one of `count` alike stretches of a contiguous tensor's elements; the last ones end with zeros."""
+    """Return a copy of piece `place` of `count` equal pieces of a contiguous tensor, padded with zeros."""
     flat = tensor.detach().view(-1)
     size = -(-flat.numel() // count)
     piece, own = flat.new_zeros(size), flat[place * size : (place + 1) * size]

@@ -1,8 +1,8 @@
-"""Which rank takes which pieces of a weight's norm, where the weight's sum lies on several. Pure arithmetic.
+"""Divide the gradient norm of a weight over the ranks that hold parts of its sum. Pure arithmetic.
 
-A norm is put together from fixed pieces, counted from the weight's start, which the ranks' stretches cut: whoever has
-a later part of a piece gives it to the rank in whose stretch that piece begins. The engine sends by this, and the plan
-counts by it.
+A norm is computed from pieces of fixed size, counted from the weight's start, so that its bits do not depend on the
+number of ranks. The ranks' ranges may cut a piece. A rank with a later part of a piece sends it to the rank in whose
+range the piece begins. The engine communicates by these rules, and the plan counts the bytes.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from dataclasses import dataclass
 
 from offload_trainer.plan.layout import Place, Unit, rank_of, stretch_of
 
-_PIECE = 1 << 17  # elements, as the CPU takes norms
-_CHUNK = 1 << 20  # elements whose squares are added up by halves, as norms are taken for a GPU
+_PIECE = 1 << 17  # elements of a piece on a CPU
+_CHUNK = 1 << 20  # elements of a piece for a GPU, whose squares are summed pairwise
 
-Part = tuple[int, int, int]  # rank; elements [first, end) of the unit, which lie in its stretch
+Part = tuple[int, int, int]  # rank, and elements [first, end) of the unit in that rank's range
 
 
 def piece_width(numel: int, *, ordered: bool) -> int:
-    """Elements of a piece of the norm of so many; `ordered`: as it is taken for a GPU."""
+    """Return the elements per piece for a weight of `numel` elements; `ordered`: the norm is computed for a GPU."""
     return min(_CHUNK, 1 << max(0, numel - 1).bit_length()) if ordered else _PIECE
 
 
 @dataclass(frozen=True)
 class NormParts:
-    """What a rank has to do with the norm of one weight. Elements are counted from the unit's start."""
+    """One rank's share in the norm of one weight. Elements are counted from the unit's start."""
 
-    starts: range  # of its pieces, which begin in its stretch
-    ends: int  # the element behind the weight's last
-    has: int  # the element behind the last that lies in its stretch
-    gives: Part | None  # to a rank before it
-    gets: tuple[Part, ...]  # from ranks behind it
+    starts: range  # starts of the pieces that begin in its range
+    ends: int  # end of the weight
+    has: int  # end of the weight's part in its range
+    gives: Part | None  # the part that it sends to an earlier rank
+    gets: tuple[Part, ...]  # the parts that it receives from later ranks
 
 
 def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormParts:
-    """Of one of several ranks, in pieces of `width`."""
+    """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
     ends = place.start + place.weight.numel
     first, has = _within(unit, place, rank, ranks=ranks)
-    into = (first - place.start) % width  # elements of a piece that began before
+    into = (first - place.start) % width  # elements since the start of a piece that an earlier rank has
     starts = range(first - into + width * (into > 0), has, width)
     gets: list[Part] = []
     if starts:
@@ -53,7 +53,7 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
 
 
 def _gives(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> Part | None:
-    """What a rank gives of the piece that began before its stretch."""
+    """Return the part that a rank sends of the piece that begins before its range."""
     first, has = _within(unit, place, rank, ranks=ranks)
     into = (first - place.start) % width
     if not into or first >= has:
@@ -62,9 +62,9 @@ def _gives(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> Pa
 
 
 def given(units: Sequence[Unit], *, ranks: int, ordered: bool) -> list[tuple[int, int, int]]:
-    """(giver, taker, elements) of all that ranks send each other for the norms of a step.
+    """Return (sender, receiver, elements) of all messages for the norms of a step.
 
-    Units whose weights lie alike, as a model's blocks do, have the same.
+    Units with the same layout, such as a model's blocks, have the same messages and are computed once.
     """
     alike: dict[tuple[tuple[int, int], ...], list[tuple[int, int, int]]] = {}
     found: list[tuple[int, int, int]] = []
@@ -78,7 +78,7 @@ def given(units: Sequence[Unit], *, ranks: int, ordered: bool) -> list[tuple[int
 
 
 def _given_of(unit: Unit, place: Place, *, ranks: int, ordered: bool) -> Iterator[tuple[int, int, int]]:
-    """Of one weight."""
+    """Yield the messages for one weight."""
     width = piece_width(place.weight.numel, ordered=ordered)
     here, last = (rank_of(unit, at, ranks=ranks) for at in (place.start, place.start + place.weight.numel - 1))
     for rank in range(here, last + 1):
@@ -88,7 +88,7 @@ def _given_of(unit: Unit, place: Place, *, ranks: int, ordered: bool) -> Iterato
 
 
 def _within(unit: Unit, place: Place, rank: int, *, ranks: int) -> tuple[int, int]:
-    """The elements [first, end) of a weight that lie in a rank's stretch; first = end where none does."""
+    """Return the elements [first, end) of a weight in a rank's range; first equals end if there are none."""
     first, end = stretch_of(unit, rank, ranks=ranks)
     first = max(first, place.start)
     return first, max(first, min(end, place.start + place.weight.numel))

@@ -1,18 +1,17 @@
-"""What an update that runs behind the backward and the next forward hides. Pure arithmetic.
+"""Predict how much of an update is hidden when it overlaps the backward and the next forward. Pure arithmetic.
 
     update    unit 0, 1, 2, ...        in the order in which the forward needs them
-    forward          0, 1, 2, ...      each once its own weights are home
+    forward          0, 1, 2, ...      each unit when it has its new weights
 
-Two machines in a row that take the same jobs in one order: both are done after the longest of the ways "the update up
-to unit k, then the forward from k on" (S. M. Johnson, 1954). What both ask of one thing, a drive, the way to the
-device, the CPU, they cannot ask at once. The step's first micro-batch has the only forward that hides anything, since
-its backward overwrites the sums.
+This is a flow shop with two machines and the same job order on both. Its length is the maximum over k of "update up to
+unit k, then forward from k on" (S. M. Johnson, 1954). Work of both on the same resource (a drive, the bus, the CPU)
+adds up. Only the forward of the step's first micro-batch can hide an update, because its backward overwrites the sums.
 
-    backward  head, last block, ...    each once complete: its pages on drives, if the update may begin ahead
+    backward  head, last block, ...    pages on drives of each unit whose gradients are complete (speculative update)
 
-That goes on beside the step's last backward, from the first block on that is through. What the next forward needs
-first is done first, so what is left is of all blocks alike, and of what comes before them, which is complete last, all
-pages. Pages in RAM wait for the decision, and a step that is decided otherwise has none of it.
+Speculative updates overlap the step's last backward from its first complete block on. Pages that the next forward needs
+first are updated first, so the remaining pages are spread evenly over the blocks. Modules before the blocks complete
+last, so all of their pages remain. Pages in RAM wait for the clipping factor. A mispredicted step hides nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from offload_trainer.plan.time import Bound, Forecast
 
 @dataclass(frozen=True)
 class Part:
-    """A unit's share of the update, and of the forward."""
+    """A unit's share of the update's time and of the forward's time."""
 
     update: float
     forward: float
 
 
 def parts_of(units: Sequence[Unit]) -> list[Part]:
-    """In the order of the forward: what lies before the blocks is looked up, and a tied head comes once more."""
+    """Return the shares in the order of the forward. Modules before the blocks are lookups; a tied head is added."""
     first = _first_block(units)
     tied = sum(place.weight.numel for unit in units[:first] for place in unit.places if place.weight.uses > 1)
     trained = sum(unit.trained for unit in units) or 1
@@ -47,7 +46,7 @@ def _first_block(units: Sequence[Unit]) -> int:
 
 
 def hidden_seconds(found: Forecast, parts: Sequence[Part], *, micro_batches: int, gpu: bool) -> float:
-    """Of the update, behind the forward of the next step's first micro-batch; 0 where a phase is not known."""
+    """Return the seconds of the update that the first micro-batch's forward hides; 0 if a phase is unknown."""
     update, forward = found.seconds["update"], found.seconds["forward"]
     if update is None or forward is None:
         return 0.0
@@ -69,19 +68,19 @@ def hidden_seconds(found: Forecast, parts: Sequence[Part], *, micro_batches: int
 
 @dataclass(frozen=True)
 class AheadOf:
-    """Seconds of an update behind the step's last backward."""
+    """Seconds of a speculative update during the step's last backward."""
 
-    done: float  # of the update
-    hidden: float  # of these, by which the two are shorter than one after the other
+    done: float  # seconds of the update that are done
+    hidden: float  # seconds saved compared with running both one after the other
 
 
 def share_on_drives(pages: Sequence[Page]) -> float:
-    """Of the update."""
+    """Return the share of the update whose pages are on drives."""
     return sum(page.elements for page in pages if page.home >= 0) / (sum(page.elements for page in pages) or 1)
 
 
 def share_that_is_last(units: Sequence[Unit], pages: Sequence[Page]) -> float:
-    """Of the pages on drives, those of the units that a backward completes last."""
+    """Return the share of the pages on drives that belong to units before the blocks, which complete last."""
     first = _first_block(units)
     away = [page for page in pages if page.home >= 0]
     return sum(page.elements for page in away if page.unit < first) / (sum(page.elements for page in away) or 1)
@@ -90,9 +89,10 @@ def share_that_is_last(units: Sequence[Unit], pages: Sequence[Page]) -> float:
 def ahead_of(
     found: Forecast, units: Sequence[Unit], *, on_drives: float, last: float, micro_batches: int, gpu: bool
 ) -> AheadOf:
-    """`on_drives`: the share of the update whose pages are there; `last`: see `share_that_is_last`.
+    """Return how much of the update runs during the last backward.
 
-    What both ask of one thing, as of the CPU that computes, makes the backward longer.
+    `on_drives` is the share of the update on drives, `last` the result of `share_that_is_last`. Shared resources, such
+    as a CPU that computes the model, make the backward longer.
     """
     update, backward = found.seconds["update"], found.seconds["backward"]
     if not update or backward is None or not on_drives:
@@ -100,11 +100,11 @@ def ahead_of(
     backward /= micro_batches
     forwards = [part.forward for part in parts_of(units)]
     blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
-    first = backward * (1.0 - sum(blocks[:-1]))  # the head and a block are through
+    first = backward * (1.0 - sum(blocks[:-1]))  # the head and one block are complete
     asked, others = _asked_ahead(found, on_drives=on_drives, micro_batches=micro_batches, gpu=gpu)
     whole = (1 - last) * min(update, max(asked.values(), default=0.0))
     done, both = 0.0, backward
-    for _ in range(100):  # the longer the backward takes, the more is done behind it
+    for _ in range(100):  # fixed point: a longer backward hides more, which makes it longer
         done = min(whole, both - first)
         part = done / whole if whole else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
@@ -114,7 +114,7 @@ def ahead_of(
 def _asked_ahead(
     found: Forecast, *, on_drives: float, micro_batches: int, gpu: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each thing that pages on drives ask of it, and those of the last backward."""
+    """Return the seconds of each resource that pages on drives use, and that the last backward uses."""
     pages: dict[str, float] = {}
     backward: dict[str, float] = {}
     for bound in found.bounds:
@@ -127,7 +127,7 @@ def _asked_ahead(
 
 
 def left_after(found: Forecast, ahead: AheadOf, *, on_drives: float) -> Forecast:
-    """Of the update, what the time after the decision has to do: pages in memory wait for it."""
+    """Return the forecast of the rest of the update after the clipping factor is known; pages in RAM wait for it."""
     update = found.seconds["update"] or 0.0
     inside = [bound for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]
     left = max([update - ahead.done, *((1 - on_drives) * (bound.seconds or 0.0) for bound in inside)])
@@ -140,7 +140,7 @@ def left_after(found: Forecast, ahead: AheadOf, *, on_drives: float) -> Forecast
 
 
 def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: float) -> list[Part]:
-    """The shares of what is left of the update `found`: of units before the blocks all that the forward waits for."""
+    """Return the shares of the remaining update; the forward waits for all of the units before the blocks."""
     parts, first = parts_of(units), _first_block(units)
     before = sum(part.update for part in parts[:first])
     inside = sum(bound.seconds or 0.0 for bound in found.bounds if bound.phase == "update" and bound.kind == "adamw")
@@ -151,7 +151,7 @@ def parts_left(found: Forecast, left: Forecast, units: Sequence[Unit], *, last: 
 
 
 def _asked_of(bound: Bound, *, gpu: bool) -> str:
-    """The one thing whose seconds these are."""
+    """Return the resource that a bound uses."""
     if bound.kind in ("adamw", "compute"):
         return "gpu" if gpu and bound.kind == "compute" else "cpu"
     return {"adamw_gpu": "gpu", "drive": bound.place}.get(bound.kind, bound.kind)

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chats import TEMPLATE, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -184,6 +185,21 @@ def test_each_conversation_has_its_row() -> None:
     learned = [[not id_ & NOT_LEARNED for id_ in row] for row in rows]
     assert learned == [[False, False, True, True, False, False], [False, False, False, False, True, True]]
     assert maker.counts == marked_rows.Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
+
+
+def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
+    """A conversation may end with the pad token, learned or not; a full row has no padding."""
+    ends = Encoded([20, 21, 9], [False, True, False])
+    given = [ends, conversation(6, first=30, answer=2), Encoded([20, 9], [False, True])]
+    maker = RowMaker(6, pad=9)
+    rows = np.stack([row for one in given if (row := maker.row_of(one)) is not None])
+    assert marked_rows.padding_of(rows).tolist() == [3, 0, 4]
+    maker, packer = RowMaker(6, pad=9), Packer(6, pad=9)
+    cuts = [maker.cut(one) for one in (ends, Encoded([20, 9], [False, True]), conversation(6, first=30, answer=6))]
+    packed = [row for cut in cuts if (row := packer.add(cut)) is not None] + packer.rest()
+    assert sorted(marked_rows.padding_of(np.stack(packed)).tolist()) == [0, 1]
+    before = rows & ~np.uint32(BEGINS)  # as files were written before padding was marked
+    assert marked_rows.padding_of(before).tolist() == [0, 0, 0]
 
 
 def test_where_nothing_is_learned_is_left_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,28 @@ def test_a_killed_run_goes_on_to_the_last_bit(packing: str, chat: Path, drive: P
     assert whole.losses[-1] < whole.losses[0]
     template = AutoTokenizer.from_pretrained(whole.output / "model").chat_template
     assert "Assistant:" in template
+
+
+@pytest.mark.parametrize(("packing", "ranks"), [("off", 1), ("on", 1), ("off", 2)])
+def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: Path, tmp_path: Path) -> None:
+    """Steps that visit each row once count each conversation's tokens once, and no padding, on one rank and on two."""
+    words = ["data.validation=0", f"data.packing={packing}", f"data.cache={tmp_path}", "--save-every", "0"]
+    ask("prepare", *WORDS, "--data", chat, *words)
+    (sidecar,) = (path for path in tmp_path.glob("chat-*.bin.json") if "sums" not in path.name)
+    rows = (json.loads(sidecar.read_text())["tokens"] - 1) // 32
+    assert rows % 2 == 0
+    words += ["--steps", str(rows // 2), "--micro-batch", str(2 // ranks)]
+    words += ["--gpus", str(ranks)] if ranks > 1 else []
+    run = call(*WORDS, "--data", chat, *words, output=tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(run.output / "model")
+    talks = [json.loads(line)["messages"] for line in chat.read_text().splitlines()]
+    found = [len(tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]) for talk in talks]
+    assert max(found) <= 32
+    assert run.steps[-1]["tokens"] == sum(found) < rows * 32
+    per_step = [run.steps[0]["tokens"]]
+    per_step += [after["tokens"] - before["tokens"] for before, after in pairwise(run.steps)]
+    for step, tokens in zip(run.steps, per_step, strict=True):
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(tokens)
 
 
 def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:

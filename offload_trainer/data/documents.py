@@ -71,16 +71,16 @@ def holds_records(source: Path) -> bool:
 
 
 def read_records(
-    source: Path, *, wanted: Collection[str], seen: Callable[[bytes], object] = lambda _: None
+    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Stream the objects of a ``.jsonl`` file or the rows of a table: (file and line, as messages name them; the
-    object). Of a table's columns only the `wanted`.
+    object). Of a table's columns only the `wanted`, and with `strings` all columns of strings.
 
     Raises UserError as `read_documents`.
     """
     try:
         if source.suffix.lower() in TABLES:
-            yield from read_rows(source, wanted=wanted, seen=seen)
+            yield from read_rows(source, wanted=wanted, strings=strings, seen=seen)
             return
         for where, line in _lines(source, seen=seen):
             yield where, _object(line, where=where)
@@ -119,7 +119,7 @@ def _object(line: str, *, where: str) -> dict[str, Any]:
     except RecursionError as error:
         raise UserError(f"{where}: JSON that is nested too deeply to be read; leave that field out") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a JSON {type(record).__name__}, where an object is needed")
+        raise UserError(f"{where}: {json_kind(record)}, where an object is needed")
     return record
 
 
@@ -128,7 +128,11 @@ def _field(record: dict[str, Any], name: str, *, where: str) -> str:
     if name not in record:
         near = get_close_matches(name, record, n=1)
         fix = near[0] if near and near[0].isprintable() else "NAME"
-        raise UserError(f"{where}: no field {name!r}; there are: {named_fields(record)}. Set data.text_field={fix}")
+        raise UserError(
+            f"{where}: no field {name!r}; there are: {named_fields(record)}. Set data.text_field={fix} to train on one "
+            "of them as text; questions and answers are read from 'instruction' and 'output', conversations from "
+            "'messages'"
+        )
     return string_in(record, name, where=where)
 
 
@@ -136,13 +140,21 @@ def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
     """The string in a field that is there. UserError for anything else."""
     text = record[name]
     if not isinstance(text, str):
-        raise UserError(f"{where}: field {name!r} holds a {type(text).__name__}, where a string is needed")
+        raise UserError(f"{where}: field {name!r} holds {json_kind(text)}, where a string is needed")
     return encodable(text, f"field {name!r}", where=where)
 
 
 def named_fields(record: dict[str, Any]) -> str:
     """The keys of an object, for a message."""
-    return ", ".join(ascii(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
+    return ", ".join(repr(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
+
+
+def json_kind(value: object) -> str:
+    """Return what a value is in JSON's words: "a string", "null"."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")  # of a table's column
 
 
 def encodable(text: str, what: str, *, where: str) -> str:

@@ -45,7 +45,8 @@ class Counts:
     learned: int = 0  # tokens, of those that are in rows
     cut: int = 0  # conversations
     cut_off: int = 0  # their tokens that are in no row
-    left_out: int = 0  # conversations, in which nothing is learned
+    left_out: int = 0  # conversations whose answers are all cut off
+    unanswered: int = 0  # conversations that have no answer to learn
 
     def told(self, *, rows: int, length: int) -> str:
         """In a line, of so many rows."""
@@ -59,6 +60,8 @@ class Counts:
             parts.append(f"{self.cut} longer than a row of {length} are cut ({share})")
         if self.left_out:
             parts.append(f"{self.left_out} are left out, in whose first {length} tokens nothing is learned")
+        if self.unanswered:
+            parts.append(f"{self.unanswered} are left out, which have no answer to learn")
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join(parts)
 
@@ -84,7 +87,10 @@ class RowMaker:
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # nothing comes before it that it could follow from
         if not learned.any():
-            self.counts.left_out += 1
+            if any(encoded.counted):
+                self.counts.left_out += 1
+            else:
+                self.counts.unanswered += 1
             return None
         self.counts.conversations += 1
         self.counts.tokens += count

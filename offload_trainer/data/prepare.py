@@ -126,7 +126,7 @@ def _tokenised(
         if rows is None:
             _write_text(writer, sources, sums=sums, text_field=section.text_field, tokenizer=tokenizer, say=say)
         else:
-            records = _of_all(sources, sums=sums, read=partial(read_records, wanted=COLUMNS))
+            records = _of_all(sources, sums=sums, read=partial(read_records, wanted=COLUMNS, strings=True))
             write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
         if not writer.tokens:
             raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")

@@ -30,8 +30,8 @@ def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> Non
     [
         (b'{"text": "cut', "not JSON"),
         (b'{"Text": "a", "id": 1}', r"no field 'text'; there are: Text, id\. Set data\.text_field=Text"),
-        (b'{"text": 5}', "holds a int"),
-        (b'["text"]', "a JSON list"),
+        (b'{"text": 5}', "holds a number, where a string"),
+        (b'["text"]', "a list, where an object"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": "a", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),

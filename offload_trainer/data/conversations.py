@@ -255,16 +255,15 @@ def _message(message: Any, number: int, *, where: str) -> Message:
         raise UserError(f"{where}: message {number} is no object with a 'role' or a 'from'")
     if "role" not in its:
         if role.lower() == _CALL:
-            calls = _called(its.get("value"), number, where=where)
-            return {"role": "assistant", "content": "", "tool_calls": calls, **_whether_learned(its)}
+            called = _called(its.get("value"), number, where=where)
+            return {"role": "assistant", "content": "", "tool_calls": called, **_whether_learned(its)}
         if role.lower() not in _ROLES:
             known = ", ".join((*_ROLES, _CALL))
             raise UserError(f"{where}: message {number} is from {role[:60]!r}; known are {known}")
-        content = _text(its.get("value"), number, where=where)
         rest = {key: value for key, value in its.items() if key not in ("from", "value")}
-        return _checked(rest | {"role": _ROLES[role.lower()], "content": content}, number, where=where)
-    calls = its.get("tool_calls")
-    content = its.get("content")
+        text = _text(its.get("value"), number, where=where)
+        return _checked(rest | {"role": _ROLES[role.lower()], "content": text}, number, where=where)
+    calls, content = its.get("tool_calls"), its.get("content")
     its = its | {"content": "" if content is None and calls else _text(content, number, where=where)}
     if calls:
         its["tool_calls"] = _with_arguments(calls, number, where=where)

@@ -49,19 +49,23 @@ def read_documents(
 
 def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    line = 1
+    line, column, done = 1, 0, 0  # lines; bytes of the last one, and of all, that are decoded
     first = True
     with opened(source, seen=seen) as file:
         while True:
             data = file.read(_BLOCK)
+            mark = len(_BOM) if first and data.startswith(_BOM) else 0
+            column, done = column + mark, done + mark
             try:
-                text = decoder.decode(data.removeprefix(_BOM) if first else data, final=not data)
+                text = decoder.decode(data[mark:], final=not data)
             except UnicodeDecodeError as error:
-                raise _not_utf8(source, line, error) from error
+                raise _not_utf8(source, line, error, column=column, before=done) from error
             yield text
             if not data:
                 return
             line += text.count("\n")
+            column = len(text.rpartition("\n")[2].encode()) + (0 if "\n" in text else column)
+            done += len(text.encode())
             first = False
 
 
@@ -90,7 +94,7 @@ def read_records(
 
 def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[str, str]]:
     """The lines that are not blank, each with where it is."""
-    number = 0
+    number = done = 0
     with opened(source, seen=seen) as file:
         while raw := file.readline(LINE_BYTES + 1):
             number += 1
@@ -100,9 +104,11 @@ def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[s
                     "divide that document, or give it as a text file of its own"
                 )
             try:
-                line = (raw.removeprefix(_BOM) if number == 1 else raw).decode()
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise _not_utf8(source, number, error) from error
+                mark = len(raw) - len(error.object)
+                raise _not_utf8(source, number, error, column=mark, before=done + mark) from error
+            done += len(raw)
             del raw
             if not line.isspace():
                 yield _where(source, number), line
@@ -170,10 +176,13 @@ def _where(source: Path, line: int) -> str:
     return f"{printable(source)}, line {line}"
 
 
-def _not_utf8(source: Path, line: int, error: UnicodeDecodeError) -> UserError:
-    """`error` in bytes that begin on `line` of `source`."""
-    bad = line + error.object.count(b"\n", 0, error.start)
+def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int, before: int) -> UserError:
+    """Return what to say of `error`, in bytes behind the first `column` of `line` and `before` of the whole text."""
+    good = error.object[: error.start]
+    ended = good.rfind(b"\n") + 1
+    place = len(good) - ended if ended else column + len(good)
+    where = _where(source, line + good.count(b"\n"))
     return UserError(
-        f"{_where(source, bad)}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert the file, "
-        "or unpack it if it is compressed"
+        f"{where}: not UTF-8: byte {place + 1} of the line, byte {before + len(good) + 1} of the text, is "
+        f"0x{error.object[error.start]:02x}; convert the file (iconv -t UTF-8), or unpack it if it is compressed"
     )

@@ -95,8 +95,9 @@ class DataSection(_Section):
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "pairs"] = Field(
         "auto",
         description="what a jsonl line or a table's row holds. chat: messages of role and content; sharegpt: "
-        "conversations of from and value; alpaca: instruction, input, output; pairs: prompt and completion; text: "
-        "text_field; auto: by the keys of the first line, text where it has text_field",
+        "conversations of from and value; alpaca: instruction, input, output, or question and answer by other names; "
+        "pairs: prompt and completion; text: text_field; auto: by the keys of the first line, text where it has "
+        "text_field",
     )
     loss: Literal["answers", "all"] = Field(
         "answers",

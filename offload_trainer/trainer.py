@@ -53,7 +53,6 @@ class Job:
     engine: Engine
     train_rows: RowReader
     validation_rows: RowReader | None
-    tokens_per_step: int
     text_bytes: Callable[[torch.Tensor], int | None]  # that ids stand for; None: not known
     clock: PhaseClock
     telemetry: Telemetry | None  # rank 0 only
@@ -166,11 +165,12 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     before = job.counted or read_io()
     group, result, seconds = _carry_out(job, batches, lr=lr, last=state.step + 1 == job.train.steps)
     after = read_io()
-    drive, job.counted = _of_all_ranks(after - before), after if result.goes_on else None
+    drive, tokens = _of_all_ranks(job, after - before, tokens=sum(batch.tokens for batch in group))
+    job.counted = after if result.goes_on else None
     state = replace(
         state,
         step=state.step + 1,
-        tokens=state.tokens + job.tokens_per_step,
+        tokens=state.tokens + tokens,
         data_position=group[-1].state.position,
     )
     if job.telemetry:
@@ -183,7 +183,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 lr=lr,
                 loss_scale=result.loss_scale,
                 seconds=seconds,
-                tokens_per_second=tokens_per_second(job.tokens_per_step, seconds=seconds),
+                tokens_per_second=tokens_per_second(tokens, seconds=seconds),
                 mfu=mfu(job.flops_per_step, seconds=seconds, peak_flops=job.peak_flops),
                 phases=job.clock.take(),
                 nvme_read_bytes=drive.read_bytes,
@@ -202,10 +202,14 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
     return state
 
 
-def _of_all_ranks(moved: IoCount) -> IoCount:
-    """What all ranks have moved; not known where one of them does not know."""
-    ways = zip(*gather((moved.read_bytes, moved.written_bytes)), strict=True)
-    return IoCount(*(None if None in counts else sum(counts) for counts in ways))
+def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, int]:
+    """Return the drive traffic and the tokens of all ranks. Traffic is unknown where one rank does not know its own.
+
+    Ranks that share rows (sequence or tensor parallel) each hold all of them, and their tokens count once.
+    """
+    read, written, counts = zip(*gather((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
+    drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
+    return drive, sum(counts) * job.engine.world // len(counts)
 
 
 def _carry_out(

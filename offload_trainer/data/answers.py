@@ -7,21 +7,30 @@
         ──── not an answer ─────── │ ── answer ─── │                  generation prompt, are how the text begins
 
 An answer ends with what ends a turn, since a model has to write that; white space behind it is no part of one.
+
+A template decides what it prints. Text of a line that is not in the result is counted by field. A message of which
+nothing is printed, calls of tools or descriptions of tools that are not printed are refused: what is left would teach
+another answer, or the answer to another question.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.data.conversations import Example, Message
+from offload_trainer.data.conversations import Example, Message, texts_in
 from offload_trainer.errors import UserError
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PIECES = re.compile(r"\n|</?\w+>")  # templates may change what is between these: thoughts move, lines are stripped
+_NAMED, _WHERE = 12, 120  # fields that are named; characters of a place that are shown
+_OWN_TEMPLATE = "give data.chat_template=FILE with a template that prints"
 
 Span = tuple[int, int]  # characters, from and to
 
@@ -31,6 +40,28 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     counted: list[bool]
+
+
+@dataclass
+class Unsaid:
+    """What the lines have that no row says, and rows that teach to say nothing."""
+
+    fields: dict[str, int] = field(default_factory=dict)  # conversations, by field
+    first: dict[str, str] = field(default_factory=dict)  # the file and line of the first of them
+    empty: int = 0  # answers
+
+    def add(self, fields: set[str], *, where: str) -> None:
+        for name in sorted(fields):
+            self.fields[name] = self.fields.get(name, 0) + 1
+            self.first.setdefault(name, where)
+
+    def told(self) -> list[str]:
+        """Return a sentence for each, for a summary."""
+        named = sorted(self.fields, key=lambda name: -self.fields[name])[:_NAMED]
+        found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]
+        more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
+        told = [f"text that is in no row, or not all of it: {', '.join(found + more)}"] if found else []
+        return told + ([f"{self.empty} of the answers that are learned are empty"] if self.empty else [])
 
 
 class AnswerEncoder:
@@ -43,6 +74,7 @@ class AnswerEncoder:
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
                 "tokenizer.json), and conversations need that: convert it, or give them rendered, in a text field"
             )
+        self.unsaid = Unsaid()
         self._tokenizer, self._everything, self._end_of_text = tokenizer, everything, end_of_text
         self._marks = bool(_MARKED.search(str(tokenizer.chat_template or "")))
 
@@ -68,22 +100,64 @@ class AnswerEncoder:
         if example.pair is not None:
             prompt, completion = example.pair
             start = 0 if self._everything else len(prompt)
+            self.unsaid.add(
+                {name for name, said in example.texts if not _holds(prompt + completion, said)}, where=example.where
+            )
+            self.unsaid.empty += not completion.strip()
             return prompt + completion, [(start, len(prompt + completion))]
         text = self._render(example, example.messages)
+        answers = [n for n, message in enumerate(example.messages) if _is_learned(message, n >= example.first)]
+        self._look_for_losses(example, text)
+        said = (example.messages[number] for number in answers)
+        self.unsaid.empty += sum(not _content(message).strip() and not message.get("tool_calls") for message in said)
         if self._everything:
             return text, [(0, len(text))]
-        answers = [n for n, message in enumerate(example.messages) if _is_learned(message, n >= example.first)]
         everyone = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         if self._marks and answers == everyone:
             return text, self._marked(example)
         return text, [self._answer(example, text, number) for number in answers]
 
-    def _render(self, example: Example, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """`prompt`: with what asks for an answer behind them."""
+    def _look_for_losses(self, example: Example, text: str) -> None:
+        """Count the fields whose text is not all in `text`. UserError where a message or tools are not there at all."""
+        lost = {name for name, said in example.texts if not _holds(text, said)}
+        self.unsaid.add(lost, where=example.where)
+        for number, message in enumerate(example.messages, 1) if lost else ():
+            content = _content(message)
+            if content.strip() and not _holds(text, content, any_piece=True):
+                raise UserError(
+                    f"{example.where}: the chat template prints nothing of message {number} "
+                    f"({message['role'][:60]!r}): {_OWN_TEMPLATE} it, or leave that message out"
+                )
+        if any(message.get("tool_calls") for message in example.messages):
+            self._refuse_unprinted_calls(example, text)
+        if example.tools is not None and text == self._render(example, example.messages, tools=False):
+            raise UserError(
+                f"{example.where}: the chat template prints no 'tools', which this conversation has: {_OWN_TEMPLATE} "
+                "them, or leave them out"
+            )
+
+    def _refuse_unprinted_calls(self, example: Example, text: str) -> None:
+        """UserError for calls of tools that the template does not print: it is asked with names that it cannot know."""
+        names = {n: f"offload_trainer_{n}" for n, message in enumerate(example.messages) if message.get("tool_calls")}
+        messages = [
+            _with_calls_of(message, names[n]) if n in names else message for n, message in enumerate(example.messages)
+        ]
+        found = self._render(example, messages)
+        for number, name in names.items():
+            if not re.search(rf"{name}\b", found):
+                raise UserError(
+                    f"{example.where}: the chat template does not print the 'tool_calls' of message {number + 1}, and "
+                    f"what is left would be learned as an answer: {_OWN_TEMPLATE} them, or leave that conversation out"
+                )
+
+    def _render(
+        self, example: Example, messages: Sequence[Message], *, prompt: bool = False, tools: bool = True
+    ) -> str:
+        """Return the text of messages. `prompt`: with what asks for an answer behind them; `tools`: with those."""
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=None if example.tools is None else list(example.tools),
+                tools=list(example.tools) if tools and example.tools is not None else None,
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
@@ -132,8 +206,42 @@ class AnswerEncoder:
 
 
 def _is_learned(message: Message, asked: bool) -> bool:
-    """An answer that is asked for and has no weight of 0, as some files say of those that are not to be learned."""
-    return asked and message["role"] == "assistant" and message.get("weight", 1) != 0
+    """Return whether a message is an answer that is asked for and that its file does not exclude from learning."""
+    excluded = message.get("weight", 1) == 0 or message.get("train") is False
+    return asked and message["role"] == "assistant" and not excluded
+
+
+def _content(message: Message) -> str:
+    return str(message.get("content") or "")
+
+
+def _with_calls_of(message: Message, name: str) -> Message:
+    """Return the message with each of its calls made one of the function `name`."""
+    calls = [
+        call | {"function": call["function"] | {"name": name}}
+        if isinstance(call.get("function"), dict)
+        else call | {"name": name}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
+
+
+def _holds(text: str, said: str, *, any_piece: bool = False) -> bool:
+    """Return whether all of `said` is in `text`, or any piece of it, as it is or as JSON spells it."""
+    if (said := said.strip()) in text:
+        return True
+    if said[:1] in ("{", "[") and not any_piece:
+        try:
+            return all(_holds(text, one) for _, one in texts_in(json.loads(said)))
+        except (ValueError, RecursionError):
+            pass
+    pieces = (piece.strip() for piece in _PIECES.split(said))
+    found = (
+        piece in text or any(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True))
+        for piece in pieces
+        if piece
+    )
+    return any(found) if any_piece else all(found)
 
 
 def _end_of_said(text: str, until: str, said: str, *, start: int) -> int | None:

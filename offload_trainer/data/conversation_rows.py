@@ -17,11 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.answers import AnswerEncoder
 from offload_trainer.data.conversations import Example, example_of
-from offload_trainer.data.marked_rows import NOT_LEARNED, Packer, RowMaker
+from offload_trainer.data.marked_rows import NOT_LEARNED, Counts, Packer, RowMaker
 from offload_trainer.data.tokenfile import TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
 
+# Raise it when the same conversations and template give other rows than before.
+_VERSION = 2
 _BATCH = 256  # conversations that the tokenizer gets at a time
 _SECONDS_BETWEEN_REPORTS = 5.0
 
@@ -42,7 +44,7 @@ class RowsWish:
         template = hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
         wish = asdict(self)
         packed = ["packed"] if wish.pop("packed") else []  # files of rows that are not keep their names
-        return [*wish.values(), template, *packed]
+        return [_VERSION, *wish.values(), template, *packed]
 
 
 def write_rows(
@@ -74,18 +76,31 @@ def write_rows(
     for row in packer.rest():
         writer.write(row)
     if not writer.tokens:
-        left = f": all {maker.counts.left_out} are left out" if maker.counts.left_out else ""
-        raise UserError(
-            f"there is no conversation in whose first {wish.length} tokens something is learned{left}; give more, a "
-            "larger --seq-len, or data.loss=all"
-        )
+        raise UserError(_nothing_learned(maker.counts, wish.length))
     rows = writer.tokens // wish.length
     writer.write([pad | NOT_LEARNED])  # a row ends with the token behind it
-    writer.summary = maker.counts.told(rows=rows, length=wish.length)
+    told = [maker.counts.told(rows=rows, length=wish.length), *encoder.unsaid.told()]
+    writer.summary = "; ".join(told)
 
 
 def _packed(packer: Packer, ids: np.ndarray | None) -> np.ndarray | None:
     return None if ids is None else packer.add(ids)
+
+
+def _nothing_learned(counts: Counts, length: int) -> str:
+    """Return why no conversation has made a row, and what to do."""
+    without = (
+        f"{counts.unanswered} have no answer to learn (a message from the assistant, without 'weight': 0 or 'train': "
+        "false)"
+    )
+    if counts.unanswered and not counts.left_out:
+        return f"of the conversations {without}, and there are no others; give them answers, or set data.loss=all"
+    left = f": all {counts.left_out} are left out" if counts.left_out else ""
+    more = f"; {without}" if counts.unanswered else ""
+    return (
+        f"there is no conversation in whose first {length} tokens something is learned{left}{more}; give more, a "
+        "larger --seq-len, or data.loss=all"
+    )
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:

@@ -1,29 +1,75 @@
-"""Lines of JSON -> conversations: which of the forms that people publish a file has, and what one line of it says.
+"""Lines of JSON -> conversations: which of the published forms a file has, and what one line of it says.
 
 chat      {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}
 sharegpt  {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
-alpaca    {"instruction": ..., "input": ..., "output": ...}
+alpaca    {"instruction": ..., "input": ..., "output": ...}, or another name for each: `_QUESTIONS`, `_ANSWERS`
 pairs     {"prompt": ..., "completion": ...}      two strings, or two lists of messages
+
+The first three take "system" and "tools", and the third takes "history", as LLaMA-Factory, Axolotl and TRL do. Forms of
+those projects that are not for this kind of training are refused by what they are (`_OTHERS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.data.documents import encodable, holds_records, named_fields, read_records, string_in
+from offload_trainer.data.documents import (
+    encodable,
+    holds_records,
+    json_kind,
+    named_fields,
+    read_records,
+    string_in,
+)
 from offload_trainer.errors import UserError
 
 TEXT = "text"
 _KEYS = {
     "chat": ("messages",),
     "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
     "pairs": ("prompt", "completion"),
 }
-COLUMNS = ("input", "tools", *(key for keys in _KEYS.values() for key in keys))  # all that is read of a table
+_QUESTIONS = ("instruction", "question", "query", "prompt")
+_ANSWERS = ("output", "response", "answer")
+_SYSTEM = ("system", "system_prompt")
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_PREFERENCES = (
+    "preferences, which are trained with TRL: `offload-train cp dpo` writes a script for them. To train on the chosen "
+    "answers alone, give them as an 'output' beside an 'instruction', or as 'messages'"
+)
+_GOOD_AND_BAD = (
+    "answers marked as good or bad (KTO), which TRL trains on: docs/integrations.md. To train on the good ones, give "
+    "these alone, without the mark"
+)
+# Fields that tell a form which is not trained on here, what it is, and what to do.
+_OTHERS = (
+    (("chosen", "rejected"), _PREFERENCES),
+    (("chosen_response", "rejected_response"), _PREFERENCES),
+    (("kto_tag",), _GOOD_AND_BAD),
+    (("prompt", "completions", "labels"), "steps of an answer with a label each, for reward models: use TRL"),
+    (("input_ids",), "ids of a tokenizer: give the text, or write the ids alone into a .bin file"),
+    (("segments",), "segments without a template: give 'prompt' and 'completion', or 'messages'"),
+    (("prompt",), "prompts without answers: give each its answer, as 'completion' (plain text) or 'response' (chat)"),
+)
+_NO_LOSS_HERE = ("train_detail", "training_detail")  # parts of an answer that are learned, in Axolotl's form
+# All that is read of a table beside its columns of strings.
+COLUMNS = (
+    *dict.fromkeys(key for keys in (*_KEYS.values(), *(keys for keys, _ in _OTHERS)) for key in keys),
+    *(*_QUESTIONS, "input", *_ANSWERS, *_SYSTEM, "history", "tools", "label", "chat_template_kwargs"),
+    *_MEDIA,
+)
+# Fields about a record, which nobody expects in a row.
+_ABOUT = frozenset(
+    (
+        *("id", "uid", "uuid", "guid", "idx", "index", "hash", "source", "dataset", "subset", "split", "origin", "url"),
+        *("license", "lang", "language", "locale", "date", "time", "timestamp", "created", "created_at", "updated_at"),
+        *("author", "model", "version", "meta", "metadata", "tool_call_ids"),
+    )
+)
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -38,25 +84,30 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+_CALL = "function_call"  # LLaMA-Factory's role of an answer that calls tools
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One line: messages, whose answers from number `first` on are learned; or, of plain strings, `pair`."""
+    """One line: messages, whose answers from number `first` on are learned; or, of plain strings, `pair`.
+
+    `texts` are all strings of the line that a row is expected to hold, each with its field.
+    """
 
     where: str  # file and line
     messages: tuple[Message, ...] = ()
     first: int = 0
     tools: tuple[Any, ...] | None = None
     pair: tuple[str, str] | None = None
+    texts: tuple[tuple[str, str], ...] = ()
 
 
 def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str:
     """`TEXT`, or the form of conversation that all `sources` have, by the first line of each; `form` but for "auto".
 
-    UserError where they differ, or have none of these forms.
+    UserError where they differ, or hold a form that is not trained on here.
     """
     found = {source: _form_of_file(source, form=form, text_field=text_field) for source in sources}
     kinds = list(dict.fromkeys(found.values()))
@@ -74,74 +125,258 @@ def _form_of_file(source: Path, *, form: str, text_field: str) -> str:
         if not is_lines:
             raise UserError(f"{source}: data.format={form} is for lines of JSON and tables: give .jsonl files")
         return form
-    first = next(iter(read_records(source, wanted=(text_field, *COLUMNS))), None) if is_lines else None
+    wanted = (text_field, *COLUMNS)
+    first = next(iter(read_records(source, wanted=wanted, strings=True)), None) if is_lines else None
     if first is None or text_field in first[1]:
         return TEXT
     where, record = first
     fitting = [name for name, keys in _KEYS.items() if all(key in record for key in keys)]
+    if _asks_and_answers(record) and "pairs" not in fitting:
+        fitting.append("alpaca")
     if len(fitting) > 1:
         raise UserError(f"{where}: it may be read as {' or as '.join(fitting)}: say which with data.format=NAME")
-    return fitting[0] if fitting else TEXT  # which then says what is missing
+    if not fitting:
+        _refuse_other(record, where=where)
+    return fitting[0] if fitting else TEXT  # the text's reader then says what is missing
 
 
 def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
-    """What one line says. UserError, with file and line, for what has not that form."""
-    for key in _KEYS[form]:
+    """Return what one line says. UserError, with file and line, for a line of another form."""
+    if form == "alpaca" and not _asks_and_answers(record):
+        _refuse_other(record, where=where)
+        raise UserError(
+            f"{where}: no fields of a question ({', '.join(_QUESTIONS)} or input) and its answer "
+            f"({', '.join(_ANSWERS)}); there are: {named_fields(record)}"
+        )
+    for key in _KEYS.get(form, ()):
         if key not in record:
+            _refuse_other(record, where=where)
             raise UserError(f"{where}: no field {key!r}, which {form} has; there are: {named_fields(record)}")
-    if form == "chat":
-        tools = record.get("tools")
-        if tools is not None and not isinstance(tools, list):
-            raise UserError(f"{where}: 'tools' holds a {type(tools).__name__}, where a list is needed")
-        return Example(where, _messages(record["messages"], where=where), tools=tuple(tools) if tools else None)
-    if form == "sharegpt":
-        turns = _list(record["conversations"], "conversations", where=where)
-        return Example(where, tuple(_turn(turn, number, where=where) for number, turn in enumerate(turns, 1)))
+    _refuse_other(record, where=where, form=form)
+    first, pair = 0, None
     if form == "alpaca":
-        asked = string_in(record, "instruction", where=where)
-        more = string_in(record, "input", where=where) if record.get("input") else ""
-        told = string_in(record, "output", where=where)
-        question = {"role": "user", "content": f"{asked}\n\n{more}" if more else asked}
-        return Example(where, (question, {"role": "assistant", "content": told}))
+        messages = _alpaca(record, where=where)
+    elif form == "pairs":
+        pair = _pair(record, where=where)
+        messages = () if pair else _messages(record, "prompt", where=where)
+        first = len(messages)
+        messages = messages if pair else (*messages, *_messages(record, "completion", where=where))
+    else:
+        messages = _messages(record, _KEYS[form][0], where=where)
+    if messages:
+        system = _system(record, messages, where=where)
+        messages, first = (*system, *messages), first + len(system)
+    return Example(
+        where,
+        messages,
+        first=first,
+        tools=_tools(record, where=where) if messages else None,
+        pair=pair,
+        texts=tuple(texts_in(record)),
+    )
+
+
+def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None) -> None:
+    """UserError for a line of a known form that is not trained on here, or that holds more than text.
+
+    `form`: the form whose fields the line has, so that only what is added to those tells another form.
+    """
+    for keys, told in _OTHERS:
+        if all(record.get(key) is not None for key in keys) and (form is None or keys != ("prompt",)):
+            raise UserError(f"{where}: {' and '.join(map(repr, keys))} hold {told}")
+    if isinstance(record.get("label"), bool):
+        raise UserError(f"{where}: 'label' holds true or false: {_GOOD_AND_BAD}")
+    for key in _MEDIA:
+        if record.get(key):
+            raise UserError(f"{where}: {key!r} is not empty, and only text is trained on here; leave such lines out")
+    if record.get("chat_template_kwargs"):
+        raise UserError(f"{where}: 'chat_template_kwargs' is not read: set its values in data.chat_template=FILE")
+
+
+def _asks_and_answers(record: dict[str, Any]) -> bool:
+    has_question = any(key in record for key in (*_QUESTIONS, "input"))
+    return has_question and any(key in record for key in _ANSWERS)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def _alpaca(record: dict[str, Any], *, where: str) -> tuple[Message, ...]:
+    question, answer = _only(record, _QUESTIONS, where=where), _only(record, _ANSWERS, where=where)
+    parts = [string_in(record, key, where=where) for key in (question, "input") if key and record.get(key) is not None]
+    assert answer is not None, record
+    if answer not in record:
+        raise UserError(f"{where}: no answer: {answer!r} is missing")
+    told = string_in(record, answer, where=where)
+    turns = [("user", "\n\n".join(part for part in parts if part)), ("assistant", told)]
+    for number, turn in reversed(list(enumerate(_list_or_nothing(record, "history", where=where), 1))):
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(one, str) for one in turn):
+            raise UserError(f"{where}: turn {number} of 'history' is no list of a question and its answer")
+        turns = [("user", turn[0]), ("assistant", turn[1]), *turns]
+    return tuple({"role": role, "content": encodable(text, role, where=where)} for role, text in turns)
+
+
+def _only(record: dict[str, Any], names: Sequence[str], *, where: str) -> str | None:
+    """Return which of several names of one field is there; None for none. UserError for several."""
+    there = [name for name in names if record.get(name) not in (None, "")] or [n for n in names if n in record][:1]
+    if len(there) > 1:
+        raise UserError(
+            f"{where}: {' and '.join(map(repr, there))} may each be the one that is meant; leave one of them out"
+        )
+    return there[0] if there else None
+
+
+def _pair(record: dict[str, Any], *, where: str) -> tuple[str, str] | None:
+    """Return a prompt and its completion where they are plain strings, None where they are lists of messages."""
     if isinstance(record["prompt"], list) and isinstance(record["completion"], list):
-        before = _messages(record["prompt"], where=where)
-        return Example(where, (*before, *_messages(record["completion"], where=where)), first=len(before))
-    pair = string_in(record, "prompt", where=where), string_in(record, "completion", where=where)
-    return Example(where, pair=pair)
+        return None
+    unused = [key for key in (*_SYSTEM, "tools") if record.get(key)]
+    if unused:
+        raise UserError(
+            f"{where}: {unused[0]!r} has no place beside a prompt and a completion of plain text: put it into the "
+            "prompt, or give 'messages'"
+        )
+    return string_in(record, "prompt", where=where), string_in(record, "completion", where=where)
 
 
-def _messages(value: Any, *, where: str) -> tuple[Message, ...]:
-    found = []
-    for number, message in enumerate(_list(value, "messages", where=where), 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{where}: message {number} is no object with a 'role'")
-        content = message.get("content")
-        if content is not None or not message.get("tool_calls"):
-            message = message | {"content": _text(content, number, where=where)}
-        found.append(message)
-    return tuple(found)
+def _messages(record: dict[str, Any], field: str, *, where: str) -> tuple[Message, ...]:
+    """Return the messages of a field, each with `role` and `content`; ShareGPT's names for those are taken too."""
+    value = record[field]
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else json_kind(value)
+        raise UserError(f"{where}: {field!r} holds {what}, where a list of messages is needed")
+    return tuple(_message(message, number, where=where) for number, message in enumerate(value, 1))
 
 
-def _turn(turn: Any, number: int, *, where: str) -> Message:
-    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
-        raise UserError(f"{where}: turn {number} is no object with a 'from'")
-    if turn["from"].lower() not in _ROLES:
-        known = ", ".join(_ROLES)
-        raise UserError(f"{where}: turn {number} is from {ascii(turn['from'])[:60]}; known are {known}")
-    return {"role": _ROLES[turn["from"].lower()], "content": _text(turn.get("value"), number, where=where)}
+def _message(message: Any, number: int, *, where: str) -> Message:
+    its: Message = message if isinstance(message, dict) else {}
+    role = its.get("role", its.get("from"))
+    if not isinstance(role, str):
+        raise UserError(f"{where}: message {number} is no object with a 'role' or a 'from'")
+    if "role" not in its:
+        if role.lower() == _CALL:
+            called = _called(its.get("value"), number, where=where)
+            return {"role": "assistant", "content": "", "tool_calls": called, **_whether_learned(its)}
+        if role.lower() not in _ROLES:
+            known = ", ".join((*_ROLES, _CALL))
+            raise UserError(f"{where}: message {number} is from {role[:60]!r}; known are {known}")
+        rest = {key: value for key, value in its.items() if key not in ("from", "value")}
+        text = _text(its.get("value"), number, where=where)
+        return _checked(rest | {"role": _ROLES[role.lower()], "content": text}, number, where=where)
+    calls, content = its.get("tool_calls"), its.get("content")
+    its = its | {"content": "" if content is None and calls else _text(content, number, where=where)}
+    if calls:
+        its["tool_calls"] = _with_arguments(calls, number, where=where)
+    return _checked(its | {"role": _ROLES.get(role.lower(), role)}, number, where=where)
+
+
+def _checked(message: Message, number: int, *, where: str) -> Message:
+    for key in _NO_LOSS_HERE:
+        if message.get(key):
+            raise UserError(
+                f"{where}: message {number} has {key!r}: answers are learned whole here, or not ('weight': 0)"
+            )
+    if message.get("train") is True and message["role"] != "assistant":
+        raise UserError(
+            f"{where}: message {number} has 'train': true, and only an assistant's messages are learned here"
+        )
+    return message
+
+
+def _whether_learned(turn: Message) -> Message:
+    return {key: turn[key] for key in ("weight", "train") if key in turn}
+
+
+def _with_arguments(calls: Any, number: int, *, where: str) -> list[Any]:
+    """Return calls of tools with their arguments as objects, which templates expect; published files have JSON."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
+    return [call | {"function": _parsed_arguments(call["function"])} if "function" in call else call for call in calls]
+
+
+def _parsed_arguments(function: Any) -> Any:
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return function
+    try:
+        found = json.loads(function["arguments"])
+    except ValueError:
+        return function  # the template may print it as it is
+    return function | {"arguments": found} if isinstance(found, dict) else function
+
+
+def _called(value: Any, number: int, *, where: str) -> list[Any]:
+    """Return the calls that LLaMA-Factory's form has as JSON: {"name": ..., "arguments": ...}, or a list of those."""
+    found = _parsed_json(value, f"message {number}, a {_CALL},", where=where)
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(f"{where}: message {number} is a {_CALL} without the 'name' of a function")
+    return [{"type": "function", "function": _parsed_arguments(call)} for call in calls]
+
+
+def _system(record: dict[str, Any], messages: Sequence[Message], *, where: str) -> tuple[Message, ...]:
+    """Return the system prompt that a line has beside its messages. It is left out where they begin with one."""
+    field = _only(record, _SYSTEM, where=where)
+    if field is None or record[field] in (None, "") or messages[0]["role"] == "system":
+        return ()
+    return ({"role": "system", "content": string_in(record, field, where=where)},)
+
+
+def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:
+    """Return the tools of a line, given as a list or as JSON, each in the form that templates expect."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _parsed_json(tools, "'tools'", where=where)
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"{where}: 'tools' holds {json_kind(tools)}, where a list is needed")
+    bare = [isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str) for tool in tools]
+    return tuple(
+        {"type": "function", "function": tool} if is_bare else tool for tool, is_bare in zip(tools, bare, strict=True)
+    )
+
+
+def _parsed_json(text: Any, what: str, *, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{where}: {what} holds no JSON") from error
+
+
+def _list_or_nothing(record: dict[str, Any], name: str, *, where: str) -> list[Any]:
+    value = record.get(name)
+    if value in (None, ""):
+        return []
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {name!r} holds {json_kind(value)}, where a list is needed")
+    return value
 
 
 def _text(content: Any, number: int, *, where: str) -> str:
-    """A message's text, in one string or in parts."""
+    """Return a message's text, in one string or in parts."""
+    if content is None:
+        raise UserError(f"{where}: message {number} has no content; where it is empty, say so with an empty string")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"{where}: message {number} holds something else than text, which is not trained on here")
+        if "train" in part or "weight" in part:
+            raise UserError(f"{where}: message {number} has parts to learn and others: answers are learned whole here")
     return encodable("".join(part["text"] for part in parts), f"message {number}", where=where)
 
 
-def _list(value: Any, name: str, *, where: str) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        what = "an empty list" if value == [] else f"a {type(value).__name__}"
-        raise UserError(f"{where}: {name!r} holds {what}, where a list of messages is needed")
-    return value
+# -- what a row should hold --------------------------------------------------------------------------------------------
+
+
+def texts_in(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each string of a line that is not empty, with its field; fields about the line itself are left out."""
+    if isinstance(value, str):
+        if value.strip():
+            yield field, value
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts_in(one, field)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            if key not in _ABOUT and not key.endswith("_id") and not (field and key in ("role", "from", "type")):
+                yield from texts_in(one, f"{field}.{key}" if field else key)

@@ -49,19 +49,23 @@ def read_documents(
 
 def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    line = 1
+    line, column, done = 1, 0, 0  # lines; bytes of the last one, and of all, that are decoded
     first = True
     with opened(source, seen=seen) as file:
         while True:
             data = file.read(_BLOCK)
+            mark = len(_BOM) if first and data.startswith(_BOM) else 0
+            column, done = column + mark, done + mark
             try:
-                text = decoder.decode(data.removeprefix(_BOM) if first else data, final=not data)
+                text = decoder.decode(data[mark:], final=not data)
             except UnicodeDecodeError as error:
-                raise _not_utf8(source, line, error) from error
+                raise _not_utf8(source, line, error, column=column, before=done) from error
             yield text
             if not data:
                 return
             line += text.count("\n")
+            column = len(text.rpartition("\n")[2].encode()) + (0 if "\n" in text else column)
+            done += len(text.encode())
             first = False
 
 
@@ -71,16 +75,16 @@ def holds_records(source: Path) -> bool:
 
 
 def read_records(
-    source: Path, *, wanted: Collection[str], seen: Callable[[bytes], object] = lambda _: None
+    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Stream the objects of a ``.jsonl`` file or the rows of a table: (file and line, as messages name them; the
-    object). Of a table's columns only the `wanted`.
+    object). Of a table's columns only the `wanted`, and with `strings` all columns of strings.
 
     Raises UserError as `read_documents`.
     """
     try:
         if source.suffix.lower() in TABLES:
-            yield from read_rows(source, wanted=wanted, seen=seen)
+            yield from read_rows(source, wanted=wanted, strings=strings, seen=seen)
             return
         for where, line in _lines(source, seen=seen):
             yield where, _object(line, where=where)
@@ -90,7 +94,7 @@ def read_records(
 
 def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[str, str]]:
     """The lines that are not blank, each with where it is."""
-    number = 0
+    number = done = 0
     with opened(source, seen=seen) as file:
         while raw := file.readline(LINE_BYTES + 1):
             number += 1
@@ -100,9 +104,11 @@ def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[s
                     "divide that document, or give it as a text file of its own"
                 )
             try:
-                line = (raw.removeprefix(_BOM) if number == 1 else raw).decode()
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise _not_utf8(source, number, error) from error
+                mark = len(raw) - len(error.object)
+                raise _not_utf8(source, number, error, column=mark, before=done + mark) from error
+            done += len(raw)
             del raw
             if not line.isspace():
                 yield _where(source, number), line
@@ -119,7 +125,7 @@ def _object(line: str, *, where: str) -> dict[str, Any]:
     except RecursionError as error:
         raise UserError(f"{where}: JSON that is nested too deeply to be read; leave that field out") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a JSON {type(record).__name__}, where an object is needed")
+        raise UserError(f"{where}: {json_kind(record)}, where an object is needed")
     return record
 
 
@@ -128,7 +134,11 @@ def _field(record: dict[str, Any], name: str, *, where: str) -> str:
     if name not in record:
         near = get_close_matches(name, record, n=1)
         fix = near[0] if near and near[0].isprintable() else "NAME"
-        raise UserError(f"{where}: no field {name!r}; there are: {named_fields(record)}. Set data.text_field={fix}")
+        raise UserError(
+            f"{where}: no field {name!r}; there are: {named_fields(record)}. Set data.text_field={fix} to train on one "
+            "of them as text; questions and answers are read from 'instruction' and 'output', conversations from "
+            "'messages'"
+        )
     return string_in(record, name, where=where)
 
 
@@ -136,13 +146,21 @@ def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
     """The string in a field that is there. UserError for anything else."""
     text = record[name]
     if not isinstance(text, str):
-        raise UserError(f"{where}: field {name!r} holds a {type(text).__name__}, where a string is needed")
+        raise UserError(f"{where}: field {name!r} holds {json_kind(text)}, where a string is needed")
     return encodable(text, f"field {name!r}", where=where)
 
 
 def named_fields(record: dict[str, Any]) -> str:
     """The keys of an object, for a message."""
-    return ", ".join(ascii(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
+    return ", ".join(repr(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
+
+
+def json_kind(value: object) -> str:
+    """Return what a value is in JSON's words: "a string", "null"."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")  # of a table's column
 
 
 def encodable(text: str, what: str, *, where: str) -> str:
@@ -158,10 +176,13 @@ def _where(source: Path, line: int) -> str:
     return f"{printable(source)}, line {line}"
 
 
-def _not_utf8(source: Path, line: int, error: UnicodeDecodeError) -> UserError:
-    """`error` in bytes that begin on `line` of `source`."""
-    bad = line + error.object.count(b"\n", 0, error.start)
+def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int, before: int) -> UserError:
+    """Return what to say of `error`, in bytes behind the first `column` of `line` and `before` of the whole text."""
+    good = error.object[: error.start]
+    ended = good.rfind(b"\n") + 1
+    place = len(good) - ended if ended else column + len(good)
+    where = _where(source, line + good.count(b"\n"))
     return UserError(
-        f"{_where(source, bad)}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert the file, "
-        "or unpack it if it is compressed"
+        f"{where}: not UTF-8: byte {place + 1} of the line, byte {before + len(good) + 1} of the text, is "
+        f"0x{error.object[error.start]:02x}; convert the file (iconv -t UTF-8), or unpack it if it is compressed"
     )

@@ -1,10 +1,11 @@
 """Conversations -> rows of one length, each whole in a row, and what of a row is learned.
 
-    row      id id id id ... pad pad                       a conversation in a row of its own
+    row      id id id id ... | pad pad                     a conversation in a row of its own
     packed   id id id id | id id | id id id ... | pad pad  as many as have room
 
-An id's upper bit says that it is not learned, the one below it that a conversation begins with it. So a file of rows is
-a file of ids, read at any place.
+An id's upper bit says that it is not learned, the one below it that a conversation or the padding begins with it. Every
+conversation has a token that is learned and padding has none, so both can be told apart. A file of rows is a file of
+ids, read at any place.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ IDS = BEGINS - 1
 _OPEN = 64  # rows that are being filled at a time
 
 
+def padding_of(marks: np.ndarray) -> np.ndarray:
+    """Return the number of padding tokens at the end of each row of marked ids, shape [rows, tokens].
+
+    Files of unpacked rows that were made before padding was marked count none.
+    """
+    places = np.arange(marks.shape[1])
+    last = np.where(marks & BEGINS, places, 0).max(axis=1)
+    learned = (marks & NOT_LEARNED == 0) & (places >= last[:, None])
+    found: np.ndarray = np.where(learned.any(axis=1), 0, marks.shape[1] - last)
+    return found
+
+
 @dataclass
 class Counts:
     """What became of the conversations that were given."""
@@ -32,7 +45,8 @@ class Counts:
     learned: int = 0  # tokens, of those that are in rows
     cut: int = 0  # conversations
     cut_off: int = 0  # their tokens that are in no row
-    left_out: int = 0  # conversations, in which nothing is learned
+    left_out: int = 0  # conversations whose answers are all cut off
+    unanswered: int = 0  # conversations that have no answer to learn
 
     def told(self, *, rows: int, length: int) -> str:
         """In a line, of so many rows."""
@@ -46,6 +60,8 @@ class Counts:
             parts.append(f"{self.cut} longer than a row of {length} are cut ({share})")
         if self.left_out:
             parts.append(f"{self.left_out} are left out, in whose first {length} tokens nothing is learned")
+        if self.unanswered:
+            parts.append(f"{self.unanswered} are left out, which have no answer to learn")
         parts.append(f"{rows} rows, {1 - kept / (rows * length):.0%} of them padding")
         return "; ".join(parts)
 
@@ -63,9 +79,7 @@ class RowMaker:
         ids = self.cut(encoded)
         if ids is None:
             return None
-        row = np.full(self._length, self._pad | NOT_LEARNED, dtype=np.uint32)
-        row[: len(ids)] = ids
-        return row
+        return np.concatenate([ids, _padding(self._length - len(ids), pad=self._pad)])
 
     def cut(self, encoded: Encoded) -> np.ndarray | None:
         """Its first `length` tokens, marked; None where nothing is learned in them."""
@@ -73,7 +87,10 @@ class RowMaker:
         learned = np.asarray(encoded.counted[:used], dtype=bool)
         learned[:1] = False  # nothing comes before it that it could follow from
         if not learned.any():
-            self.counts.left_out += 1
+            if any(encoded.counted):
+                self.counts.left_out += 1
+            else:
+                self.counts.unanswered += 1
             return None
         self.counts.conversations += 1
         self.counts.tokens += count
@@ -124,7 +141,12 @@ class Packer:
         return [self._closed(row) for row in self._open]
 
     def _closed(self, row: _Row) -> np.ndarray:
-        # What fills it up is by itself, too.
-        row.add(np.full(self._length - row.used, self._pad | NOT_LEARNED, dtype=np.uint32))
-        row.parts[-1][:1] |= np.uint32(BEGINS)
+        row.add(_padding(self._length - row.used, pad=self._pad))
         return np.concatenate(row.parts)
+
+
+def _padding(count: int, *, pad: int) -> np.ndarray:
+    """Return `count` padding ids, marked as a segment of their own."""
+    ids = np.full(count, pad | NOT_LEARNED, dtype=np.uint32)
+    ids[:1] |= np.uint32(BEGINS)
+    return ids

@@ -14,6 +14,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from offload_trainer.data.sums import new_sum, source_sums
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete
 from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.storage.locks import NoLocks, turn
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 # Raise it when the same text and tokenizer give other ids than before.
@@ -38,6 +40,7 @@ FORMAT = 2
 BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
 SECONDS_BETWEEN_REPORTS = 5.0
+_LONGEST = 86400.0  # seconds that another process may take for the same text
 
 Found = TypeVar("Found")
 
@@ -55,8 +58,8 @@ def prepare_tokens(
 
     Text becomes ``cache/NAME-KEY.bin``, or is found there and not tokenised again. Each document, the last
     one too, is followed by end-of-text, if the tokenizer has one. Special tokens that are spelled out in the
-    text become their ids, as transformers does it. Processes that prepare the same text at once each do the
-    work, and all get a whole file.
+    text become their ids, as transformers does it. Of several processes that prepare the same text one does the work,
+    and the others wait for it; where the cache's filesystem has no locks, each does it.
 
     Raises UserError: what `find_sources` and `read_documents` raise, no text, a tokenizer or a token file
     that does not fit the model or each other. TrainerError: the drive is full, or the text changed meanwhile.
@@ -110,27 +113,48 @@ def _tokenised(
     if rows is not None:
         content = [fingerprint, separator, *rows.key(tokenizer)]
     target = cache / f"{name}-{_digest([FORMAT, sums, *content])}.bin"
-    if is_complete(target):
-        say(f"tokens: {target}, already there")
-        return TokenFile.open(target)
-    size = format_bytes(sum(source.stat().st_size for source in sources))
-    say(f"tokenising {size} of text in {len(sources)} file(s) into {target}")
-    with TokenWriter(
-        target,
-        tokenizer=fingerprint,
-        vocabulary=vocabulary_size(tokenizer),
-        end_of_text=separator,
-        row_length=None if rows is None else rows.length,
-        packed=rows is not None and rows.packed,
-    ) as writer:
-        if rows is None:
-            _write_text(writer, sources, sums=sums, text_field=section.text_field, tokenizer=tokenizer, say=say)
-        else:
-            records = _of_all(sources, sums=sums, read=partial(read_records, wanted=COLUMNS))
-            write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
-        if not writer.tokens:
-            raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")
+    with nullcontext() if is_complete(target) else _only_writer(target, say=say):
+        if is_complete(target):
+            say(f"tokens: {target}, already there")
+            return TokenFile.open(target)
+        size = format_bytes(sum(source.stat().st_size for source in sources))
+        say(f"tokenising {size} of text in {len(sources)} file(s) into {target}")
+        with TokenWriter(
+            target,
+            tokenizer=fingerprint,
+            vocabulary=vocabulary_size(tokenizer),
+            end_of_text=separator,
+            row_length=None if rows is None else rows.length,
+            packed=rows is not None and rows.packed,
+        ) as writer:
+            if rows is None:
+                _write_text(writer, sources, sums=sums, text_field=section.text_field, tokenizer=tokenizer, say=say)
+            else:
+                read = partial(read_records, wanted=COLUMNS, strings=True)
+                records = _of_all(sources, sums=sums, read=read, writer=writer)
+                write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
+            if not writer.tokens:
+                raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")
     return TokenFile.open(target)
+
+
+@contextmanager
+def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
+    """Wait until no other process makes `target`; inside, none begins to. A process that dies gives its lock back.
+
+    Where there are no locks, or the lock file is another user's, every process does the work.
+    """
+
+    def waiting(_: str) -> None:
+        say(f"another process is tokenising the same text: waiting for {target}")
+
+    with ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(turn(target.with_suffix(".lock"), say=waiting, patience=_LONGEST))
+        except (OSError, NoLocks):
+            pass  # a directory that cannot be written is refused by the writer
+        yield
 
 
 def _checked(
@@ -192,11 +216,24 @@ def _encode_all(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _of_all(sources: Sequence[Path], *, sums: Sequence[str], read: Callable[..., Iterator[Found]]) -> Iterator[Found]:
-    """What `read` finds in the files; TrainerError behind a file that is not the one whose sum was taken."""
+def _of_all(
+    sources: Sequence[Path], *, sums: Sequence[str], read: Callable[..., Iterator[Found]], writer: TokenWriter
+) -> Iterator[Found]:
+    """Yield what `read` finds in the files; TrainerError behind a file that is not the one whose sum was taken.
+
+    `writer` is told which share of the bytes has been read, without the block that is being looked at.
+    """
+    total, done = sum(source.stat().st_size for source in sources), 0
     for source, expected in zip(sources, sums, strict=True):
         found = new_sum()
-        yield from read(source, seen=found.update)
+
+        def see(data: bytes, found: Any = found) -> None:
+            nonlocal done
+            found.update(data)
+            writer.share = done / total
+            done += len(data)
+
+        yield from read(source, seen=see)
         if found.hexdigest() != expected:
             raise TrainerError(
                 f"{source}: the text changed while it was being tokenised: start again once it is complete"
@@ -214,7 +251,8 @@ def _write_text(
 ) -> None:
     """The documents' ids, one after another."""
     cutter = Cutter(partial(_encode, tokenizer))
-    pieces = _of_all(sources, sums=sums, read=partial(read_documents, text_field=text_field, cutter=cutter))
+    read = partial(read_documents, text_field=text_field, cutter=cutter)
+    pieces = _of_all(sources, sums=sums, read=read, writer=writer)
     total = sum(source.stat().st_size for source in sources)
     separator = end_of_text(tokenizer)
     writer.text_bytes = _tokenise(pieces, tokenizer=tokenizer, separator=separator, writer=writer, total=total, say=say)

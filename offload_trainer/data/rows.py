@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offload_trainer.data.marked_rows import BEGINS, IDS, NOT_LEARNED
+from offload_trainer.data.marked_rows import BEGINS, IDS, NOT_LEARNED, padding_of
 from offload_trainer.data.mixture import MixedTokens
 from offload_trainer.data.order import order
 from offload_trainer.data.shards import Tokens
@@ -42,17 +42,19 @@ class DataState:
 class Rows(NamedTuple):
     """`inputs` and `targets`, int64 [rows, seq_len]; a target is the token after its input.
 
-    `positions`, of the same shape, begin anew with each document, where rows hold documents that are each by itself.
+    `positions`, of the same shape, restart at 0 with each document, where the documents of a row are kept apart.
+    `padding` is the number of inputs, in all rows together, that only fill up rows of conversations.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor | None = None
+    padding: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`inputs`, `targets` and `positions` as in `Rows`; targets may be IGNORED; `state` is where to resume once used.
+    """The fields of `Rows`; targets may be IGNORED; `state` is where to resume once used.
 
     `seed` is of all that chance decides in a training forward (dropout, router noise).
     """
@@ -62,6 +64,12 @@ class Batch:
     state: DataState
     seed: int = 0
     positions: torch.Tensor | None = None
+    padding: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The inputs that are not padding."""
+        return self.inputs.numel() - self.padding
 
     @property
     def counted(self) -> int:
@@ -207,9 +215,10 @@ class RowReader:
         """The rows with these numbers, counted from the file's beginning."""
         length = self._seq_len
         block = np.stack([self._tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
-        marks = None
+        marks, padding = None, 0
         if self._tokens.row_length is not None:
             marks, block = block, block & IDS
+            padding = int(padding_of(marks[:, :-1]).sum())
         if block.max() >= self._vocabulary:
             row = indices[int(block.max(axis=1).argmax())]
             raise TrainerError(
@@ -226,7 +235,7 @@ class RowReader:
             begins = np.zeros_like(targets, dtype=bool)
             begins[:, 1:] = block[:, :-2] == self._apart
         positions = None if begins is None else torch.from_numpy(positions_of(begins))
-        return Rows(torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(targets), positions)
+        return Rows(torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(targets), positions, padding)
 
     def _row(self, position: int) -> int:
         if self._shares is not None:

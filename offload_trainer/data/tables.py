@@ -6,6 +6,7 @@ In memory is one row group of a Parquet file, or one batch of an Arrow file, of 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ _BLOCK = 1 << 20
 
 
 def read_rows(
-    source: Path, *, wanted: Collection[str], seen: Callable[[bytes], object]
+    source: Path, *, wanted: Collection[str], strings: bool = False, seen: Callable[[bytes], object]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file and row, as messages name them; the record) of each row.
 
-    Of its columns those that are `wanted`, or all where there is none of these: what is missing is then said beside
-    what is there. Nothing that is null is inside a column's values. `seen` has every byte of the file, at the end.
+    Of its columns those that are `wanted`, with `strings` those of strings too, or all where there is none of these:
+    what is missing is then said beside what is there. Nothing that is null is inside a column's values. `seen` has
+    every byte of the file, at the end.
 
     UserError for what is no such file. OSError where it cannot be read.
     """
@@ -31,7 +33,7 @@ def read_rows(
     name = str(source) if str(source).isprintable() else ascii(str(source))
     number = 0
     try:
-        for batch in _batches(source, wanted):
+        for batch in _batches(source, partial(_chosen, wanted=wanted, strings=strings)):
             for start in range(0, batch.num_rows, _ROWS):
                 for record in batch.slice(start, _ROWS).to_pylist():
                     number += 1
@@ -44,13 +46,13 @@ def read_rows(
             seen(block)
 
 
-def _batches(source: Path, wanted: Collection[str]) -> Iterator[Any]:
+def _batches(source: Path, chosen: Callable[[Any], list[str]]) -> Iterator[Any]:
     import pyarrow
     from pyarrow import ipc, parquet
 
     if source.suffix.lower() == ".parquet":
         with parquet.ParquetFile(source) as file:
-            yield from file.iter_batches(batch_size=_ROWS, columns=_chosen(file.schema_arrow.names, wanted))
+            yield from file.iter_batches(batch_size=_ROWS, columns=chosen(file.schema_arrow))
         return
     with pyarrow.OSFile(str(source), "rb") as opened:
         is_file = opened.read(6) == b"ARROW1"
@@ -61,13 +63,17 @@ def _batches(source: Path, wanted: Collection[str]) -> Iterator[Any]:
         else:
             reader = ipc.open_stream(opened)
             batches = iter(reader)
-        columns = _chosen(reader.schema.names, wanted)
+        columns = chosen(reader.schema)
         for batch in batches:
             yield batch.select(columns)
 
 
-def _chosen(names: list[str], wanted: Collection[str]) -> list[str]:
-    return [name for name in names if name in wanted] or names
+def _chosen(schema: Any, *, wanted: Collection[str], strings: bool) -> list[str]:
+    from pyarrow.types import is_large_string, is_string
+
+    names: list[str] = schema.names
+    texts = [field.name for field in schema if strings and (is_string(field.type) or is_large_string(field.type))]
+    return [name for name in names if name in wanted or name in texts] or names
 
 
 def _without_nulls(value: Any) -> Any:

@@ -244,6 +244,7 @@ class TokenWriter:
         self.tokens = 0
         self.text_bytes: int | None = None  # these two are set by whoever knows them, before the end
         self.summary: str | None = None
+        self.share = 0.0  # of the text that has been read, as far as its reader says
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
         self._row_length, self._packed = row_length, packed
         self._dtype = np.dtype("<u4") if row_length else id_dtype(vocabulary)
@@ -268,6 +269,7 @@ class TokenWriter:
         try:
             self._file.write(data)
         except OSError as error:
+            self.tokens += len(ids)  # of which some did not fit
             raise self._failed(error) from error
         self.tokens += len(ids)
         self._block += data
@@ -314,13 +316,19 @@ class TokenWriter:
 
     def _failed(self, error: OSError) -> TrainerError:
         _discard(self._file)  # before looking at what is free
-        written = self.tokens * self._dtype.itemsize
+        made = self.tokens * self._dtype.itemsize
         free = shutil.disk_usage(self.path.parent).free
-        what = "the drive is full" if error.errno == errno.ENOSPC else f"writing failed ({error.strerror})"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return TrainerError(
+                f"writing failed ({error.strerror}): {self.path.parent}, at {format_bytes(made)} of tokens. Choose "
+                "another directory with data.cache=DIR"
+            )
+        read = f", {self.share:.0%} of the text read" if self.share else ""
+        need = f"about {format_bytes(made / self.share)}" if 0 < self.share < 1 else f"at least {format_bytes(made)}"
         return TrainerError(
-            f"{what}: {self.path.parent} took {format_bytes(written)} of tokens and has "
-            f"{format_bytes(free)} free now that the unfinished file is removed; a token takes "
-            f"{self._dtype.itemsize} bytes. Free space there, or choose another directory with data.cache=DIR"
+            f"the drive is full: {self.path.parent} has {format_bytes(free)} free, now that the unfinished file is "
+            f"removed, and the tokens take {need} ({format_bytes(made)} so far{read}; {self._dtype.itemsize} bytes a "
+            "token). Free that much there, or choose another directory with data.cache=DIR"
         )
 
 

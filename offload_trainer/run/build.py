@@ -195,7 +195,6 @@ def _make_job(setup: Setup, engine: Engine, *, done: int, swaps: list[Path]) -> 
         engine=engine,
         train_rows=rows(data.tokens, rows=data.split.train, seed=train.seed, shuffle=config.data.shuffle),
         validation_rows=rows(data.held_out, rows=data.split.validation) if data.split.validation else None,
-        tokens_per_step=plan.tokens_per_step,
         text_bytes=TokenBytes(data.tokenizer).of,
         clock=PhaseClock(synchronize=_what_computes(plan) if torch.cuda.is_available() else None),
         telemetry=telemetry,

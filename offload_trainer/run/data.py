@@ -17,7 +17,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.places import cache_directory
 from offload_trainer.units import format_count
 
-_STRETCHES, _CHARACTERS = 12, 300  # of a row that is shown
+_STRETCHES, _CHARACTERS = 16, 300  # of a row that is shown
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,10 @@ def _what_ends_documents(end: int | None, *given: Any) -> int | None:
 
 
 def first_row(data: RunData, *, seq_len: int) -> list[str]:
-    """The first row as text, in stretches that are learned and that are not; nothing where all of it is learned."""
+    """Return the first row as text, a line for each stretch that is learned or not; nothing where all is learned.
+
+    Each conversation of a packed row begins with its number, and padding is counted.
+    """
     from itertools import groupby
 
     from offload_trainer.data.rows import IGNORED, RowReader
@@ -155,15 +158,36 @@ def first_row(data: RunData, *, seq_len: int) -> list[str]:
     inputs, targets = row.inputs[0].tolist(), row.targets[0].tolist()
     if IGNORED not in targets:
         return []
-    marked = zip(inputs, [False, *(target != IGNORED for target in targets[:-1])], strict=True)
-    stretches = [(learned, [id_ for id_, _ in some]) for learned, some in groupby(marked, key=lambda pair: pair[1])]
-    told = [("learned" if learned else "given", _shortened(data.tokenizer.decode(ids))) for learned, ids in stretches]
-    return ["the first row:", *(f"  {what:<8} {text}" for what, text in told[:_STRETCHES])]
+    learned = [False, *(target != IGNORED for target in targets[:-1])]
+    positions = list(range(seq_len)) if row.positions is None else row.positions[0].tolist()
+    text_end = seq_len - row.padding
+    begins = [place for place in range(text_end) if positions[place] == 0]
+    told = []
+    for number, (start, end) in enumerate(zip(begins, [*begins[1:], text_end], strict=True), 1):
+        told += [f"conversation {number} of {len(begins)}:"] if len(begins) > 1 else []
+        for is_learned, places in groupby(range(start, end), key=learned.__getitem__):
+            text = data.tokenizer.decode([inputs[place] for place in places])
+            told.append(f"{'learned' if is_learned else 'given':<8} {_shortened(text)}")
+    hidden = len(told) - _STRETCHES
+    shown = [*told[:_STRETCHES], *([f"... and {hidden} more lines"] if hidden > 0 else [])]
+    if row.padding:
+        shown.append(f"{'padding':<8} {row.padding} x {data.tokenizer.decode(inputs[-1:])!r}")
+    return ["the first row:", *(f"  {line}" for line in shown)]
 
 
 def _shortened(text: str) -> str:
-    """As Python writes it, since it may hold line ends and what steers a terminal."""
-    return ascii(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!a}..."
+    """Return a text in quotes; line ends and what could steer a terminal are escaped, as `repr` does it."""
+    return repr(text) if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]!r}..."
+
+
+def epoch_line(data: RunData, *, rows_per_step: int, steps: int) -> str:
+    """Return how many steps visit each training row once, beside the number of steps of the run."""
+    rows = len(data.split.train)
+    epochs = steps * rows_per_step / rows
+    return (
+        f"an epoch: {rows} rows are {-(-rows // rows_per_step)} steps of {rows_per_step} "
+        f"(--micro-batch x --accumulate x ranks); --steps {steps} is {epochs:.3g} epochs"
+    )
 
 
 def _tokenizer(section: DataSection, source: Any, *, say: Callable[[str], None]) -> Any:

@@ -29,7 +29,7 @@ from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.alike import refuse_other_data, refuse_other_programs
 from offload_trainer.run.beats import beating
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
-from offload_trainer.run.data import check_data, first_row, prepare_data, unknown_identity
+from offload_trainer.run.data import check_data, epoch_line, first_row, prepare_data, unknown_identity
 from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.run.nodes import refuse_node, refuse_unseen
@@ -263,8 +263,10 @@ def prepare_run(config: TrainConfig) -> list[Path]:
     planned = plan_run(config)
     say = Log(loud=True).say
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=say)
-    for line in first_row(data, seq_len=planned.plan.seq_len):
+    plan = planned.plan
+    for line in first_row(data, seq_len=plan.seq_len):
         say(line)
+    say(epoch_line(data, rows_per_step=plan.tokens_per_step // plan.seq_len, steps=planned.config.train.steps))
     return data.paths
 
 

@@ -19,7 +19,7 @@ class StepRecord:
     """One optimizer step. Its fields are the keys of a line of metrics.jsonl: a contract with its readers."""
 
     step: Steps  # steps done, this one included
-    tokens: Count  # trained on so far in the run, by all ranks
+    tokens: Count  # inputs read so far in the run by all ranks, without the padding of rows of conversations
     loss: Number | None  # mean over the step's tokens, in nats
     grad_norm: Number | None  # global, before clipping; None when the step overflowed
     lr: Number
@@ -86,7 +86,7 @@ def bits_per_byte(loss: float, *, tokens: int, text_bytes: int | None) -> float 
 
 
 def tokens_per_second(tokens: int, *, seconds: float) -> float:
-    """Of one step: `tokens` of all ranks in `seconds` of wall clock."""
+    """Return the speed of one step: `tokens` of all ranks, padding not counted, in `seconds` of wall clock."""
     return tokens / seconds
 
 

@@ -106,11 +106,12 @@ class Served:
         from offload_trainer.telemetry.meters import peak_rss_bytes
 
         on_gpu = torch.cuda.is_available()
+        plan = json.loads((output / "plan.json").read_text())
         about = {
-            "plan": json.loads((output / "plan.json").read_text()),
+            "plan": plan,
             "log": (output / "log.txt").read_text(),
             "parameters": job.checkpoints.record.identity["parameters"],
-            "tokens_per_step": job.tokens_per_step,
+            "tokens_per_step": plan["chosen"]["tokens_per_step"],
             "flops_per_step": job.flops_per_step,
             "build_rss": peak_rss_bytes(),
             "build_device_peak": torch.cuda.max_memory_allocated() if on_gpu else 0,

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chats import TEMPLATE, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -33,12 +34,8 @@ THOUGHTS = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' and loop.last %}(so)\n"
     "{% endif %}{{ message.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# Whatever is said is told backwards once more follows.
-BACKWARDS = (
-    "{% for message in messages %}<{{ message.role }}>"
-    "{{ message.content if loop.last else message.content[::-1] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+# The beginning of a text depends on what follows.
+COUNTED = "{{ messages | length }}" + TEMPLATE
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -102,8 +99,8 @@ def test_earlier_answers_without_their_thoughts() -> None:
 
 def test_a_template_that_hides_the_answers_is_refused() -> None:
     with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 in another way .*data.loss=all"):
-        encoded({"messages": TALK}, form="chat", template=BACKWARDS)
-    found = encoded({"messages": TALK}, form="chat", template=BACKWARDS, everything=True)
+        encoded({"messages": TALK}, form="chat", template=COUNTED)
+    found = encoded({"messages": TALK}, form="chat", template=COUNTED, everything=True)
     assert all(found.counted)
 
 
@@ -186,11 +183,26 @@ def test_each_conversation_has_its_row() -> None:
     assert maker.counts == marked_rows.Counts(2, tokens=12, longest=8, learned=4, cut=1, cut_off=2)
 
 
+def test_padding_is_known_from_the_pad_tokens_of_a_conversation() -> None:
+    """A conversation may end with the pad token, learned or not; a full row has no padding."""
+    ends = Encoded([20, 21, 9], [False, True, False])
+    given = [ends, conversation(6, first=30, answer=2), Encoded([20, 9], [False, True])]
+    maker = RowMaker(6, pad=9)
+    rows = np.stack([row for one in given if (row := maker.row_of(one)) is not None])
+    assert marked_rows.padding_of(rows).tolist() == [3, 0, 4]
+    maker, packer = RowMaker(6, pad=9), Packer(6, pad=9)
+    cuts = [maker.cut(one) for one in (ends, Encoded([20, 9], [False, True]), conversation(6, first=30, answer=6))]
+    packed = [row for cut in cuts if (row := packer.add(cut)) is not None] + packer.rest()
+    assert sorted(marked_rows.padding_of(np.stack(packed)).tolist()) == [0, 1]
+    before = rows & ~np.uint32(BEGINS)  # as files were written before padding was marked
+    assert marked_rows.padding_of(before).tolist() == [0, 0, 0]
+
+
 def test_where_nothing_is_learned_is_left_out() -> None:
     maker = RowMaker(4, pad=9)
     given = [Encoded([1, 2, 3], [False] * 3), conversation(6, first=0, answer=2), Encoded([5], [True])]
     assert rows_of(maker, given) == []
-    assert maker.counts == marked_rows.Counts(left_out=3)
+    assert maker.counts == marked_rows.Counts(left_out=2, unanswered=1)
 
 
 def test_packed_rows_hold_each_conversation_whole() -> None:
@@ -299,15 +311,15 @@ def test_a_file_of_rows_is_for_rows_of_that_length(tmp_path: Path) -> None:
     ("record", "told"),
     [
         ({"messages": []}, "'messages' holds an empty list"),
-        ({"messages": "hello"}, "'messages' holds a str"),
+        ({"messages": "hello"}, "'messages' holds a string"),
         ({"messages": ["hello"]}, "message 1 is no object with a 'role'"),
-        ({"messages": [{"role": "user", "content": None}]}, "message 1 holds something else than text"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 1 has no content"),
         ({"messages": [message("user", "a"), {"role": "user", "content": [{"type": "image"}]}]}, "message 2 holds"),
         ({"messages": [message("user", "\ud800")]}, "message 1 holds half a surrogate pair"),
-        ({"messages": TALK, "tools": "x"}, "'tools' holds a str"),
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, "turn 1 is from 'narrator'; known are human"),
-        ({"conversations": [{"value": "x"}]}, "turn 1 is no object with a 'from'"),
-        ({"instruction": 3, "output": "x"}, "field 'instruction' holds a int"),
+        ({"messages": TALK, "tools": "x"}, "'tools' holds no JSON"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "message 1 is from 'narrator'; known are human"),
+        ({"conversations": [{"value": "x"}]}, "message 1 is no object with a 'role' or a 'from'"),
+        ({"instruction": 3, "output": "x"}, "field 'instruction' holds a number"),
         ({"prompt": "x", "completion": []}, "field 'completion' holds a list"),
         ({"text": "x", "other": 1}, "no field 'messages', which chat has; there are: text, other"),
     ],
@@ -354,6 +366,11 @@ def test_a_template_that_refuses_names_the_line(tmp_path: Path) -> None:
 
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": TALK[:2]}) + "\n")
-    with pytest.raises(UserError, match=r"first 80 tokens something is learned: all 1 are left out"):
+    file.write_text(json.dumps({"messages": TALK[:3]}) + "\n")
+    with pytest.raises(UserError, match=r"first 12 tokens something is learned: all 1 are left out; give more"):
+        prepared(file, tokenizer=chat_tokenizer(), seq_len=12)
+    file.write_text((json.dumps({"messages": TALK[:2]}) + "\n") * 3)
+    with pytest.raises(UserError, match=r"of the conversations 3 have no answer to learn .* set data.loss=all") as told:
         prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
+    assert "seq-len" not in str(told.value)
+    assert prepared(file, tokenizer=chat_tokenizer(), seq_len=80, loss="all").summary.startswith("3 conversations")

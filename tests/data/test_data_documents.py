@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ def test_jsonl_lines_are_documents_and_blank_ones_are_not(tmp_path: Path) -> Non
     [
         (b'{"text": "cut', "not JSON"),
         (b'{"Text": "a", "id": 1}', r"no field 'text'; there are: Text, id\. Set data\.text_field=Text"),
-        (b'{"text": 5}', "holds a int"),
-        (b'["text"]', "a JSON list"),
+        (b'{"text": 5}', "holds a number, where a string"),
+        (b'["text"]', "a list, where an object"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": "a", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
@@ -54,8 +55,29 @@ def test_bad_utf8_in_a_text_file_is_named(
 ) -> None:
     monkeypatch.setattr(documents, "_BLOCK", block)
     (tmp_path / "a.txt").write_bytes(b"a line of text\n" * 40 + b"and " + bad)
-    with pytest.raises(UserError, match=rf"a\.txt, line 41: not UTF-8 \(byte 0x{bad[0]:02x}\)"):
+    told = rf"a\.txt, line 41: not UTF-8: byte 5 of the line, byte {40 * 15 + 5} of the text, is 0x{bad[0]:02x}"
+    with pytest.raises(UserError, match=told):
         read(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("line", [1, 2, 3])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_the_place_of_a_byte_is_where_a_hex_editor_finds_it(
+    name: str, line: int, mark: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Characters of several bytes count as those, and so does a byte-order mark."""
+    lines = [json.dumps({"text": f"é€ {number}" * 5}, ensure_ascii=False).encode() for number in range(4)]
+    bad = lines[line - 1].replace(str(line - 1).encode(), b"\xff")
+    whole = mark + b"\n".join([*lines[: line - 1], bad, *lines[line:]])
+    (tmp_path / name).write_bytes(whole)
+    for block in (1, 7, 1 << 18):
+        monkeypatch.setattr(documents, "_BLOCK", block)
+        with pytest.raises(UserError, match=rf"line {line}: not UTF-8") as caught:
+            read(tmp_path / name)
+        in_line, in_text = map(int, re.findall(r"byte (\d+) of the", str(caught.value)))
+        assert in_text == whole.index(b"\xff") + 1
+        assert in_line == whole.split(b"\n")[line - 1].index(b"\xff") + 1
 
 
 def test_a_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

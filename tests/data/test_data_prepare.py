@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
+import re
+import subprocess
+import sys
+import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +29,8 @@ from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.storage import locks
+from offload_trainer.units import parse_bytes
 
 TEXT = "When shall we three meet again\nIn thunder, lightning, or in rain?\n\nSECOND WITCH.\n" * 30
 
@@ -90,7 +99,7 @@ def test_documents_become_their_tokens_with_end_of_text_behind_each(
         "crc32": [zlib.crc32(tokens.path.read_bytes())],
     }
     assert tokens.path.name.startswith("my-text-")
-    assert len(leftovers(tmp_path / "cache")) == 3  # and the sums of the text
+    assert len(leftovers(tmp_path / "cache")) == 4  # and the sums of the text, and a lock
 
 
 def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
@@ -357,7 +366,7 @@ def test_empty_text_is_refused_and_leaves_nothing(tmp_path: Path, tokenizer: Cou
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n\n')
     with pytest.raises(UserError, match="no text in it"):
         prepared(tmp_path / "a.txt", tmp_path / "b.jsonl", tokenizer=tokenizer, cache=tmp_path / "cache")
-    assert [name for name in leftovers(tmp_path / "cache") if not name.endswith(".sums.json")] == []
+    assert [name for name in leftovers(tmp_path / "cache") if not name.endswith((".sums.json", ".lock"))] == []
 
 
 def test_a_text_that_grows_meanwhile_is_refused(
@@ -396,10 +405,113 @@ def test_a_full_drive_is_reported_and_left_clean(
 
         monkeypatch.setattr(tokenfile, "_open_temporary", FullFile)
     cache = tmp_path / "cache"
-    with pytest.raises(TrainerError, match=r"drive is full.*took .*B of tokens.*has .*B free") as caught:
+    told = r"drive is full: .*has .*B free, now .* the tokens take at least .*B \(.*B so far"
+    with pytest.raises(TrainerError, match=told) as caught:
         prepared(source, tokenizer=tokenizer, cache=cache)
     assert caught.value.exit_code == 1
     assert not [name for name in leftovers(cache) if ".bin" in name]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_a_full_drive_says_what_size_is_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file takes where there is room, or up to a third more."""
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    record = {"text": TEXT[:400]} if kind == "text" else {"messages": talk}
+    source, tokenizer = tmp_path / "a.jsonl", load_tokenizer("builtin")
+    source.write_text((json.dumps(record | {"id": "0" * 300}) + "\n") * 6000)
+    open_temporary, budget = tokenfile._open_temporary, [1 << 62]
+
+    class SmallDrive:
+        def __init__(self, path: Path) -> None:
+            self.file = open_temporary(path)
+            self.name, self.close, self.flush, self.fileno = (
+                getattr(self.file, name) for name in ("name", "close", "flush", "fileno")
+            )
+
+        def write(self, data: bytes) -> int:
+            budget[0] -= len(data)
+            if budget[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.file.write(data)
+
+    monkeypatch.setattr(tokenfile, "_open_temporary", SmallDrive)
+    size = prepared(source, tokenizer=tokenizer, cache=tmp_path / "roomy").path.stat().st_size
+    budget[0] = size // 2
+    with pytest.raises(TrainerError, match="the tokens take about") as caught:
+        prepared(source, tokenizer=tokenizer, cache=tmp_path / "small")
+    (need,) = re.findall(r"take about (\S+ [kM]?B) ", str(caught.value))
+    assert 0.99 * size < parse_bytes(need) < 1.33 * size
+    assert not [name for name in leftovers(tmp_path / "small") if ".bin" in name]
+
+
+class WaitingTokenizer(CountingTokenizer):
+    """Tokenises once it may, and says that it has been asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        self.asked.set()
+        assert self.may.wait(60)
+        return super().__call__(*arguments, **settings)
+
+
+def test_of_three_that_prepare_a_text_one_does_the_work(tmp_path: Path, source: Path) -> None:
+    """The others say that they wait, and take the file of the first."""
+    first, others = WaitingTokenizer(), [CountingTokenizer() for _ in range(2)]
+    said: list[list[str]] = [[], []]
+    waiting = [threading.Event() for _ in others]
+
+    def hear(number: int, line: str) -> None:
+        said[number].append(line)
+        if "another process is tokenising the same text: waiting" in line:
+            waiting[number].set()
+
+    def prepare_as(number: int) -> Path:
+        section = DataSection(path=(str(source),))
+        say = partial(hear, number)
+        settings: dict[str, Any] = {"vocabulary": 2048, "seq_len": 16, "cache": tmp_path / "cache"}
+        return prepare_tokens(section, tokenizer=others[number], say=say, **settings).path
+
+    with ThreadPoolExecutor(3) as pool:
+        begun = pool.submit(prepared, source, tokenizer=first, cache=tmp_path / "cache")
+        try:
+            assert first.asked.wait(60)
+            found = [pool.submit(prepare_as, number) for number in range(2)]
+            assert all(event.wait(60) for event in waiting)
+        finally:
+            first.may.set()
+        path = begun.result().path
+        assert [one.result() for one in found] == [path, path]
+    assert first.calls > 0
+    assert [other.calls for other in others] == [0, 0]
+    assert all(lines[-1].endswith("already there") for lines in said)
+
+
+def test_a_killed_process_keeps_nobody_waiting(tmp_path: Path, source: Path, tokenizer: CountingTokenizer) -> None:
+    target = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache").path
+    target.unlink()
+    script = "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(1, flush=True)"
+    script += "; time.sleep(99)"
+    lock = target.with_suffix(".lock")
+    with subprocess.Popen([sys.executable, "-c", script, lock], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(BlockingIOError), open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        holder.kill()
+    assert prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache").path == target
+
+
+def test_without_locks_each_does_the_work(
+    tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise locks.NoLocks("locks do not work there")
+
+    monkeypatch.setattr(locks, "take", none)
+    assert len(prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")) > 100
 
 
 def test_progress_is_said_now_and_then(

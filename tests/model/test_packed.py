@@ -98,7 +98,7 @@ def test_packed_conversations_have_the_loss_and_gradients_of_each_by_itself(
     if attention == "sdpa" and not model._supports_sdpa:
         pytest.skip("eager only")
     model.set_attn_implementation(attention)
-    inputs, targets, positions = rows_of(talks(), tmp_path)
+    inputs, targets, positions, _ = rows_of(talks(), tmp_path)
     assert positions is not None
     assert int((targets != -100).sum()) == count
     loss = CausalLoss(model, chunk=8)(inputs, targets, None, None, positions)

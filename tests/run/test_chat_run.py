@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ from offload_trainer.data.answers import Encoded
 from offload_trainer.data.marked_rows import RowMaker
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
+from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
 from offload_trainer.model.loss import CausalLoss
 
+STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
 WORDS = [*TINY, "--steps", "6", "--save-every", "2", "data.validation=0.2", "--lr", "1e-2"]
 
 
@@ -60,12 +64,63 @@ def test_a_killed_run_goes_on_to_the_last_bit(packing: str, chat: Path, drive: P
     assert "Assistant:" in template
 
 
+@pytest.mark.parametrize(("packing", "ranks"), [("off", 1), ("on", 1), ("off", 2)])
+def test_tokens_are_those_of_the_conversations(packing: str, ranks: int, chat: Path, tmp_path: Path) -> None:
+    """Steps that visit each row once count each conversation's tokens once, and no padding, on one rank and on two."""
+    words = ["data.validation=0", f"data.packing={packing}", f"data.cache={tmp_path}", "--save-every", "0"]
+    ask("prepare", *WORDS, "--data", chat, *words)
+    (sidecar,) = (path for path in tmp_path.glob("chat-*.bin.json") if "sums" not in path.name)
+    rows = (json.loads(sidecar.read_text())["tokens"] - 1) // 32
+    assert rows % 2 == 0
+    words += ["--steps", str(rows // 2), "--micro-batch", str(2 // ranks)]
+    words += ["--gpus", str(ranks)] if ranks > 1 else []
+    run = call(*WORDS, "--data", chat, *words, output=tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(run.output / "model")
+    talks = [json.loads(line)["messages"] for line in chat.read_text().splitlines()]
+    found = [len(tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]) for talk in talks]
+    assert max(found) <= 32
+    assert run.steps[-1]["tokens"] == sum(found) < rows * 32
+    per_step = [run.steps[0]["tokens"]]
+    per_step += [after["tokens"] - before["tokens"] for before, after in pairwise(run.steps)]
+    for step, tokens in zip(run.steps, per_step, strict=True):
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(tokens)
+
+
 def test_prepare_shows_a_row(chat: Path, tmp_path: Path) -> None:
-    told = ask("prepare", *WORDS, "--data", chat, f"data.cache={tmp_path}").stderr
+    told = ask("prepare", *WORDS, "--data", chat, f"data.cache={tmp_path}", "--accumulate", "3").stderr
     assert (
-        "the first row:\n  given    'User: What follows one?\\nAssistant:'\n  learned  ' one and eno.<|endoftext|>'"
-        in told
-    )
+        "the first row:\n  given    'User: What follows one?\\nAssistant:'\n  learned  ' one and eno.<|endoftext|>'\n"
+        "  given    '\\n'\n  padding  "
+    ) in told
+    padding = re.findall(r"padding  (\d+) x '<\|endoftext\|>'\n", told)
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_TOKENIZER)
+    text = "User: What follows one?\nAssistant: one and eno.<|endoftext|>\n"
+    assert padding == [str(32 - len(tokenizer(text).input_ids))]
+    # 18 conversations, of whose rows a fifth is kept for validation.
+    assert "an epoch: 15 rows are 3 steps of 6 (--micro-batch x --accumulate x ranks); --steps 6 is 2.4 epochs" in told
+
+
+def test_prepare_shows_where_conversations_of_a_packed_row_begin(tmp_path: Path) -> None:
+    """Also that text is shown as it is, and what could steer a terminal is escaped."""
+    asked = ["Что?", "为什么", f"لماذا{STEERING}"]
+    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": "Да.\n"}] for a in asked]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    words = [*WORDS, "--data", file, f"data.cache={tmp_path}", "data.packing=on", "data.validation=0"]
+    told = ask("prepare", *words, "--seq-len", "256").stderr
+    shown = told[told.index("the first row:") :].splitlines()
+    lines = [line.strip() for line in shown if line.startswith("  ")]
+    assert lines[:3] == [
+        "conversation 1 of 3:",
+        r"given    'User: Что?\nAssistant:'",
+        r"learned  ' Да.\n<|endoftext|>'",
+    ]
+    assert [line for line in lines if line.startswith("conversation")] == [f"conversation {n} of 3:" for n in (1, 2, 3)]
+    assert any("为什么" in line for line in lines)
+    (last,) = (line for line in lines if "لماذا" in line)
+    assert r"\x1b[2J\x1b]0;title\x07\x9b\u202e" in last
+    assert lines[-1].startswith("padding ")
+    assert all(letter.isprintable() for letter in told.replace("\n", ""))
 
 
 def test_a_template_of_the_users(chat: Path, tmp_path: Path) -> None:

@@ -1,0 +1,358 @@
+"""What becomes of each record form of LLaMA-Factory, Axolotl and TRL, and of text that a chat template does not print.
+
+The forms are those that the three projects document (LLaMA-Factory `data/README.md`, Axolotl `docs/dataset-formats`,
+TRL "Dataset formats and types"), as of 2026.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import TEMPLATE, chat_tokenizer
+from datasets import Dataset
+
+from offload_trainer.config import DataSection
+from offload_trainer.data.marked_rows import IDS, NOT_LEARNED
+from offload_trainer.data.prepare import prepare_tokens
+from offload_trainer.errors import UserError
+
+# Prints roles, contents, thoughts, calls and tools.
+TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}]{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Prints no system prompt.
+NO_SYSTEM = TEMPLATE.replace("for message in messages", "for message in messages if message.role != 'system'")
+WEATHER = {
+    "name": "weather",
+    "description": "Tells it.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TOOL = {"type": "function", "function": WEATHER}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+AS_JSON = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+U, A, S = "user", "assistant", "system"
+
+
+def turns(*texts: str) -> list[dict[str, Any]]:
+    """Messages from user and assistant in turn."""
+    return [{"role": (U, A)[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def shares(*texts: str) -> list[dict[str, Any]]:
+    """The same in ShareGPT's words."""
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+# project and form: (a record, the row's text with what is learned in « », or what the refusal says)
+PREFERENCES = "preferences, .*`offload-train cp dpo`"
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    # LLaMA-Factory
+    "llamafactory alpaca": (
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        "<user>Add.\n\n1 2<end><assistant>«3<end>»",
+    ),
+    "llamafactory alpaca, empty input": (
+        {"instruction": "Hi", "input": "", "output": "Ho"},
+        "<user>Hi<end><assistant>«Ho<end>»",
+    ),
+    "llamafactory alpaca, input alone": (
+        {"instruction": "", "input": "Hi", "output": "Ho"},
+        "<user>Hi<end><assistant>«Ho<end>»",
+    ),
+    "llamafactory alpaca, system and history": (
+        {"instruction": "b", "input": "", "output": "B", "system": "Shout.", "history": [["a", "A"]]},
+        "<system>Shout.<end><user>a<end><assistant>«A<end>»<user>b<end><assistant>«B<end>»",
+    ),
+    "llamafactory alpaca, empty history": (
+        {"instruction": "b", "output": "B", "system": "", "history": []},
+        "<user>b<end><assistant>«B<end>»",
+    ),
+    "llamafactory pretraining": ({"text": "Some text."}, "Some text.<end>"),
+    "llamafactory alpaca preference": ({"instruction": "a", "input": "", "chosen": "b", "rejected": "c"}, PREFERENCES),
+    "llamafactory sharegpt": (
+        {"conversations": shares("a", "A", "b", "B")},
+        "<user>a<end><assistant>«A<end>»<user>b<end><assistant>«B<end>»",
+    ),
+    "llamafactory sharegpt, system": (
+        {"conversations": shares("a", "A"), "system": "Shout."},
+        "<system>Shout.<end><user>a<end><assistant>«A<end>»",
+    ),
+    "llamafactory sharegpt, tools as JSON": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Rain?"},
+                {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})},
+                {"from": "observation", "value": "wet"},
+                {"from": "gpt", "value": "Yes."},
+            ],
+            "tools": json.dumps([WEATHER]),
+        },
+        json.dumps(TOOL)
+        + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»',
+    ),
+    "llamafactory sharegpt preference": (
+        {
+            "conversations": shares("a"),
+            "chosen": {"from": "gpt", "value": "b"},
+            "rejected": {"from": "gpt", "value": "c"},
+        },
+        PREFERENCES,
+    ),
+    "llamafactory sharegpt KTO": (
+        {"conversations": shares("a", "A"), "kto_tag": False},
+        r"\(KTO\), which TRL trains on",
+    ),
+    "llamafactory KTO as label": ({"messages": turns("a", "A"), "label": True}, r"'label' holds true or false: .*KTO"),
+    "llamafactory images": ({"conversations": shares("<image>a", "A"), "images": ["1.jpg"]}, "'images' is not empty"),
+    "llamafactory audios": ({"messages": turns("a", "A"), "audios": ["1.wav"]}, "'audios' is not empty"),
+    "llamafactory openai": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
+    "llamafactory prompt and response": ({"prompt": "a", "response": "A"}, "<user>a<end><assistant>«A<end>»"),
+    "llamafactory input and output": ({"input": "a", "output": "A"}, "<user>a<end><assistant>«A<end>»"),
+    # Axolotl
+    "axolotl chat_template, content in parts": (
+        {"messages": [{"role": who, "content": [{"type": "text", "text": it}]} for who, it in ((U, "a"), (A, "A"))]},
+        "<user>a<end><assistant>«A<end>»",
+    ),
+    "axolotl chat_template, roles of others": (
+        {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "A"}]},
+        "<user>a<end><assistant>«A<end>»",
+    ),
+    "axolotl chat_template, tools and calls": (
+        {
+            "tools": [TOOL],
+            "messages": [
+                {"role": U, "content": "Rain?"},
+                {"role": A, "content": "", "tool_calls": [AS_JSON | {"id": "c1"}]},
+                {"role": "tool", "tool_call_id": "c1", "content": "wet"},
+                {"role": A, "content": "Yes."},
+            ],
+        },
+        json.dumps(TOOL)
+        + '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»<tool>wet<end><assistant>«Yes.<end>»',
+    ),
+    "axolotl chat_template, reasoning": (
+        {"messages": [*turns("a"), {"role": A, "content": "A", "reasoning_content": "hm"}]},
+        "<user>a<end><assistant>«(hm)A<end>»",
+    ),
+    "axolotl train": (
+        {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "train": False}, *shares("b", "B")]},
+        "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
+    ),
+    "openai weight, in sharegpt": (
+        {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "weight": 0}, *shares("b", "B")]},
+        "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
+    ),
+    "axolotl train on a question": (
+        {"conversations": [{"from": "human", "value": "a", "train": True}, *shares("", "A")[1:]]},
+        "has 'train': true",
+    ),
+    "axolotl train_detail": (
+        {"conversations": [*shares("a"), {"from": "gpt", "value": "A", "train_detail": [{"begin_offset": 0}]}]},
+        "message 2 has 'train_detail'",
+    ),
+    "axolotl parts to train": (
+        {"messages": [{"role": A, "content": [{"type": "text", "text": "A", "train": False}]}]},
+        "message 1 has parts to learn and others",
+    ),
+    "axolotl question and answer": ({"question": "a", "answer": "A"}, "<user>a<end><assistant>«A<end>»"),
+    "axolotl alpaca_chat": (
+        {"instruction": "a", "input": "b", "response": "A"},
+        "<user>a\n\nb<end><assistant>«A<end>»",
+    ),
+    "axolotl open_orca": (
+        {"system_prompt": "Shout.", "question": "a", "response": "A"},
+        "<system>Shout.<end><user>a<end><assistant>«A<end>»",
+    ),
+    "axolotl oasst": (
+        {"INSTRUCTION": "a", "RESPONSE": "A"},
+        "no field 'text'; there are: INSTRUCTION, RESPONSE.*'instruction' and 'output'",
+    ),
+    "axolotl summarizetldr": ({"article": "a", "summary": "A"}, "no field 'text'; .*'instruction' and 'output'"),
+    "axolotl metharme": (
+        {"prompt": "a", "generation": "A"},
+        "prompts without answers: give each its answer, as 'completion'",
+    ),
+    "axolotl input_output": (
+        {"segments": [{"label": True, "text": "a"}]},
+        "segments without a template: give 'prompt'",
+    ),
+    "axolotl tokenized": (
+        {"input_ids": [1], "labels": [1], "attention_mask": [1]},
+        "ids of a tokenizer: give the text",
+    ),
+    "axolotl stepwise": (
+        {"prompt": "a", "completions": ["A"], "labels": [True]},
+        "steps of an answer with a label each",
+    ),
+    # TRL
+    "trl language modeling": ({"text": "Some text."}, "Some text.<end>"),
+    "trl conversational language modeling": ({"messages": turns("a", "A")}, "<user>a<end><assistant>«A<end>»"),
+    "trl from and value": ({"conversations": shares("a", "A")}, "<user>a<end><assistant>«A<end>»"),
+    "trl prompt-completion": ({"prompt": "The sky", "completion": " is blue."}, "The sky« is blue.<end>»"),
+    "trl conversational prompt-completion": (
+        {"prompt": turns("a", "A", "b"), "completion": turns("", "B")[1:]},
+        "<user>a<end><assistant>A<end><user>b<end><assistant>«B<end>»",
+    ),
+    "trl preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, PREFERENCES),
+    "trl implicit preference": ({"chosen": turns("a", "b"), "rejected": turns("a", "c")}, PREFERENCES),
+    "trl unpaired preference": (
+        {"prompt": "a", "completion": "b", "label": False},
+        "'label' holds true or false: .*KTO",
+    ),
+    "trl prompt-only": ({"prompt": turns("a")}, "prompts without answers"),
+    "trl chat_template_kwargs": (
+        {"messages": turns("a", "A"), "chat_template_kwargs": {"enable_thinking": False}},
+        "'chat_template_kwargs' is not read",
+    ),
+    # Others
+    "two answers": ({"question": "a", "answer": "A", "response": "B"}, "'response' and 'answer' may each be the one"),
+    "a system prompt for plain text": (
+        {"prompt": "a", "completion": "b", "system": "s"},
+        "'system' has no place beside",
+    ),
+    "a history that is none": ({"instruction": "a", "output": "b", "history": ["x"]}, "turn 1 of 'history' is no list"),
+    "an answer that is no string": ({"instruction": "a", "output": 3}, "field 'output' holds a number, where a string"),
+    "content that is null beside calls": (
+        {"messages": [*turns("Rain?"), {"role": A, "content": None, "tool_calls": [CALL]}]},
+        '<user>Rain?<end><assistant>«[weather {"city": "Oslo"}]<end>»',
+    ),
+    "content that is null": (
+        {"messages": [*turns("a", "A"), {"role": U, "content": None}]},
+        "message 3 has no content; where it is empty",
+    ),
+}
+
+
+def prepared(folder: Path, *records: dict[str, Any], template: str = TOOLS, table: bool = False, **section: Any) -> Any:
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<system>", "<tool>"]})
+    tokenizer.chat_template = template
+    file = folder / ("a.parquet" if table else "a.jsonl")
+    if table:
+        Dataset.from_list(list(records)).to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return tokenizer, prepare_tokens(
+        DataSection(path=(str(file),), **section),
+        tokenizer=tokenizer,
+        vocabulary=300,
+        seq_len=512,
+        cache=folder / "cache",
+        say=lambda line: None,
+    )
+
+
+def shown(tokenizer: Any, tokens: Any) -> str:
+    """The first row's text, without padding, with what is learned in « »; of plain text all of it."""
+    if tokens.row_length is None:
+        return str(tokenizer.decode(tokens.read(0, len(tokens)).tolist()))
+    marked = tokens.read(0, 512).tolist()
+    parts: list[tuple[bool, list[int]]] = []
+    for id_ in marked:
+        learned = not id_ & NOT_LEARNED
+        if not parts or parts[-1][0] != learned:
+            parts.append((learned, []))
+        parts[-1][1].append(id_ & IDS)
+    texts = [(learned, tokenizer.decode(ids).replace("<pad>", "")) for learned, ids in parts]
+    return "".join(f"«{text}»" if learned else text for learned, text in texts)
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["lines", "table"])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_becomes_of_each_form(name: str, table: bool, tmp_path: Path) -> None:
+    record, expected = FORMS[name]
+    if any(letter in expected for letter in "«<") or expected.startswith("Some text"):
+        tokenizer, tokens = prepared(tmp_path, record, table=table)
+        assert shown(tokenizer, tokens) == expected
+        assert "in no row" not in (tokens.summary or "")
+        return
+    if table and name == "axolotl oasst":
+        expected = expected.split(".*")[0]
+    with pytest.raises(UserError, match=expected) as caught:
+        prepared(tmp_path, record, table=table)
+    where = "a.parquet, row 1: " if table else "a.jsonl, line 1: "
+    assert where in str(caught.value)
+    assert "NoneType" not in str(caught.value)
+
+
+# -- what a template does not print ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "told"),
+    [
+        (
+            {"messages": [*turns("Rain?"), {"role": A, "content": "", "tool_calls": [CALL]}]},
+            TEMPLATE,
+            "does not print the 'tool_calls' of message 2",
+        ),
+        (
+            {"messages": [*turns("weather in Oslo?"), {"role": A, "content": "Let me see.", "tool_calls": [CALL]}]},
+            TEMPLATE,
+            "does not print the 'tool_calls' of message 2",
+        ),
+        ({"messages": turns("weather Tells it.", "A"), "tools": [TOOL]}, TEMPLATE, "prints no 'tools'"),
+        (
+            {"messages": [{"role": S, "content": "Shout."}, *turns("a", "A")]},
+            NO_SYSTEM,
+            r"prints nothing of message 1 \('system'\): give data.chat_template=FILE",
+        ),
+        ({"instruction": "a", "output": "A", "system": "Shout."}, NO_SYSTEM, "prints nothing of message 1"),
+        ({"conversations": shares("a", "A"), "system": "Shout."}, NO_SYSTEM, "prints nothing of message 1"),
+    ],
+)
+def test_what_would_change_an_answer_is_refused_where_it_is_not_printed(
+    record: dict[str, Any], template: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=told):
+        prepared(tmp_path, record, template=template)
+
+
+def test_other_text_that_no_row_holds_is_named_and_counted(tmp_path: Path) -> None:
+    plain = {"messages": turns("a", "A"), "id": "x1", "source": "somewhere", "conversation_id": "7"}
+    thinks = {"messages": [*turns("a"), {"role": A, "content": "A", "reasoning_content": "Hm, why?"}], "id": "x2"}
+    more = {"messages": turns("a", "A"), "category": "letters", "extra": {"notes": ["", "Look\nhere."]}}
+    twice = {"messages": [{"role": S, "content": "Be brief."}, *turns("a", "A")], "system": "Shout."}
+    _, tokens = prepared(tmp_path, plain, thinks, thinks, more, twice, template=TEMPLATE)
+    assert "text that is in no row, or not all of it: " in tokens.summary
+    for told in (
+        "'messages.reasoning_content' in 2 (first: ",
+        "a.jsonl, line 2)",
+        "'category' in 1 (first: ",
+        "'extra.notes' in 1",
+        "'system' in 1 (first: ",
+    ):
+        assert told in tokens.summary
+    assert all(f"'{name}'" not in tokens.summary for name in ("id", "source", "conversation_id", "messages.content"))
+    _, tokens = prepared(tmp_path, {"question": "a", "answer": "A", "hint": "It is a letter."}, table=True)
+    assert "'hint' in 1 (first: " in tokens.summary
+
+
+def test_a_template_may_move_and_strip_text(tmp_path: Path) -> None:
+    """Thoughts go before the answer, lines are stripped and texts are spelled as JSON: nothing is lost."""
+    moves = (
+        "{% for m in messages %}<{{ m.role }}>{% set parts = m.content.split('</think>') %}"
+        "{% if parts[1:] %}(thought: {{ parts[0][7:].strip() }}){{ parts[1].strip() }}"
+        "{% else %}{{ m.content | tojson }}{% endif %}<end>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = turns('"Why"?\nÄ', "<think>\nHm. \n</think>\n\n Because. ")
+    _, tokens = prepared(tmp_path, {"messages": talk}, template=moves)
+    assert "in no row" not in tokens.summary
+
+
+def test_empty_answers_are_counted(tmp_path: Path) -> None:
+    records = [{"messages": turns("a", "A")}, {"messages": turns("a", " ", "b", "")}, {"messages": turns("a", "")}]
+    records[0]["messages"][1:1] = [{"role": A, "content": "", "weight": 0}, *turns("c")]
+    _, tokens = prepared(tmp_path, *records, template=TEMPLATE)
+    assert "; 3 of the answers that are learned are empty" in tokens.summary
+    _, tokens = prepared(tmp_path, {"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"})
+    assert "; 1 of the answers that are learned are empty" in tokens.summary

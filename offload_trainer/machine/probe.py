@@ -61,9 +61,9 @@ def _gpu() -> dict[str, Any]:
     if torch.version.cuda is not None:  # ROCm's torch answers with numbers of another kind
         facts["capability"] = torch.cuda.get_device_capability()
         facts["built_for"] = tuple(torch.cuda.get_arch_list())
-    from offload_trainer.optim.nvrtc import why_no_kernels  # imports torch
+    from offload_trainer.optim.cuda_adam import why_no_cuda_kernel  # imports torch
 
-    return facts | {"no_state_on_gpu": why_no_kernels(torch.device("cuda"))}
+    return facts | {"no_state_on_gpu": why_no_cuda_kernel(torch.device("cuda"))}
 
 
 def available_ram_bytes() -> int:

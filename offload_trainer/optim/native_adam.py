@@ -38,6 +38,7 @@ class NativeLibrary:
 
     def __init__(self) -> None:
         path = built(_SOURCE, flags=_FLAGS + _LINKED)
+        self.ahead_for = path.stem.partition(".")[2]  # the kind of processor; "": built for this one
         try:
             self.functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
         except OSError as error:
@@ -79,6 +80,9 @@ class NativeKernel:
 
     def __init__(self) -> None:
         self._library = NativeLibrary()
+        self.built = (
+            f"built ahead for {self._library.ahead_for}" if self._library.ahead_for else "built for this machine"
+        )
         self._update = self._library.functions.update_page
 
     def update_page(

@@ -173,5 +173,5 @@ def queued(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> I
         inner.setattr(torch.cuda, "set_device", lambda one: setattr(cuda.current, "device", one))
         inner.setattr(torch.Tensor, "copy_", fake_copy)
         inner.setattr(torch.Tensor, "record_stream", lambda tensor, _: cuda.recorded.add(tensor.data_ptr()))
-        inner.setattr(host_memory, "_register", lambda _: None)
+        inner.setattr(host_memory, "pin", lambda _: None)
         yield cuda

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,11 +70,27 @@ def find_nvrtc(major: str | None = None) -> Nvrtc:
 
 
 def load_nvrtc(path: str) -> ctypes.CDLL:
-    """The library at `path`, and before it the one that it looks for by name only: 13.0 does not look beside itself."""
+    """The library at `path`, and before it the one that it looks for by name only: 13.0 does not look beside itself.
+
+    OSError where it cannot be loaded.
+    """
     if Path(path).is_absolute():
-        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
-            ctypes.CDLL(str(builtins))
+        for beside in (*sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")), Path(path)):
+            _refuse_cut_short(beside)
+            if beside != Path(path):
+                ctypes.CDLL(str(beside))
     return ctypes.CDLL(path)
+
+
+def _refuse_cut_short(path: Path) -> None:
+    """OSError for a library whose end is missing, as a full disk leaves it: the loader ends the process with SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    if header[:4] == b"\x7fELF" and len(header) == 64:
+        (table,), (each, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+        if table + each * count > size:  # of its sections, which is what a file ends with
+            raise OSError(f"it is cut short: it has {size} bytes and speaks of {table + each * count}")
 
 
 def _places(name: str, major: str) -> Iterator[str]:
@@ -92,11 +109,7 @@ def _places(name: str, major: str) -> Iterator[str]:
         if "builtins" not in path.name:
             yield str(path)
     homes = [Path(os.environ[key]) for key in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if os.environ.get(key)]
-    homes += [
-        Path(sys.prefix),
-        Path("/usr/local/cuda"),
-        *sorted(Path("/usr/local").glob(f"cuda-{major}*"), reverse=True),
-    ]
+    homes += [Path(sys.prefix), _SYSTEM / "cuda", *sorted(_SYSTEM.glob(f"cuda-{major}*"), reverse=True)]
     for home in homes:
         for folder in ("lib64", "lib"):
             yield from _there(home / folder / name)
@@ -111,7 +124,7 @@ def _refuse_lacking(library: ctypes.CDLL, names: Sequence[str], *, what: str) ->
 
 
 def _there(path: Path) -> Iterator[str]:
-    if path.exists():
+    if os.path.exists(path):  # Path.exists() raises for a directory that this user may not enter
         yield str(path)
 
 

@@ -27,6 +27,9 @@ SOURCE = Path(__file__).with_name("adam.cu")
 _WARPS, _LANES, _PARTS = 8, 32, 64  # as adam.cu has them
 
 
+_FIT = set[torch.device]()  # devices on which the kernel was tried in this process, and gave the CPU's bits
+
+
 def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel | None, str]:
     """The kernel for pages on `place`, and a sentence for the log.
 
@@ -46,10 +49,13 @@ def why_no_cuda_kernel(place: torch.device) -> str | None:
 
     Never raises: a command that finds the GPU unfit for state keeps all of it in RAM and on drives.
     """
+    if place in _FIT:
+        return None
     try:
         _checked_kernel(place, TorchKernel())  # whose bits all kernels of the CPU have
     except Exception as error:
         return _reason(error)
+    _FIT.add(place)
     return None
 
 

@@ -143,6 +143,7 @@ def test_whatever_goes_wrong_is_a_reason(error: Exception, monkeypatch: pytest.M
         raise error
 
     monkeypatch.setattr(cuda_adam, "gpu_of", fail)
+    monkeypatch.setattr(cuda_adam, "_FIT", set())
     kernel, words = choose_cuda_kernel(torch.device("cuda"), TorchKernel())
     assert kernel is None
     assert str(error) in words

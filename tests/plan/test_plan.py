@@ -139,7 +139,7 @@ def test_wishes_for_shares_are_kept() -> None:
 
     on_gpu, in_ram = shares()
     assert on_gpu + in_ram == 1
-    assert shares("--ram-fraction", "0.25") == (on_gpu, 0.25)
+    assert shares("--ram-fraction", "0.25") == (pytest.approx(on_gpu, abs=0.003), 0.25)  # to a page's cut
     assert shares("--ram-fraction", "0.9") == (0.1, 0.9)
     assert shares("--gpu-fraction", "0.125") == (0.125, 0.875)
     assert shares("--gpu-fraction", "0.25", "--ram-fraction", "0.5") == (0.25, 0.5)

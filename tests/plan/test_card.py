@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from offload_trainer.plan.card import card_mistakes, runs
 from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan
 from offload_trainer.plan.machine import MachineProfile, Rate, Rates, profile_from_json, read_machine
 from offload_trainer.plan.memory import CUDA_CONTEXT
-from offload_trainer.run import doctor
+from offload_trainer.run import doctor, launch
 from offload_trainer.settings import load_config
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")  # torch 2.11's wheels for CUDA 13.0
@@ -216,6 +217,23 @@ def test_without_a_usable_nvrtc_plan_and_doctor_work(
     assert f"no optimizer state can live on this GPU: {type(error).__name__}: {error}" in capsys.readouterr().out
     assert main(["doctor", "--output", str(tmp_path / "run")]) == 0
     assert f"no optimizer state can live there: {type(error).__name__}: {error}" in capsys.readouterr().out
+
+
+def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+    def prepared(**environment: str) -> list[str | None]:
+        monkeypatch.setattr(launch, "begin_watch", lambda say, hung: None)
+        kept = {key: value for key, value in os.environ.items() if key not in names}
+        monkeypatch.setattr(os, "environ", kept | environment)
+        launch.prepare_process(load_config([]))
+        return [os.environ.get(name) for name in names]
+
+    grows = "expandable_segments:True"  # by both names: torch from 2.9 on warns of the second where it reads it
+    assert prepared() == [grows, grows, "32"]
+    own = "max_split_size_mb:128"
+    assert prepared(PYTORCH_ALLOC_CONF=own) == [own, None, "32"]
+    assert prepared(PYTORCH_CUDA_ALLOC_CONF=own, CUDA_DEVICE_MAX_CONNECTIONS="1") == [None, own, "1"]
 
 
 def test_a_card_of_amd_is_not_judged_by_nvidias_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

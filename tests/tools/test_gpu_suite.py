@@ -25,9 +25,10 @@ from gpu_stages import gpt2_10b, llama_8b, llama_8b_plain, parity, saves, speed,
 from gpu_stages import tests as the_tests  # noqa: E402
 from gpu_stages.fill import filled_for_benchmarks  # noqa: E402
 from gpu_stages.record import OUT_OF_TIME, Record  # noqa: E402
-from gpu_stages.stage import Failure, Stage  # noqa: E402
+from gpu_stages.stage import Failure, Stage, outcome_of  # noqa: E402
 
 from offload_trainer.errors import UserError  # noqa: E402
+from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
 from offload_trainer.run.train import use_deterministic_algorithms  # noqa: E402
 from offload_trainer.settings import load_config  # noqa: E402
 
@@ -182,6 +183,29 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torch sees no GPU" in done.stderr
     assert not (tmp_path / "folder").exists()
+
+
+def test_rows_whose_update_is_the_fallback_are_marked() -> None:
+    """Of a machine without a compiler and without a kernel that was built ahead."""
+    built = "The update on the CPU: the native kernel, built ahead for x86-64-v4 and checked to give torch's bits."
+    slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
+
+    def outcome(kernel: str, *, engine: str = "tiered", gpu: float = 0.5) -> str:
+        sizes = {"gpu_fraction": gpu} if engine == "tiered" else None
+        return outcome_of({"plan": {"chosen": {"engine": engine, "sizes": sizes}}, "kernel": kernel})
+
+    assert outcome(slow) == f"not comparable: {slow}"
+    assert [outcome(built), outcome(slow, gpu=1.0), outcome("", engine="plain")] == ["ok"] * 3
+    chosen, words = choose_kernel("auto")
+    assert (outcome(words) == "ok") == (chosen.name == "native")
+
+
+def test_some_cases_alone_are_run(tmp_path: Path) -> None:
+    """What a stage did not get to in its time is asked for in another."""
+    done = suite("ways", tmp_path, "--rehearse", "--only", "two places")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ways.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == [name for name in ways.CASES if "two places" in name]
 
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:

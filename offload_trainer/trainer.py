@@ -26,6 +26,7 @@ from offload_trainer.signals import Asked
 from offload_trainer.telemetry.meters import (
     IoCount,
     PhaseClock,
+    allocation_retries,
     device_peak_bytes,
     forget_peak_rss,
     memory_now,
@@ -192,6 +193,7 @@ def _step(job: Job, state: TrainState, batches: Iterator[Any]) -> TrainState:
                 host_rss_bytes=peak_rss_bytes(),
                 device_peak_bytes=device_peak_bytes(),
                 skipped=result.skipped,
+                allocation_retries=allocation_retries(),
                 hidden=result.hidden,
             )
         )
@@ -239,7 +241,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
         rate = learning_rate(number, job.optim, steps=train.steps)
         _, result, seconds = _carry_out(job, batches, lr=rate)
         before, counted = counted, read_io()
-        peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes()}
+        peaks = {"peak_rss": peak_rss_bytes(), "device_peak": device_peak_bytes(), "retries": allocation_retries()}
         yield {"step": seconds, **job.clock.take(), **asdict(result), **asdict(counted - before), **peaks}
 
 

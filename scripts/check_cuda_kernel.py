@@ -145,15 +145,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[dict] = []
-    libraries = [load_nvrtc(str(path.resolve())) for path in options.nvrtc]
+    compilers = [Nvrtc(load_nvrtc(str(path.resolve()))) for path in options.nvrtc]
     try:
-        libraries = libraries or [find_nvrtc()]
+        compilers = compilers or [find_nvrtc()]
     except TrainerError as error:
         print(f"nothing is compiled: {error}", file=sys.stderr)
     here = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if here else (0, 0)
-    for library in libraries:
-        rows += check_compiler(Nvrtc(library), {10 * major + minor} if here else CARDS)
+    for compiler in compilers:
+        rows += check_compiler(compiler, {10 * major + minor} if here else CARDS)
     if here:
         rows += check_gpu(options.elements)
     else:

@@ -21,7 +21,10 @@ from pathlib import Path
 from gpu_stages.record import Record
 from gpu_stages.stage import Stage, facts
 
-STAGES = {"check": "check", "parity": "parity", "speed": "speed", "8b": "llama_8b", "10b": "gpt2_10b", "saves": "saves"}
+STAGES = {  # by the module that carries it out
+    **{"check": "check", "tests": "tests", "parity": "parity", "speed": "speed", "tokens": "tokens", "ways": "ways"},
+    **{"8b": "llama_8b", "8b-plain": "llama_8b_plain", "10b": "gpt2_10b", "saves": "saves"},
+}
 NEEDED = ("torch", "transformers", "pydantic", "safetensors", "psutil", "tqdm", "yaml")  # by the package itself
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,7 +50,7 @@ def main() -> int:
         record = Record(
             Path(folder), name, title=module.TITLE, columns=module.COLUMNS, about=about, rehearsal=options.rehearse
         )
-        with Stage(record, seconds=options.seconds, drive=options.drive) as stage:
+        with Stage(record, seconds=options.seconds, drive=options.drive, only=options.only) as stage:
             module.carry_out(stage)
         good = record.close() and good
         print(f"gpu_suite: {record.page}", file=sys.stderr)
@@ -63,6 +66,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("folder", nargs="?")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, without a GPU; the numbers mean nothing")
     parser.add_argument("--seconds", type=float, default=520.0, help="after which a stage says what it did not get to")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has TEXT in it")
     parser.add_argument("--drive", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the drive")
     return parser.parse_args()
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# gpu_suite.sh STAGE [FOLDER] [--rehearse] [--seconds N] [--drive DIR]: what only a machine with a GPU can show.
-#   STAGE    check | parity | speed | 8b | 10b | saves, or all of them one after the other
+# gpu_suite.sh STAGE [FOLDER] [--rehearse] [--only TEXT] [--seconds N] [--drive DIR]: what only a GPU can show.
+#   STAGE    check | tests | parity | speed | tokens | ways | 8b | 8b-plain | 10b | saves, or all, one after the other
 #   FOLDER   gets STAGE.json and STAGE.md, written as results come in (default docs/benchmarks/gpu)
-# A stage ends by itself after N seconds (default 520) and says what it did not get to. DIR is on the drive that state
+# A stage ends after N seconds (default 520) and says what it did not get to, which --only TEXT goes on with: the cases
+# whose name has TEXT in it. DIR is on the drive that state
 # may live on (default: the directory of temporary files). --rehearse goes the same way without a GPU, on tiny shapes.
 # Nothing is installed or downloaded; PYTHON names the interpreter. docs/benchmarks/gpu.md has the rest.
 set -euo pipefail

@@ -1,18 +1,27 @@
-"""Gather wheels for a machine without network; scripts/offline_bundle.sh says how it is called.
+"""Gather wheels and compiled kernels for a machine without network; scripts/offline_bundle.sh says how it is called.
 
     requirements.lock ──> pip download (for that Python, manylinux x86-64) ──> FOLDER/*.whl, install.sh, bundle.txt
+    optim/native/     ──> g++, once for each kind of x86-64 processor      ──> FOLDER/kernels, for that machine's cache
 
-torch, CUDA and transformers are that machine's own. What it has in a version that will do is left as it is.
+torch, CUDA and transformers are that machine's own. What it has in a version that will do is left as it is. Its kernels
+are the sources' beside this script: with other sources they are passed over.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from offload_trainer.errors import TrainerError  # noqa: E402
+from offload_trainer.optim import native_adam  # noqa: E402
+from offload_trainer.optim.kernel_cache import LEVELS, compiled, place_ahead, sum_of  # noqa: E402
+
 LARGEST = 40_000_000  # bytes of all wheels
 
 # What the package and its tests import beside THERE, with all that these need in turn; tests hold it against their
@@ -36,6 +45,7 @@ BUNDLED = {
     "pluggy": "",
     "Pygments": "",
 }
+RIVALS = ["torchao==0.18.0"]  # what scripts/gpu_suite.sh compares with, beside torch; needs nothing else
 THERE = ("torch", "transformers", "numpy")  # on that machine, with what they need
 # pip takes a platform's tag at its word: wheels for an older glibc have to be named too.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5)]
@@ -43,10 +53,19 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64
 
 INSTALL = """\
 #!/usr/bin/env bash
-# Install what is here into the Python that PYTHON names (default python3), without network. What it has already in a
-# version that will do stays. Words are pip's: --target DIR, and then PYTHONPATH=DIR; --user; --break-system-packages.
+# Install what is here into the Python that PYTHON names (default python3) and into the cache of kernels, without
+# network. What it has already in a version that will do stays. Words are pip's: --target DIR, and then PYTHONPATH=DIR;
+# --user; --break-system-packages.
 set -euo pipefail
+umask 077
+cache="${{OFFLOAD_TRAINER_CACHE:-${{XDG_CACHE_HOME:-$HOME/.cache}}/offload-trainer}}"
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+if [ -d "$here/kernels" ]; then  # for a machine without a compiler; beside what another bundle has put there
+  mkdir -p "$cache/kernels"
+  cp -r --remove-destination "$here/kernels/." "$cache/kernels/"
+  chmod 700 "$cache/kernels" "$cache"/kernels/*/
+fi
+umask 022
 exec "${{PYTHON:-python3}}" -m pip install --no-index --no-cache-dir --disable-pip-version-check \\
   --find-links "$here" "$@" {requirements}
 """
@@ -62,18 +81,42 @@ def main() -> int:
     done = subprocess.run(command(options.folder, python=options.python, more=options.more), check=False)
     if done.returncode:
         return done.returncode
+    kernels = build_kernels(options.folder / "kernels")
     wheels = sorted(options.folder.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels)
     install = options.folder / "install.sh"
     install.write_text(INSTALL.format(requirements=" ".join(f"'{one}'" for one in requirements(options.more))))
     install.chmod(0o755)
-    listed = [f"{wheel.name} {wheel.stat().st_size}" for wheel in wheels]
+    listed = [f"{file.relative_to(options.folder)} {file.stat().st_size}" for file in (*wheels, *kernels)]
     (options.folder / "bundle.txt").write_text("\n".join(listed) + "\n")
-    print(f"{options.folder}: {len(wheels)} wheels, {size / 1e6:.1f} MB; there: {install.name}")
+    print(f"{options.folder}: {len(wheels)} wheels, {size / 1e6:.1f} MB; {len(kernels)} kernels; there: {install.name}")
     if size > LARGEST and not options.more:
         print(f"offline_bundle: more than {LARGEST / 1e6:.0f} MB", file=sys.stderr)
         return 1
     return 0
+
+
+def build_kernels(folder: Path) -> list[Path]:
+    """Compile the update's kernel for each kind of x86-64 processor; return the libraries.
+
+    None where there is no compiler here, or this machine is another: then that machine compiles it, or has none.
+    """
+    source, flags = native_adam.SOURCE, native_adam.FLAGS
+    common = [flag for flag in flags if flag != "-march=native"]
+    made = []
+    for level, (options, _) in LEVELS.items():
+        file = folder / place_ahead(source, flags=flags, level=level)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        command = [os.environ.get("CXX", "g++"), *options, *common]
+        try:
+            library = compiled(source, command=command, folder=file.parent)
+        except TrainerError as error:
+            print(f"offline_bundle: no kernel for {level}: {error}", file=sys.stderr)
+            continue
+        file.write_bytes(library)
+        file.with_name(f"{file.name}.sha256").write_text(sum_of(library))
+        made.append(file)
+    return made
 
 
 def command(folder: Path, *, python: str, more: list[str]) -> list[str]:
@@ -83,7 +126,7 @@ def command(folder: Path, *, python: str, more: list[str]) -> list[str]:
     for_there += ["--python-version", python, "--implementation", "cp"]
     for_there += ["--abi", cpython, "--abi", "abi3", "--abi", "none"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    return [*pip, "--only-binary=:all:", *for_there, "--dest", str(folder), *pinned(), *more]
+    return [*pip, "--only-binary=:all:", *for_there, "--dest", str(folder), *pinned(), *RIVALS, *more]
 
 
 def pinned() -> list[str]:
@@ -95,7 +138,7 @@ def pinned() -> list[str]:
 
 def requirements(more: list[str]) -> list[str]:
     """What install.sh asks for: what will do, so that a machine's own version stays where it does."""
-    return [*(f"{name}{bound}" for name, bound in BUNDLED.items() if name != "pydantic_core"), *more]
+    return [*(f"{name}{bound}" for name, bound in BUNDLED.items() if name != "pydantic_core"), *RIVALS, *more]
 
 
 def same(name: str) -> str:

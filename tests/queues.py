@@ -36,6 +36,8 @@ class FakeCuda:
         self.streams: list[FakeStream] = []
         self.compute = FakeStream(self, "compute")
         self.bare: list[str] = []  # copies that were queued behind no mark of what computes
+        self.elsewhere: set[str] = set()  # threads that asked for something without a device set, but for this one
+        self._thread = threading.current_thread()
         self.recorded: set[int] = set()  # addresses of what `record_stream` was told of
         self._random, self._haste = random.Random(seed), haste
 
@@ -45,7 +47,14 @@ class FakeCuda:
     def stream_now(self) -> FakeStream:
         return getattr(self.current, "stream", self.compute)
 
+    def note_device(self) -> None:
+        """The calling thread asks CUDA for something: on device 0, unless it has set another."""
+        thread = threading.current_thread()
+        if thread is not self._thread and getattr(self.current, "device", None) is None:
+            self.elsewhere.add(thread.name)
+
     def put(self, stream: FakeStream, kind: str, work: Any) -> None:
+        self.note_device()
         with self.lock:
             if stream is self.compute:
                 self.carry_out(stream, kind, work)
@@ -117,15 +126,19 @@ class FakeEvent:
         (stream or self.cuda.stream_now()).wait_event(self)
 
     def query(self) -> bool:
+        self.cuda.note_device()
         return self.done or self.stream is None
 
     def synchronize(self) -> None:
+        self.cuda.note_device()
         self.cuda.run_until(self)
 
 
 @contextmanager
 def queued(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> Iterator[FakeCuda]:
     """torch's CUDA streams, events and asynchronous copies are the stand-in's in here."""
+    if torch.cuda.is_available():
+        pytest.skip("the stand-in's queues are for the CPU's memory")
     cuda, copy = FakeCuda(seed=seed, haste=haste), torch.Tensor.copy_
 
     def fake_copy(into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -145,8 +158,13 @@ def queued(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> I
             cuda.current.stream = before
 
     @contextmanager
-    def device(_: Any) -> Iterator[None]:
-        yield
+    def device(one: torch.device) -> Iterator[None]:
+        before = getattr(cuda.current, "device", None)
+        cuda.current.device = one
+        try:
+            yield
+        finally:
+            cuda.current.device = before
 
     with patch.context() as inner:
         inner.setattr(torch.cuda, "Stream", lambda *_, **__: FakeStream(cuda))
@@ -154,7 +172,8 @@ def queued(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> I
         inner.setattr(torch.cuda, "current_stream", lambda *_: cuda.stream_now())
         inner.setattr(torch.cuda, "stream", stream)
         inner.setattr(torch.cuda, "device", device)
+        inner.setattr(torch.cuda, "set_device", lambda one: setattr(cuda.current, "device", one))
         inner.setattr(torch.Tensor, "copy_", fake_copy)
         inner.setattr(torch.Tensor, "record_stream", lambda tensor, _: cuda.recorded.add(tensor.data_ptr()))
-        inner.setattr(host_memory, "_register", lambda _: None)
+        inner.setattr(host_memory, "pin", lambda _: None)
         yield cuda

@@ -17,15 +17,21 @@ import psutil
 from offload_trainer.errors import UserError
 from offload_trainer.packages import OPTIONAL, is_installed
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.memory import CUDA_CONTEXT
 from offload_trainer.storage.lease import root_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs", "beegfs")
 
 
+class UnusableGpu(UserError):
+    """torch says that there is a GPU, and nothing can be done on it."""
+
+
 def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> MachineProfile:
     """Free bytes of the GPU, RAM (within the cgroup's limit), each drive and where `output` will be.
 
-    Raises UserError for a drive's directory that is not there or not writable. `output` need not exist.
+    Raises UserError for a drive's directory that is not there or not writable, UnusableGpu for a GPU that is out of
+    order. `output` need not exist.
     """
     return MachineProfile(
         **_gpu(),
@@ -56,14 +62,21 @@ def _gpu() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"gpu": None, "gpu_bytes": 0}
-    free, _ = torch.cuda.mem_get_info()
-    facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "gpu_bytes": free}
-    if torch.version.cuda is not None:  # ROCm's torch answers with numbers of another kind
-        facts["capability"] = torch.cuda.get_device_capability()
-        facts["built_for"] = tuple(torch.cuda.get_arch_list())
-    from offload_trainer.optim.nvrtc import why_no_kernels  # imports torch
+    try:
+        free, total = torch.cuda.mem_get_info()  # which makes this process's context, and does not count it as free
+        # Plans count that context, so that it has to be in what is free.
+        facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "gpu_bytes": min(total, free + CUDA_CONTEXT)}
+        if torch.version.cuda is not None:  # ROCm's torch answers with numbers of another kind
+            facts["capability"] = torch.cuda.get_device_capability()
+            facts["built_for"] = tuple(torch.cuda.get_arch_list())
+    except Exception as error:  # of torch, CUDA and the driver, in words of their own
+        raise UnusableGpu(
+            f"torch finds a GPU and cannot use it: {' '.join(str(error).split())[:500]}; `nvidia-smi` shows what else "
+            "uses it and whether its driver answers. With CUDA_VISIBLE_DEVICES= set to nothing the CPU computes"
+        ) from error
+    from offload_trainer.optim.cuda_adam import why_no_cuda_kernel  # imports torch
 
-    return facts | {"no_state_on_gpu": why_no_kernels(torch.device("cuda"))}
+    return facts | {"no_state_on_gpu": why_no_cuda_kernel(torch.device("cuda"))}
 
 
 def available_ram_bytes() -> int:

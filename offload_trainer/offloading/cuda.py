@@ -38,16 +38,21 @@ class CudaDevice:
         self._beside = torch.cuda.Stream(device)
         self._stagings = [_Staging(staging_bytes) for _ in range(stagings if staging_bytes else 0)]
         self._lock = threading.Lock()
-        self._waiter, self._stager = Workers(1, "event"), Workers(1, "staging")
-        self._passed = Workers(1, "passed")
-        self._downloaded = Workers(1, "downloaded")
+        self._waiter, self._stager, self._passed, self._downloaded = map(
+            self._worker, ("event", "staging", "passed", "downloaded")
+        )
+
+    def _worker(self, name: str) -> Workers:
+        """A thread for this device: a new one has device 0, and what it asks CUDA may open a context there."""
+        return Workers(1, name, prepare=lambda: torch.cuda.set_device(self.place))
 
     def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(elements, dtype=dtype, device=self.place)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.place))
+        with torch.cuda.device(self.place):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.place))
         return event
 
     def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Arrival:
@@ -84,7 +89,7 @@ class CudaDevice:
                 gather.fill(into, lambda values, target: target.copy_(values, non_blocking=True))
             return event
 
-        arrival = _CudaArrival(queue)
+        arrival = _CudaArrival(queue, self.place)
         gather.when(arrival.queue)
         return arrival
 
@@ -108,7 +113,7 @@ class CudaDevice:
         after: torch.cuda.Event | None,
     ) -> _CudaArrival:
         """A copy that is queued now, or as soon as `ready`, by the thread that saw it."""
-        arrival = _CudaArrival(lambda: self._copy_in(source, into, after=after, stream=stream))
+        arrival = _CudaArrival(lambda: self._copy_in(source, into, after=after, stream=stream), self.place)
         if ready is None:
             arrival.queue(None)
         else:
@@ -140,8 +145,8 @@ class CudaDevice:
         stream: torch.cuda.Stream,
         waiter: Workers,
     ) -> Future:
-        stream.wait_event(after)
         with torch.cuda.device(self.place), torch.cuda.stream(stream):
+            stream.wait_event(after)
             into.copy_(values, non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
             event.record(stream)
@@ -170,7 +175,8 @@ class CudaDevice:
 
     def reached(self) -> Future:
         event, future = torch.cuda.Event(blocking=True), Future()  # who waits for it sleeps
-        event.record(torch.cuda.current_stream(self.place))
+        with torch.cuda.device(self.place):
+            event.record(torch.cuda.current_stream(self.place))
         self._passed.put(ending(future, event.synchronize))
         return future
 
@@ -183,8 +189,9 @@ class CudaDevice:
 class _CudaArrival:
     """A copy to the device. It is queued once its bytes are in host memory."""
 
-    def __init__(self, copy: Callable[[], torch.cuda.Event]) -> None:
-        self._copy = copy
+    def __init__(self, copy: Callable[[], torch.cuda.Event], place: torch.device) -> None:
+        """`copy` queues it on the device at `place`; any thread may then ask for it."""
+        self._copy, self._place = copy, place
         self._event: torch.cuda.Event | None = None
         self.queued = Future()  # with what went wrong before
 
@@ -200,15 +207,18 @@ class _CudaArrival:
     @property
     def over(self) -> bool:
         """Whether the bytes are on the device."""
-        return self._event is not None and self._event.query()
+        with torch.cuda.device(self._place):
+            return self._event is not None and self._event.query()
 
     def wait(self) -> None:
         self.queued.wait()
         assert self._event is not None
-        torch.cuda.current_stream().wait_event(self._event)
+        with torch.cuda.device(self._place):
+            torch.cuda.current_stream(self._place).wait_event(self._event)
 
     def finish(self) -> None:
         """The bytes are on the device when this returns."""
         self.queued.wait()
         assert self._event is not None
-        self._event.synchronize()
+        with torch.cuda.device(self._place):
+            self._event.synchronize()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from offload_trainer import ranks
 from offload_trainer.offloading.rounds import Beside, Exchange, Rounds, exchange_of
-from offload_trainer.storage.host_memory import host_buffer, mapped, memory_file
+from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
 
 T = TypeVar("T")
 Addressed = Sequence[tuple[int, torch.Tensor]]  # (rank, 1-D and contiguous, on the CPU)
@@ -79,10 +79,21 @@ class Node:
         return memory
 
     def memory_of_each(self, size: int, *, pinned: bool = False) -> dict[int, torch.Tensor]:
-        """`size` bytes for each rank of the node, which all of them can read."""
+        """Return `size` bytes for each rank of the node, which all of them can read.
+
+        `pinned` is of this rank's own: no other device copies into them, and what all ranks pin of all would be as many
+        times as much of the driver's tables.
+        """
         if size == 0:
             return {}
-        return dict(zip(self.here, self.memory(len(self.here) * size, pinned=pinned).split(size), strict=True))
+        if len(self.here) == 1:
+            return {self.rank: self.memory(size, pinned=pinned)}
+        each = -(-size // PAGE) * PAGE  # CUDA pins whole pages of memory
+        parts = [part[:size] for part in self.memory(len(self.here) * each).split(each)]
+        found = dict(zip(self.here, parts, strict=True))
+        if pinned:
+            pin(found[self.rank])
+        return found
 
     def meet(self) -> None:
         """Every rank has come this far when this returns. TrainerError, Elsewhere where one does not or has ended."""

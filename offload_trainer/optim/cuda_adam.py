@@ -18,12 +18,16 @@ from offload_trainer.optim.kernels import gives_the_bits_of
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
+from offload_trainer.optim.torch_adam import TorchKernel
 from offload_trainer.plan.formats import StateFormat, scales_of, state_formats
 from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.storage.dtypes import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")
 _WARPS, _LANES, _PARTS = 8, 32, 64  # as adam.cu has them
+
+
+_FIT = set[torch.device]()  # devices on which the kernel was tried in this process, and gave the CPU's bits
 
 
 def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel | None, str]:
@@ -33,18 +37,42 @@ def choose_cuda_kernel(place: torch.device, beside: Kernel) -> tuple[CudaKernel 
     must not depend on where it lives.
     """
     try:
-        gpu = gpu_of(place)
-        for fuses in (True, False):  # as the CPU does: adam.cpp's FUSES
-            kernel = CudaKernel(gpu, fuses=fuses)
-            if gives_the_bits_of(beside, kernel, device=gpu.place):
-                return (
-                    kernel,
-                    f"The update on {gpu.place}: compiled for sm_{gpu.capability}, checked to give the CPU's bits.",
-                )
-        raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
-    except TrainerError as error:
-        reason = " ".join(str(error).split())
-        return None, f"The update on {place}: not used, so that no state can live there: {reason}"
+        kernel = _checked_kernel(place, beside)
+    except Exception as error:
+        return None, f"The update on {place}: not used, so that no state can live there: {_reason(error)}"
+    gpu = kernel.gpu
+    return kernel, f"The update on {gpu.place}: compiled for sm_{gpu.capability}, checked to give the CPU's bits."
+
+
+def why_no_cuda_kernel(place: torch.device) -> str | None:
+    """Return why no optimizer state can live on `place`; None where its kernel, tried there, gives the CPU's bits.
+
+    Never raises: a command that finds the GPU unfit for state keeps all of it in RAM and on drives.
+    """
+    if place in _FIT:
+        return None
+    try:
+        _checked_kernel(place, TorchKernel())  # whose bits all kernels of the CPU have
+    except Exception as error:
+        return _reason(error)
+    _FIT.add(place)
+    return None
+
+
+def _checked_kernel(place: torch.device, beside: Kernel) -> CudaKernel:
+    """Return the kernel for pages on `place`, compiled and tried there. Raise what goes wrong, of whatever kind."""
+    gpu = gpu_of(place)
+    for fuses in (True, False):  # as the CPU does: adam.cpp's FUSES
+        kernel = CudaKernel(gpu, fuses=fuses)
+        if gives_the_bits_of(beside, kernel, device=gpu.place):
+            return kernel
+    raise TrainerError(f"its results differ from those of the CPU's {beside.name} kernel in their last bits")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line. What is not ours comes from a driver, a library or torch."""
+    words = " ".join(str(error).split())
+    return words if isinstance(error, TrainerError) else f"{type(error).__name__}: {words}"[:500]
 
 
 class _Part(ctypes.Structure):
@@ -101,7 +129,7 @@ class CudaKernel:
 
     def __init__(self, gpu: Gpu, *, fuses: bool) -> None:
         """`fuses` as the CPU's kernel does, whose bits these are."""
-        self._gpu = gpu
+        self.gpu = gpu
         self._kernels = gpu.load(SOURCE, [str(format) for format in state_formats()], defines=defines(fuses=fuses))
         self._maps = [dynamic_map(signed).to(gpu.place) for signed in (True, False)]
         self._tables = [table.to(gpu.place) for table in (nearest_table(True), lower_table(), cells())]
@@ -124,7 +152,7 @@ class CudaKernel:
             some = parts[start : start + _PARTS]
             _set_parts(page, some, scale=scale)
             blocks = -(-(some[-1].end - some[0].start) // (BLOCK_8BIT * _WARPS))
-            self._gpu.launch(self._kernels[str(format.whole)], page, blocks=blocks, threads=_WARPS * _LANES)
+            self.gpu.launch(self._kernels[str(format.whole)], page, blocks=blocks, threads=_WARPS * _LANES)
 
     def _check(
         self,
@@ -143,7 +171,7 @@ class CudaKernel:
             assert fields[name].numel() >= field.entries(n), name
             assert fields[name].dtype is DTYPES[field.dtype], name
         given = [*fields.values(), grad, *([] if out is None else [out])]
-        assert all(tensor.device == self._gpu.place and tensor.is_contiguous() for tensor in given)
+        assert all(tensor.device == self.gpu.place and tensor.is_contiguous() for tensor in given)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in given)
         assert all(tensor.numel() >= n for tensor in (grad, out) if tensor is not None)
         end = 0

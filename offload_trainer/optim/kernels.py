@@ -38,7 +38,7 @@ def choose_kernel(name: str) -> tuple[Kernel, str]:
             words = f"The update on the CPU: torch's kernel; the faster native one is not used: {reason}"
             return TorchKernel(), words
         raise UserError(f"The update's {name} kernel cannot be had: {error}") from error
-    return native, "The update on the CPU: the native kernel, built for this machine and checked to give torch's bits."
+    return native, f"The update on the CPU: the native kernel, {native.built} and checked to give torch's bits."
 
 
 def matches_torch(kernel: Kernel) -> bool:

@@ -22,11 +22,19 @@ from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table,
 from offload_trainer.optim.protocol import PageNoise, Stretch
 from offload_trainer.plan.formats import ADAMW, LION, StateFormat
 
-_SOURCE = Path(__file__).with_name("native") / "adam.cpp"
+SOURCE = Path(__file__).with_name("native") / "adam.cpp"
 # Without errno and traps a square root or a choice between two values can be vectorised; neither changes a result.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
 _RULES = {ADAMW: 0, LION: 1}  # adam.cpp's Rule
-_LINKED = ("-shared", "-fPIC", "-pthread")
 
 
 class NativeLibrary:
@@ -37,7 +45,8 @@ class NativeLibrary:
     """
 
     def __init__(self) -> None:
-        path = built(_SOURCE, flags=_FLAGS + _LINKED)
+        path = built(SOURCE, flags=FLAGS)
+        self.ahead_for = path.stem.partition(".")[2]  # the kind of processor; "": built for this one
         try:
             self.functions = ctypes.CDLL(str(path))  # ctypes releases the GIL during calls
         except OSError as error:
@@ -79,6 +88,9 @@ class NativeKernel:
 
     def __init__(self) -> None:
         self._library = NativeLibrary()
+        self.built = (
+            f"built ahead for {self._library.ahead_for}" if self._library.ahead_for else "built for this machine"
+        )
         self._update = self._library.functions.update_page
 
     def update_page(

@@ -9,61 +9,131 @@ needs nvcc, a C++ compiler, nor headers.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from offload_trainer.errors import TrainerError
+from offload_trainer.optim.kernel_cache import kept
+from offload_trainer.readback import file_bytes
+
+Keep = Callable[[str, str, Callable[[Path], bytes]], Path]  # as `kernel_cache.kept`
 
 # Subnormal numbers count; division and root round to nearest; no product is fused with a sum but where it says so.
 _EXACT = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
 
 
-def find_nvrtc(major: str | None = None) -> ctypes.CDLL:
-    """NVRTC of CUDA `major` (torch's own if none is given), beside torch, where the loader looks, or in CUDA_HOME.
+_SYSTEM = Path("/usr/local")  # where CUDA's installer puts cuda-VERSION
+_OF_NVRTC = (
+    *("nvrtcGetErrorString", "nvrtcVersion", "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs"),
+    *("nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcDestroyProgram", "nvrtcGetProgramLogSize"),
+    *("nvrtcGetProgramLog", "nvrtcGetPTXSize", "nvrtcGetPTX", "nvrtcGetCUBINSize", "nvrtcGetCUBIN"),
+)
+_OF_DRIVER = (
+    *("cuInit", "cuGetErrorName", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"),
+    *("cuCtxPopCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"),
+)
 
-    TrainerError where there is none.
+
+def find_nvrtc(major: str | None = None) -> Nvrtc:
+    """Return NVRTC of CUDA `major`, by default of the CUDA that torch was built for.
+
+    Every place where pip, conda, the system or CUDA's installer may have put it is tried in turn; a file that cannot be
+    loaded, is no NVRTC or is of another version is passed over. Raise TrainerError, with what was wrong with each file
+    that was found, where none is left.
     """
     if major is None:
         if torch.version.cuda is None:
             raise TrainerError("this torch was not built for CUDA")
         major = torch.version.cuda.split(".")[0]
-    for path in _places(major):
+    name, wrong = f"libnvrtc.so.{major}", []
+    for path in _places(name, major):
         try:
-            return load_nvrtc(path)
-        except OSError:
-            continue
-    package = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"
-    raise TrainerError(f"libnvrtc.so.{major} is neither beside torch nor where the loader looks: pip install {package}")
+            found = Nvrtc(load_nvrtc(path))
+            if found.version.split(".")[0] == major:
+                return found
+            wrong.append(f"{path} is NVRTC {found.version}")
+        except OSError as error:
+            if Path(path).is_absolute():  # a bare name that the loader does not know says nothing new
+                wrong.append(f"{path} cannot be loaded: {error}")
+        except TrainerError as error:
+            wrong.append(f"{path}: {error}")
+    package = f"nvidia-cuda-nvrtc-cu{major}" if int(major) < 13 else f"nvidia-cuda-nvrtc=={major}.*"
+    found_but = f" ({'; '.join(dict.fromkeys(wrong))})" if wrong else ""
+    raise TrainerError(f"no usable {name} beside torch or where the loader looks{found_but}: pip install {package}")
 
 
 def load_nvrtc(path: str) -> ctypes.CDLL:
-    """The library at `path`, and before it the one that it looks for by name only: 13.0 does not look beside itself."""
+    """The library at `path`, and before it the one that it looks for by name only: 13.0 does not look beside itself.
+
+    OSError where it cannot be loaded.
+    """
     if Path(path).is_absolute():
-        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
-            ctypes.CDLL(str(builtins))
+        for beside in (*sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")), Path(path)):
+            _refuse_cut_short(beside)
+            if beside != Path(path):
+                ctypes.CDLL(str(beside))
     return ctypes.CDLL(path)
 
 
-def _places(major: str) -> Iterator[str]:
-    nvidia = importlib.util.find_spec("nvidia")
-    packages = [Path(place) for place in (nvidia.submodule_search_locations or ())] if nvidia else []
-    beside = [place / name / "lib" for place in packages for name in ("cuda_nvrtc", f"cu{major}")]
-    for folder in (*beside, Path(torch.__file__).parent / "lib"):
-        yield from map(str, sorted(folder.glob(f"libnvrtc*[0-9a-z].so.{major}*")))
-    yield f"libnvrtc.so.{major}"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    yield f"{home}/lib64/libnvrtc.so.{major}"
+def _refuse_cut_short(path: Path) -> None:
+    """OSError for a library whose end is missing, as a full disk leaves it: the loader ends the process with SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    if header[:4] == b"\x7fELF" and len(header) == 64:
+        (table,), (each, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+        if table + each * count > size:  # of its sections, which is what a file ends with
+            raise OSError(f"it is cut short: it has {size} bytes and speaks of {table + each * count}")
+
+
+def _places(name: str, major: str) -> Iterator[str]:
+    """Yield paths of files called `name` that are there, and last the bare name for the loader.
+
+    pip's wheels have nvidia/cuda_nvrtc/lib up to CUDA 12 and nvidia/cu13/lib from 13 on; torch's own wheels of some
+    platforms carry the library, with a hash in its name, in torch/lib. CUDA's installer has /usr/local/cuda-VERSION.
+    Libraries of other names beside it, "builtins" and "alt", are no NVRTC of their own.
+    """
+    for entry in filter(None, sys.path):  # not the package `nvidia`, which may be in several of them
+        for package in ("cuda_nvrtc", f"cu{major}"):
+            yield from _there(Path(entry) / "nvidia" / package / "lib" / name)
+    beside_torch = Path(torch.__file__).parent / "lib"
+    yield from _there(beside_torch / name)
+    for path in sorted(beside_torch.glob(f"libnvrtc-*.so.{major}*")):
+        if "builtins" not in path.name:
+            yield str(path)
+    homes = [Path(os.environ[key]) for key in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if os.environ.get(key)]
+    homes += [Path(sys.prefix), _SYSTEM / "cuda", *sorted(_SYSTEM.glob(f"cuda-{major}*"), reverse=True)]
+    for home in homes:
+        for folder in ("lib64", "lib"):
+            yield from _there(home / folder / name)
+    yield name
+
+
+def _refuse_lacking(library: ctypes.CDLL, names: Sequence[str], *, what: str) -> None:
+    """Raise TrainerError where `library` lacks one of these functions."""
+    lacking = [name for name in names if not hasattr(library, name)]
+    if lacking:
+        raise TrainerError(f"this is not {what}: it lacks {', '.join(lacking[:3])}")
+
+
+def _there(path: Path) -> Iterator[str]:
+    if os.path.exists(path):  # Path.exists() raises for a directory that this user may not enter
+        yield str(path)
 
 
 class Nvrtc:
     """The compiler. TrainerError, with its words, where it fails."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        """Raise TrainerError where `library` lacks a function of NVRTC."""
+        _refuse_lacking(library, _OF_NVRTC, what="NVRTC of CUDA 11.2 or later")
         self._library = library
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
@@ -128,7 +198,7 @@ def gpu_of(place: torch.device) -> Gpu:
     """The device that torch calls `place`. TrainerError where it is not NVIDIA's, or has no NVRTC or driver."""
     if torch.version.hip:
         raise TrainerError("kernels are compiled for NVIDIA's GPUs only, and this torch was built for ROCm")
-    nvrtc = Nvrtc(find_nvrtc())
+    nvrtc = find_nvrtc()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -136,24 +206,19 @@ def gpu_of(place: torch.device) -> Gpu:
     index = torch.cuda.current_device() if place.index is None else place.index
     major, minor = torch.cuda.get_device_capability(index)
     nvrtc.architecture_for(10 * major + minor)
-    return Gpu(torch.device("cuda", index), 10 * major + minor, nvrtc=nvrtc, driver=driver)
-
-
-def why_no_kernels(place: torch.device) -> str | None:
-    """Why nothing can be compiled for this device, as far as shows without doing it."""
-    try:
-        gpu_of(place)
-    except TrainerError as error:
-        return " ".join(str(error).split())
-    return None
+    return Gpu(torch.device("cuda", index), 10 * major + minor, nvrtc=nvrtc, driver=driver, keep=kept)
 
 
 class Gpu:
     """A CUDA device that torch computes on, as the driver sees it. TrainerError with the name of what goes wrong."""
 
-    def __init__(self, place: torch.device, capability: int, *, nvrtc: Nvrtc, driver: ctypes.CDLL) -> None:
-        """`capability`: 90 for sm_90."""
+    def __init__(
+        self, place: torch.device, capability: int, *, nvrtc: Nvrtc, driver: ctypes.CDLL, keep: Keep | None = None
+    ) -> None:
+        """`capability`: 90 for sm_90. `keep`: what keeps compiled code between processes."""
+        _refuse_lacking(driver, _OF_DRIVER, what="the driver's library of CUDA")
         self.place, self.capability, self.nvrtc, self._driver = place, capability, nvrtc, driver
+        self._keep = keep
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         driver.cuLaunchKernel.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
         driver.cuGetErrorName.argtypes = (ctypes.c_int, pointer)
@@ -169,7 +234,7 @@ class Gpu:
 
     def load(self, source: Path, names: Sequence[str], *, defines: Mapping[str, int]) -> dict[str, ctypes.c_void_p]:
         """The kernels called `names` (extern "C") of `source`, compiled and on the device; for `launch`."""
-        code = self.nvrtc.compile_for(self.capability, source.read_bytes(), name=source.name, defines=defines)
+        code = self._compiled(source, defines)
         module, found = ctypes.c_void_p(), {}
         with self._current():
             self._call("cuModuleLoadData", ctypes.byref(module), code)
@@ -177,6 +242,22 @@ class Gpu:
                 found[name] = ctypes.c_void_p()
                 self._call("cuModuleGetFunction", ctypes.byref(found[name]), module, name.encode())
         return found
+
+    def _compiled(self, source: Path, defines: Mapping[str, int]) -> bytes:
+        """Return the code of `source` for this device, from the cache where it was compiled before."""
+        text = source.read_bytes()
+
+        def compiled() -> bytes:
+            return self.nvrtc.compile_for(self.capability, text, name=source.name, defines=defines)
+
+        if self._keep is None:
+            return compiled()
+        of = (self.nvrtc.version, str(self.capability), repr(sorted(defines.items())), *_EXACT)
+        key = hashlib.sha256("\n".join(of).encode() + text).hexdigest()[:16]
+        try:
+            return file_bytes(self._keep(f"{source.stem}.cubin", key, lambda _: compiled()))
+        except (TrainerError, OSError):  # a cache that cannot be used costs seconds, and no more
+            return compiled()
 
     def launch(self, kernel: ctypes.c_void_p, argument: ctypes.Structure, *, blocks: int, threads: int) -> None:
         """Put `kernel` on torch's current stream, with a copy of `argument` as it is now."""

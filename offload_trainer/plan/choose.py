@@ -24,7 +24,7 @@ from offload_trainer.plan.deepspeed import DeepSpeed
 from offload_trainer.plan.division import divisions, tensor_of, why
 from offload_trainer.plan.formats import state_format
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import Item, saved_items
+from offload_trainer.plan.memory import Item, reserve_items, saved_items
 from offload_trainer.plan.plain import Plain
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape
@@ -293,6 +293,7 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
     items, traffic = one.items(), one.traffic()
     found = forecast(work, machine, traffic, one.bounds(), engine=engine, stretch=one.stretch(), on_top=one.on_top())
     sizes, found = one.settled(found)
+    items += reserve_items(machine, here=work.here)
     items += saved_items(work, output=machine.output.directory)
     return Plan(
         engine=engine,

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.activations import in_pieces, peak_of
+from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.parallel import Mode, kept_elements
 from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
-CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; free bytes are asked before there is one
+CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; a machine's free bytes include it
+# Of each GPU what no plan fills: cuBLAS's workspaces, kernels that are loaded when they are first launched, rounding.
+_RESERVE, _LEAST_RESERVE = 0.01, 500_000_000
 ALLOCATOR = 0.05  # of what comes and goes on a GPU: holes that fit nothing, sizes rounded up; assumed, not measured
 PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
 LIBRARIES = 105_000_000  # of those the pages of files, which processes of one machine share: there once
@@ -30,6 +33,19 @@ class Item:
     name: str
     bytes: int
     why: str
+
+
+def gpu_reserve(machine: MachineProfile) -> int:
+    """Return the bytes of each GPU that stay free, the larger of a share and a number of bytes."""
+    return max(_LEAST_RESERVE, int(_RESERVE * machine.gpu_bytes)) if machine.gpu is not None else 0
+
+
+def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
+    """Return what stays free of the GPUs of a machine's `here` ranks."""
+    if machine.gpu is None:
+        return []
+    why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces, kernels loaded late"
+    return [Item("gpu", "reserve", gpu_reserve(machine) * here, why)]
 
 
 def cuda_process(device: str) -> int:

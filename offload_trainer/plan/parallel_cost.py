@@ -13,7 +13,7 @@ from offload_trainer.config import DeepSpeedSection
 from offload_trainer.plan.activations import peak_of
 from offload_trainer.plan.deepspeed_candidate import stock_update_rate
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import ALLOCATOR, CUDA_CONTEXT, process_items
+from offload_trainer.plan.memory import ALLOCATOR, CUDA_CONTEXT, gpu_reserve, process_items
 from offload_trainer.plan.parallel import Flow, Mode, divided, flows, link_seconds, weights_held
 from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.time import forecast
@@ -153,6 +153,8 @@ def _one(
     own = round(work.item_bytes * share)
     offload = (own, times * own) if home == "cpu" else (0, 0)
     memory = _memory(mode, work, held, state=home == "gpu", device=machine.device)
+    if machine.gpu is not None:
+        memory["reserve"] = gpu_reserve(machine)
     process = sum(item.bytes for item in process_items(machine.device, here=work.here))
     ram = process + (round((_STATE + 4) * share) * work.here if home == "cpu" else 0)
     room = machine.gpu_bytes if machine.gpu is not None else machine.ram_bytes // work.here

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from offload_trainer.config import PlacementSection
 from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory import gpu_reserve
 from offload_trainer.plan.sizes import TierSizes
 
 _LARGE = 64 * 10**9  # bytes of RAM
@@ -22,7 +23,8 @@ def shares_that_fit(
     if wish.optimizer != "auto":
         return sizes
     if wish.gpu_fraction == "auto" and machine.gpu is not None and not machine.no_state_on_gpu:
-        sizes = _fill_gpu(wish, sizes, machine.gpu_bytes, trained=trained, needs=needs)
+        room = machine.gpu_bytes - gpu_reserve(machine)
+        sizes = _fill_gpu(wish, sizes, room, trained=trained, needs=needs)
     if wish.ram_fraction == "auto" and wish.nvme:
         sizes = _fill_ram(sizes, machine.ram_bytes, trained=trained, needs=needs)
     return sizes

@@ -52,6 +52,9 @@ def tiered_items(
         items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
     else:
         items += _of_each_rank(_exchange_items(units, sizes=sizes, device=device, e=e), work.here)
+        if device == "gpu" and DEVICE in homes.weights:
+            why = "assumed: NCCL's buffers for new weights, which each rank sends to the others' devices"
+            items += _of_each_rank([Item(device, "broadcasts", NCCL_BYTES, why)], work.here)
     pages = [one.page for one in homes.alike]
     stored = max((page.elements for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
     if stored and work.checkpoints != 0:

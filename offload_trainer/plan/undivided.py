@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import CUDA_CONTEXT
+from offload_trainer.plan.memory import CUDA_CONTEXT, gpu_reserve
 from offload_trainer.plan.workload import Workload
 from offload_trainer.units import format_bytes
 
@@ -17,7 +17,7 @@ def too_large(work: Workload, machine: MachineProfile) -> str:
     """Return a sentence that names the largest unit if it alone exceeds the device's memory, else ""."""
     largest = max(units_of(work.shape), key=lambda unit: unit.elements)
     size, gpu = work.item_bytes * largest.elements, machine.gpu is not None
-    room = machine.gpu_bytes - CUDA_CONTEXT if gpu else machine.ram_bytes
+    room = machine.gpu_bytes - CUDA_CONTEXT - gpu_reserve(machine) if gpu else machine.ram_bytes
     if size <= room:
         return ""
     name = f"the block {largest.name}" if largest.name == largest.within else largest.name

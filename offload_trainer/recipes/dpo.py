@@ -1,7 +1,7 @@
 # Preferences (TRL's DPO) over every parameter of an 8B model: the reference is the model before its first step.
 # run:    python configs/dpo.py --model Qwen/Qwen3-8B --data preferences.jsonl --nvme /mnt/ssd
 # plan:   offload-train plan --model Qwen/Qwen3-8B --seq-len 1024 --micro-batch 2 --accumulate 16 --machine a100-80gb
-# memory: gpu 84.7 GB, ram 70.1 GB, runs 295 GB, /mnt/nvme 0 B
+# memory: gpu 84.8 GB, ram 70.9 GB, runs 295 GB, /mnt/nvme 0 B
 # Each line of the data holds `chosen` and `rejected`, conversations of role and content, or with `prompt` texts.
 # It needs pip install 'offload-trainer[hf]'; the same command again goes on from the newest checkpoint.
 import argparse

@@ -17,7 +17,7 @@ from typing import Literal
 
 from offload_trainer.config import ModelSection, PlacementSection
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.machine.probe import available_ram_bytes, probe_machine, total_ram_bytes
+from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine, total_ram_bytes
 from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
 from offload_trainer.plan.card import card_mistakes, with_dtype_of_card
 from offload_trainer.plan.deepspeed import DeepSpeed
@@ -59,6 +59,8 @@ def examine(
     checks += _stale_locks()
     try:
         machine = probe_machine(drives=place.nvme, output=output)
+    except UnusableGpu as error:
+        return [*checks, Check("GPU", "failure", str(error), "mend or hide the GPU; then call this again")]
     except UserError as error:
         return [*checks, Check("directories", "failure", str(error), "name directories that are there and writable")]
     checks += [_memory(machine), *_memlock(place, engine, machine), *_gpu(model, machine)]

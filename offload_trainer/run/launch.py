@@ -18,6 +18,8 @@ from offload_trainer.packages import is_installed, lacks
 from offload_trainer.run.watch import LAUNCHER, begin_watch
 from offload_trainer.streams import write_now
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # read when CUDA is first used
+
 
 def ranks_of_environment() -> tuple[int, int]:
     """(rank, world) as torchrun says; (0, 1) without it."""
@@ -42,8 +44,13 @@ def prepare_process(config: TrainConfig) -> int:
     threads = each * ranks if alone else each
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Hardware queues of a GPU: 8 by default, while copies each way, the update and NCCL have streams of their own.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
+    if not any(os.environ.get(name) for name in _ALLOCATOR):
+        # A segment that grows leaves no holes that only smaller tensors fit. torch before 2.9 knows the second name.
+        os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
     if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
     if alone:  # at whichever port is free when it listens: nobody else has to know it

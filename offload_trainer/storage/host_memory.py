@@ -88,11 +88,12 @@ def mapped(descriptor: int, size: int, *, pinned: bool = False) -> torch.Tensor:
 def _tensor(mapping: mmap.mmap, size: int, *, pinned: bool) -> torch.Tensor:
     buffer = torch.frombuffer(mapping, dtype=torch.uint8)[:size]
     if pinned:
-        _register(buffer)
+        pin(buffer)
     return buffer
 
 
-def _register(buffer: torch.Tensor) -> None:
+def pin(buffer: torch.Tensor) -> None:
+    """Register memory with CUDA for as long as its storage lives. TrainerError where CUDA cannot."""
     address, size = buffer.data_ptr(), buffer.numel()
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, 0))

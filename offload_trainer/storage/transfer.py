@@ -186,13 +186,17 @@ def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 class Workers:
     """Threads that take jobs from one queue, in order."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, prepare: Callable[[], object] | None = None) -> None:
+        """`prepare` is called in each thread before its first job."""
+        self._prepare = prepare
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
             thread.start()
 
     def _work(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
         while (job := self._jobs.get()) is not None:
             job()
             del job  # and what it holds, before the next one comes

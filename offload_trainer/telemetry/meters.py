@@ -125,6 +125,14 @@ def device_peak_bytes() -> int:
     return int(torch.cuda.max_memory_allocated())
 
 
+def allocation_retries() -> int:
+    """How often torch has freed its cached blocks since no memory was left on the device; 0 without one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
 def memory_now(swaps: Sequence[Path]) -> dict[str, int]:
     """Bytes of each tier that this process holds: "ram", "gpu" where it uses one, "drives" where it has `swaps`."""
     held = {"ram": current_rss_bytes()}

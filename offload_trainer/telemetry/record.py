@@ -36,11 +36,13 @@ class StepRecord:
     device_peak_bytes: Count  # peak so far
     skipped: Flag  # no update was made
     memory: dict[str, Count] = field(default_factory=dict)  # bytes now, by tier: "ram", "gpu", "drives" (page files)
+    allocation_retries: Count = 0  # so far: how often the device had no memory left but what torch's cache held
     hidden: Number = 0.0  # seconds that an update behind the forward went on while nobody waited for it; 0: not told
 
     def to_json(self) -> str:
         """One line without its end. JSON has no NaN and no infinity: they become null."""
-        return _to_json(self, leave_out=[name for name in ("memory", "hidden") if not getattr(self, name)])
+        optional = ("memory", "allocation_retries", "hidden")
+        return _to_json(self, leave_out=[name for name in optional if not getattr(self, name)])
 
     @classmethod
     def from_json(cls, line: str) -> Self:

@@ -1,12 +1,10 @@
-"""Is this machine ready, how fast is it, and do the tests pass on it? What fails does not stop the rest."""
+"""Is this machine ready, what would run on it, and how fast is it? What fails does not stop the rest."""
 
 from __future__ import annotations
 
 import json
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +14,6 @@ from gpu_stages.stage import Failure, Stage
 TITLE = "What is here, and whether it works"
 COLUMNS = {"check": "check", "found": "found"}
 
-# Whole files whose tests compute: on a machine with a GPU they do it there. The quickest first.
-COMPUTING = (
-    "tests/offloading/test_against_torch.py",
-    "tests/offloading/test_gradients.py",
-    "tests/run/test_streams.py",
-    "tests/offloading/test_shares.py",
-    "tests/optim/test_stored_moments.py",
-    "tests/optim/test_update_page.py",
-    "tests/model/test_dropout.py",
-    "tests/run/test_checkpoint.py",
-    "tests/offloading/test_tiered.py",
-    "tests/optim/test_moments.py",
-    "tests/optim/test_adam_kernels.py",
-)
-
-_SMALL = "tests/run/test_streams.py"
-
 
 def carry_out(stage: Stage) -> None:
     checks: dict[str, Callable[[Stage], dict[str, Any]]] = {
@@ -40,15 +21,12 @@ def carry_out(stage: Stage) -> None:
         "doctor": doctor,
         "kernels of the update": kernels,
         "plan of 10B for a V100": lambda stage: plan(stage, ["--machine", "v100-32gb", "--dtype", "fp16"]),
-        "tests that need a GPU": lambda stage: tests(stage, ["-m", "gpu", "tests"]),
         "bench": bench,
         "plan of 10B here": lambda stage: plan(stage, ["--nvme", str(stage.drive), "--dtype", "bf16"]),
     }
-    # A rehearsal takes one small file: all of them run elsewhere. Those marked ops build DeepSpeed's kernels.
-    files = (_SMALL,) if stage.rehearsal else COMPUTING
-    checks |= {file: partial(tests, what=["-m", "not ops and not slow", file]) for file in files}
-    (stage.record.folder / "check-tests.txt").unlink(missing_ok=True)
     for name, check in checks.items():
+        if not stage.asked(name):
+            continue
         try:
             stage.need_time()
             stage.record.add(check=name, **check(stage))
@@ -104,33 +82,6 @@ def plan(stage: Stage, words: Sequence[str]) -> dict[str, Any]:
     step = "not known" if None in seconds else f"{sum(seconds):.1f} s"
     fits = "fits" if found["fits"] else "does not fit"
     return {"found": f"{fits}; {homes(found)}; a step {step}", "plan": found}
-
-
-def tests(stage: Stage, what: Sequence[str]) -> dict[str, Any]:
-    """pytest's outcome; what failed, in its own words, is in a file beside the table."""
-    if stage.rehearsal:
-        what = [*what[:-1], _SMALL]
-    report = stage.drive / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    done = stage.command([*command, f"--junitxml={report}", *what])
-    if done.returncode == 5:
-        return {"found": "there are none"}
-    if not report.exists():
-        raise Failure(f"failed: {' '.join((done.stdout + done.stderr).split())[-300:]}")
-    suite = ElementTree.parse(report).getroot().find("testsuite")
-    assert suite is not None
-    counts = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
-    told = ", ".join(f"{count} {key}" for key, count in counts.items())
-    wrong = [
-        f"{case.get('classname')}::{case.get('name')}: {(bad.get('message') or '').strip()[:200]}"
-        for case in suite.iter("testcase")
-        for bad in (*case.findall("failure"), *case.findall("error"))
-    ]
-    if wrong:
-        with (stage.record.folder / "check-tests.txt").open("a") as said:
-            said.write(f"== {' '.join(what)}\n{done.stdout[-200_000:]}\n")
-        raise Failure(f"failed: {told}: {'; '.join(wrong)}")
-    return {"found": told}
 
 
 def _ours(stage: Stage, words: Sequence[str]) -> Any:

@@ -12,9 +12,10 @@ TITLE = "10B parameters under a cap of 32 GiB of GPU memory"
 COLUMNS = large.COLUMNS
 CAP = 32 << 30
 CASES = {
-    "as planned": [],
-    "8-bit moments, as planned": ["optim.states=8bit"],
-    "no state on the GPU": ["--gpu-fraction", "0"],
+    "shares as planned, overlap forward": ["tiered.overlap=forward"],
+    "shares as planned, overlap off": ["tiered.overlap=off"],
+    "8-bit moments, shares as planned, overlap forward": ["optim.states=8bit", "tiered.overlap=forward"],
+    "no state on the GPU, overlap full": ["--gpu-fraction", "0", "tiered.overlap=full"],
 }
 
 
@@ -26,13 +27,13 @@ def carry_out(stage: Stage) -> None:
     else:
         words += ["--model", "gpt2-10b", "--seq-len", "1024", "--micro-batch", "4"]
     stage.record.note(large.MFU)
-    stage.record.note("Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant")
+    stage.record.note(large.IN_A_ROW)
+    stage.record.note(large.FILLED)
     stage.record.note("The cap holds the capacity of a smaller card and not its speed; shares are the plan's own")
     for case, more in stage.some(CASES):
         large.measure(
             stage,
-            case,
-            [*words, *more],
+            large.Case(case, [*words, *more]),
             steps=1 if stage.rehearsal else 3,
             dtype="fp16",
             size=128 if stage.rehearsal else 8192,

@@ -1,10 +1,12 @@
-"""One large model, one way to place it: built, a few steps, its seconds and bytes beside the plan's."""
+"""One way to train and to place a model: built, some steps in a row, their seconds and bytes beside the plan's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gpu_stages.stage import Failure, Stage, Worker, middle
+from gpu_stages.stage import Failure, Stage, Worker, middle, outcome_of, spread
 
 COLUMNS = {
     "case": "case",
@@ -12,7 +14,7 @@ COLUMNS = {
     "tokens": "tokens a step",
     "rate": "tokens/s",
     "mfu": "MFU",
-    "step": "step s",
+    "step_spread": "step s (smallest-largest)",
     "forward": "forward",
     "backward": "backward",
     "update": "update",
@@ -20,6 +22,7 @@ COLUMNS = {
     "gpu_planned": "GPU planned GB",
     "gpu_peak": "allocated GB",
     "gpu_reserved": "reserved GB",
+    "retries": "allocation retries",
     "rss_planned": "host planned GB",
     "rss": "host peak GB",
     "read": "read GB a step",
@@ -31,47 +34,58 @@ MFU = (
     "MFU: operations of the shape's products, twice as many in the backward, what checkpointing recomputes not "
     "counted, over the step's seconds, as a share of what one product of two matrices reached here"
 )
+IN_A_ROW = "Steps are timed in a row, nothing stopped between them: work that one leaves to the next is in the next"
+FILLED = "Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant"
 WARM = 1  # steps that do not count
 
 
+@dataclass(frozen=True)
+class Case:
+    """One way to train: what `offload-train` is given, and whose engine it is, where not ours (peers.py)."""
+
+    name: str
+    words: Sequence[str]
+    peer: str | None = None
+
+
 def measure(
-    stage: Stage, case: str, words: list[str], *, steps: int, dtype: str, size: int, cap_bytes: int | None = None
-) -> None:
-    """A row of the record, whatever comes of it. `size`: of the square matrices whose product is timed."""
-    row: dict[str, Any] = {"case": case, "words": " ".join(words)}
+    stage: Stage, case: Case, *, steps: int, dtype: str, size: int, cap_bytes: int | None = None
+) -> dict[str, Any] | None:
+    """Add the case's row to the record, whatever comes of it; return it where it was timed.
+
+    `size`: of the square matrices whose product is timed.
+    """
+    row: dict[str, Any] = {"case": case.name, "words": " ".join(case.words)}
     try:
-        with stage.worker(case, cap_bytes=cap_bytes) as worker:
+        with stage.process(case.name) if cap_bytes is None else stage.worker(case.name, cap_bytes=cap_bytes) as worker:
             product = worker.ask("product", dtype=dtype, size=size)["rate"]
-            about = worker.build(words, fill=True)
-            row |= _of_plan(about) | {"product": product}
-            worker.ask("steps", count=WARM)
-            row |= _of_steps(about, _one_by_one(stage, worker, steps), product=product)
+            about = worker.build(case.words, fill=True, peer=case.peer)
+            row |= _of_plan(about, ours=case.peer is None) | {"product": product, "kernel": about["kernel"]}
+            row |= _of_steps(about, in_a_row(stage, worker, steps), product=product)
     except Failure as failure:
         stage.record.add(str(failure), **row)
-        return
+        return None
     over = cap_bytes is not None and row["gpu_reserved"] > cap_bytes / 1e9
-    stage.record.add("failed: more than the cap" if over else "ok", **row)
+    stage.record.add("failed: more than the cap" if over else outcome_of(about), **row)
+    return row
 
 
-def _one_by_one(stage: Stage, worker: Worker, steps: int) -> dict[str, Any]:
-    """As many steps as there is time for, at least one."""
-    found = worker.ask("steps", count=1)
-    while len(found["steps"]) < steps and stage.left() > 2 * found["steps"][-1]["step"]:
-        more = worker.ask("steps", count=1)
-        found = more | {"steps": found["steps"] + more["steps"]}
-    return found
+def in_a_row(stage: Stage, worker: Worker, steps: int) -> dict[str, Any]:
+    """Let the worker take steps without a pause, after some that do not count: as many as there is time for."""
+    warm = worker.ask("steps", count=WARM)["steps"][-1]["step"]
+    return worker.ask("steps", count=max(1, min(steps, int(stage.left() / (2 * warm)))))
 
 
-def _of_plan(about: dict[str, Any]) -> dict[str, Any]:
+def _of_plan(about: dict[str, Any], *, ours: bool) -> dict[str, Any]:
     plan, seconds = about["plan"], about["plan"]["seconds"]
-    return {
+    found = {"tokens": about["tokens_per_step"], "build": about["build_seconds"], "plan": plan}
+    if not ours:
+        return found
+    return found | {
         "homes": homes(plan),
-        "tokens": about["tokens_per_step"],
-        "build": about["build_seconds"],
         "planned_step": None if None in seconds.values() else sum(seconds.values()),
         "gpu_planned": plan["tiers"].get("gpu", {"need": 0})["need"] / 1e9,
         "rss_planned": plan["tiers"]["ram"]["need"] / 1e9,
-        "plan": plan,
     }
 
 
@@ -89,11 +103,13 @@ def _of_steps(about: dict[str, Any], found: dict[str, Any], *, product: float) -
     steps, seconds = found["steps"], middle(found["steps"], "step")
     return {
         **{key: middle(steps, key) for key in ("step", "forward", "backward", "update")},
+        "step_spread": spread(steps, "step"),
         "rate": about["tokens_per_step"] / seconds,
         "mfu": about["flops_per_step"] / seconds / product,
         "gpu_peak": max(step["device_peak"] for step in steps) / 1e9,
         "gpu_reserved": found["reserved"] / 1e9,
         "gpu_in_use": found["in_use"] / 1e9,
+        "retries": steps[-1]["retries"],
         "rss": max(step["peak_rss"] for step in steps) / 1e9,
         "read": middle(steps, "read_bytes") / 1e9,
         "written": middle(steps, "written_bytes") / 1e9,

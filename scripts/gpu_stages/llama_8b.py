@@ -1,4 +1,4 @@
-"""Llama-3-8B's shape in bf16: the optimizer state on the GPU, half of it in RAM, all of it in RAM."""
+"""Llama-3-8B's shape in bf16: the optimizer state on the GPU, half of it in RAM, all of it in RAM, by each overlap."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_stages import large
+from gpu_stages.large import Case
 from gpu_stages.stage import Stage
 
-TITLE = "8B parameters, by where the optimizer state lives"
+TITLE = "8B parameters, by where the optimizer state lives and what its update overlaps with"
 COLUMNS = large.COLUMNS
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
@@ -36,25 +37,42 @@ _TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 2048,
 }
+_RAM = ["--gpu-fraction", "0", "--ram-fraction", "1"]
+_HALF = ["--gpu-fraction", "0.5", "--ram-fraction", "0.5"]
 CASES = {
-    "all of the state on the GPU": ["--gpu-fraction", "1"],
-    "half on the GPU, half in RAM": ["--gpu-fraction", "0.5", "--ram-fraction", "0.5"],
-    "all of the state in RAM": ["--gpu-fraction", "0", "--ram-fraction", "1"],
-    "half in RAM, block inputs too": [
-        *("--gpu-fraction", "0.5", "--ram-fraction", "0.5", "model.offload_activations=cpu", "model.checkpointing=on"),
+    "state in RAM, overlap forward": [*_RAM, "tiered.overlap=forward"],
+    "state in RAM, overlap off": [*_RAM, "tiered.overlap=off"],
+    "state on the GPU, overlap off": ["--gpu-fraction", "1", "tiered.overlap=off"],
+    "state half GPU, half RAM, overlap forward": [*_HALF, "tiered.overlap=forward"],
+    "state in RAM, overlap full": [*_RAM, "tiered.overlap=full"],
+    "state in RAM, split masters, overlap forward": [*_RAM, "tiered.overlap=forward", "tiered.masters=remainder"],
+    "state half GPU, half RAM, block inputs in RAM, overlap forward": [
+        *_HALF,
+        *("tiered.overlap=forward", "model.offload_activations=cpu", "model.checkpointing=on"),
     ],
 }
 
 
 def carry_out(stage: Stage) -> None:
+    words = prepare(stage)
+    for name, more in stage.some(CASES):
+        case = Case(name, [*words, "--engine", "tiered", "--params", "gpu", *more])
+        large.measure(stage, case, **sizes(stage))
+
+
+def prepare(stage: Stage) -> list[str]:
+    """Note what the rows mean; return the words that all cases have."""
     model = model_directory(stage.drive / "llama", tiny=stage.rehearsal)
-    length, rows, steps, size = (32, 2, 1, 128) if stage.rehearsal else (4096, 4, 4, 8192)
-    stage.record.note(large.MFU)
-    stage.record.note("Weights are filled for benchmarks (scripts/gpu_stages/fill.py): no losses are meant")
+    length, rows = (32, 2) if stage.rehearsal else (4096, 4)
+    for note in (large.MFU, large.IN_A_ROW, large.FILLED):
+        stage.record.note(note)
     words = ["--model", str(model), "--scratch", "data.tokenizer=builtin", "--dtype", "bf16", "--seq-len", str(length)]
-    words += ["--micro-batch", str(rows), "--engine", "tiered", "--params", "gpu"]
-    for case, shares in stage.some(CASES):
-        large.measure(stage, case, [*words, *shares], steps=steps, dtype="bf16", size=size)
+    return [*words, "--micro-batch", str(rows)]
+
+
+def sizes(stage: Stage) -> dict[str, Any]:
+    """Return how many steps are timed, and the product that they are compared with."""
+    return {"steps": 2 if stage.rehearsal else 5, "dtype": "bf16", "size": 128 if stage.rehearsal else 8192}
 
 
 def model_directory(folder: Path, *, tiny: bool) -> Path:

@@ -19,6 +19,7 @@ COLUMNS = {
     "accumulate": "micro-batches a step",
     "weights": "weights",
     "shares": "state on GPU, RAM, drive",
+    "overlap": "overlap",
     "steps": "steps",
     "skipped": "skipped",
     "apart": "largest loss difference to plain torch",
@@ -39,6 +40,7 @@ def carry_out(stage: Stage) -> None:
         compared = Compared()
         for weights, shares in [("plain torch", None), *homes]:
             row = {"dtype": dtype, "accumulate": accumulate, "weights": weights, "shares": _told(shares)}
+            row["overlap"] = overlap_of(shares) if shares is not None else None
             try:
                 if worker is None:
                     worker = stage.worker("parity")
@@ -118,7 +120,21 @@ def _home(weights: str, shares: tuple[float, float] | None, *, tiny: bool) -> li
     gradients = ["placement.gradients=nvme"] if weights == "nvme" else []
     words = ["--engine", "tiered", "--params", weights, "{drive}", *gradients]
     words += ["tiered.page_size=65536"] if tiny else []
-    return [*words, "--gpu-fraction", str(shares[0]), "--ram-fraction", str(shares[1])]
+    return [
+        *words,
+        "--gpu-fraction",
+        str(shares[0]),
+        "--ram-fraction",
+        str(shares[1]),
+        f"tiered.overlap={overlap_of(shares)}",
+    ]
+
+
+def overlap_of(shares: tuple[float, float]) -> str:
+    """Return the overlap that this division is tried with: the bits must not depend on it either."""
+    if shares[0] == 1:
+        return "off"
+    return "full" if sum(shares) < 1 else "forward"
 
 
 def _told(shares: tuple[float, float] | None) -> str | None:

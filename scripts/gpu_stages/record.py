@@ -18,7 +18,8 @@ REHEARSAL = "rehearsal without a GPU on tiny shapes: these numbers mean nothing"
 
 
 class Record:
-    """Rows of one stage. A row's `outcome` is "ok", "not run: WHY" or "failed: WHY"; the columns go into the table."""
+    """Rows of one stage. A row's `outcome` is "ok", "not run: WHY", "failed: WHY" or, of a speed that
+    is not to be quoted, "not comparable: WHY"; the columns go into the table."""
 
     def __init__(
         self,
@@ -64,9 +65,15 @@ class Record:
         print(f"gpu_suite: {told}: {outcome}", file=sys.stderr, flush=True)
         self._save()
 
+    def complete(self, **more: Any) -> None:
+        """Put more into the row that was added last."""
+        self.rows[-1] |= more
+        self._save()
+
     def note(self, text: str) -> None:
-        """A line above the table."""
-        self._content["notes"].append(text)
+        """A line above the table, once however often it is noted."""
+        if text not in self._content["notes"]:
+            self._content["notes"].append(text)
         self._save()
 
     def close(self) -> bool:

@@ -21,16 +21,18 @@ COLUMNS = {
     "found": "found",
 }
 CASES = {
-    "state on the GPU": ["--gpu-fraction", "1"],
-    "state half in RAM, half on the drive": ["--gpu-fraction", "0", "--ram-fraction", "0.5"],
+    "state on the GPU": ["--gpu-fraction", "1", "tiered.overlap=off"],
+    "state half in RAM, half on the drive": ["--gpu-fraction", "0", "--ram-fraction", "0.5", "tiered.overlap=forward"],
 }
+KILLS = "killed and resumed, other homes at times"
 _LAST_LINE = re.compile(r"^[0-9]+ kills, [0-9]+ runs, .*", re.MULTILINE)
 
 
 def carry_out(stage: Stage) -> None:
     small = ["model.overrides.n_layer=2", "model.overrides.n_embd=64", "--seq-len", "32", "--micro-batch", "2"]
     words = small if stage.rehearsal else ["--model", "gpt2-medium", "--seq-len", "1024", "--micro-batch", "8"]
-    kill(stage, count=3 if stage.rehearsal else 12)
+    if stage.asked(KILLS):
+        kill(stage, count=3 if stage.rehearsal else 12)
     for case, shares in stage.some(CASES):
         save(stage, case, [*words, "--engine", "tiered", "--params", "gpu", "{drive}", *shares])
 
@@ -68,6 +70,6 @@ def kill(stage: Stage, *, count: int) -> None:
         last = _LAST_LINE.search(done.stdout)
         if done.returncode or last is None:
             raise Failure(f"failed: exit {done.returncode}: {' '.join((done.stdout + done.stderr).split())[-300:]}")
-        stage.record.add(case="killed and resumed, other homes at times", found=last[0])
+        stage.record.add(case=KILLS, found=last[0])
     except Failure as failure:
-        stage.record.add(str(failure), case="killed and resumed, other homes at times")
+        stage.record.add(str(failure), case=KILLS)

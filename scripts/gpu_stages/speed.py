@@ -1,223 +1,157 @@
-"""Seconds of a step over tokens a step: ours by home of the state, plain torch, stock ZeRO, FSDP2 with CPU offload.
+"""Seconds of a step at 8 thousand tokens: ours by home of the state and overlap, plain torch, and others' offload.
 
-For each number of tokens all cases are built, each in a process of its own, and take steps in turn; those that wait
-stand still. What plain torch's forward and backward take alone is the floor under everybody. Stock ZeRO comes in a
-second round, beside plain torch and ours again: host memory does not hold all of them at once.
+Each case has a process and the machine to itself: it is built, takes a step that does not count, then some in a row,
+and ends before the next is built. Plain torch is measured again at the end, which shows what the machine's speed did
+meanwhile. What plain torch's forward and backward take alone is the floor under everybody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from gpu_stages import peers
-from gpu_stages.record import OUT_OF_TIME
-from gpu_stages.stage import Failure, Stage, Worker, middle, spread
+from gpu_stages import large, peers
+from gpu_stages.large import Case
+from gpu_stages.stage import Failure, Stage
 
-TITLE = "Speed over tokens a step, beside others"
-COLUMNS = {
-    "tokens": "tokens a step",
-    "case": "case",
-    "rate": "tokens/s",
-    "against": "x plain torch",
-    "step_spread": "step s (smallest-largest)",
-    "forward": "forward",
-    "backward": "backward",
-    "update": "update",
-    "mfu": "MFU",
-    "gpu_peak": "GPU allocated GB",
-    "rss": "host peak GB",
-    "loss": "loss of the last step",
-    "build": "built in s",
+TITLE = "Speed at 8 thousand tokens a step, beside others"
+COLUMNS = {"case": "case", "rate": "tokens/s", "against": "x plain torch"} | {
+    key: large.COLUMNS[key]
+    for key in ("step_spread", "forward", "backward", "update", "mfu", "gpu_peak", "retries", "rss", "build")
 }
-_OURS = ["--engine", "tiered"]
-TRACED = "ours, state in RAM"
-_LEFT_OUT = ("ours, state half GPU, half RAM", "ours, weights and state in RAM")
+OURS = ["--engine", "tiered"]
+PLAIN = "plain torch"
 TRACE = "speed-trace.json.gz"
-
-
-@dataclass
-class Case:
-    """One way to train, and its process while there is one."""
-
-    name: str
-    words: list[str]
-    peer: str | None = None
-    about: dict[str, Any] = field(default_factory=dict)
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    outcome: str = "ok"
-
-
-def first_round() -> list[Case]:
-    return [
-        _plain(),
-        Case("ours, state on the GPU", [*_OURS, "--params", "gpu", "--gpu-fraction", "1"]),
-        Case("ours, state half GPU, half RAM", [*_OURS, "--params", "gpu", *_shares("0.5", "0.5")]),
-        _in_ram(),
-        Case("ours, weights and state in RAM", [*_OURS, "--params", "cpu", *_shares("0", "1")]),
-        Case("forward and backward alone", ["--engine", "plain"], peer="native"),
-        Case("FSDP2, CPU offload", ["--engine", "plain"], peer="fsdp2"),
-    ]
-
-
-def second_round() -> list[Case]:
-    return [
-        _plain(),
-        _in_ram(),
-        Case("ZeRO-2, optimizer in RAM", ["--engine", "deepspeed", "--params", "gpu", "--optimizer", "cpu"]),
-        Case("ZeRO-3, both in RAM", ["--engine", "deepspeed", "--params", "cpu", "--optimizer", "cpu"]),
-    ]
-
-
-def _plain() -> Case:
-    return Case("plain torch", ["--engine", "plain"])
-
-
-def _in_ram() -> Case:
-    return Case(TRACED, [*_OURS, "--params", "gpu", *_shares("0", "1")])
-
-
-def _shares(gpu: str, ram: str) -> list[str]:
-    return ["--gpu-fraction", gpu, "--ram-fraction", ram]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is trained, and how often."""
-
-    model: Sequence[str]
-    length: int
-    batches: Sequence[tuple[int, int]]  # rows of a micro-batch, micro-batches
-    warm: int
-    steps: int
-    product: int  # side of the matrices whose product is timed
-
-
-_REAL = Sizes([], 1024, ((8, 1), (2, 1), (8, 4)), warm=2, steps=5, product=8192)
-_TINY = Sizes(["model.overrides.n_layer=2", "model.overrides.n_embd=64"], 32, ((2, 2),), warm=1, steps=1, product=128)
+STEPS = 5
 
 
 def carry_out(stage: Stage) -> None:
-    sizes = _TINY if stage.rehearsal else _REAL
-    (stage.record.folder / TRACE).unlink(missing_ok=True)
-    model = list(sizes.model) or ["--model", _model(stage)]
-    stage.record.note(
-        f"`{' '.join(model)}`, bf16, rows of {sizes.length} tokens, checkpointing as the plan has it (on)"
-    )
+    words = prepare(stage, rows=8, accumulate=1)
     for name, settings in peers.SETTINGS.items():
         stage.record.note(f"{name}: {settings}")
-    product = _product(stage, sizes.product)
-    stage.record.note(f"a product of {sizes.product} x {sizes.product} matrices: {product / 1e12:.3g} TFLOP/s in bf16")
-    rounds = [first_round]
-    if stage.rehearsal or find_spec("deepspeed") is None:
-        why = "its kernels take minutes to build" if stage.rehearsal else "it is not installed"
-        stage.record.note(f"stock DeepSpeed was not run: {why}")
+    found = compare(stage, cases(), words)
+    trace(stage, words)
+    if found is not None and not stage.rehearsal and stage.asked(f"{PLAIN} again"):
+        compare(stage, [replace(plain(), name=f"{PLAIN} again")], words, against=found)
+
+
+def plain() -> Case:
+    return Case(PLAIN, ["--engine", "plain"])
+
+
+def shares(gpu: str, ram: str, overlap: str) -> list[str]:
+    """Weights on the GPU, the state divided so, its update overlapped so: never as `auto` would choose."""
+    return [*OURS, "--params", "gpu", "--gpu-fraction", gpu, "--ram-fraction", ram, f"tiered.overlap={overlap}"]
+
+
+def cases() -> list[Case]:
+    away = [*OURS, "--params", "cpu", "--gpu-fraction", "0", "--ram-fraction", "1"]
+    found = [
+        plain(),
+        Case("forward and backward alone", ["--engine", "plain"], peer="native"),
+        Case("ours, state in RAM, overlap forward", shares("0", "1", "forward")),
+        Case("ours, state in RAM, overlap off", shares("0", "1", "off")),
+        Case("ours, state on the GPU, overlap off", shares("1", "0", "off")),
+        Case("ours, state half GPU, half RAM, overlap forward", shares("0.5", "0.5", "forward")),
+        Case("ours, state in RAM, overlap full", shares("0", "1", "full")),
+        Case("ours, weights and state in RAM, overlap forward", [*away, "tiered.overlap=forward"]),
+        Case("torchao, CPU offload", ["--engine", "plain"], peer="torchao"),
+        Case("FSDP2, CPU offload", ["--engine", "plain"], peer="fsdp2"),
+        Case(f"{PLAIN}, checkpointing off, foreach", ["--engine", "plain", "model.checkpointing=off"], peer="foreach"),
+        Case(
+            "forward and backward alone, checkpointing off",
+            ["--engine", "plain", "model.checkpointing=off"],
+            peer="native",
+        ),
+    ]
+    if find_spec("deepspeed") is not None:
+        stock = ["--engine", "deepspeed", "--optimizer", "cpu"]
+        found += [
+            Case("ZeRO-2, optimizer in RAM", [*stock, "--params", "gpu"]),
+            Case("ZeRO-3, both in RAM", [*stock, "--params", "cpu"]),
+        ]
+    return found
+
+
+def prepare(stage: Stage, *, rows: int, accumulate: int) -> list[str]:
+    """Note what the rows mean; return the words that all cases have, whose own win."""
+    if stage.rehearsal:
+        model, length, rows = ["model.overrides.n_layer=2", "model.overrides.n_embd=64"], 32, 2
     else:
-        rounds.append(second_round)
-    for rows, accumulate in sizes.batches:
-        words = [*model, "--dtype", "bf16", "--seq-len", str(sizes.length), "--micro-batch", str(rows)]
-        words += ["--accumulate", str(accumulate), "model.checkpointing=on"]
-        for made in rounds:
-            # Those that a rehearsal leaves out differ from others in words alone, which parity tries.
-            compared = [case for case in made() if not (stage.rehearsal and case.name in _LEFT_OUT)]
-            compare(stage, compared, words, sizes, tokens=rows * accumulate * sizes.length)
-            add_rows(stage, compared, tokens=rows * accumulate * sizes.length, product=product)
+        model, length = ["--model", _model(stage)], 1024
+    told = f"`{' '.join(model)}`, bf16, {accumulate} x {rows} rows of {length} tokens, checkpointing on but where a row"
+    for note in (f"{told} says so", large.MFU, large.IN_A_ROW, large.FILLED):
+        stage.record.note(note)
+    words = [*model, "--dtype", "bf16", "--seq-len", str(length), "--micro-batch", str(rows)]
+    return [*words, "--accumulate", str(accumulate), "model.checkpointing=on"]
+
+
+def compare(
+    stage: Stage, compared: Sequence[Case], words: Sequence[str], *, against: float | None = None
+) -> float | None:
+    """Add a row for each case that is asked for; return plain torch's tokens a second, `against` which others are told.
+
+    What a rehearsal cannot do, without a GPU or in seconds, is noted there.
+    """
+    for case in compared:
+        if not stage.asked(case.name):
+            continue
+        missing = _missing(stage, case)
+        if missing:
+            stage.record.note(f"{case.name} was not run: {missing}")
+            continue
+        timed = measure_against(stage, replace(case, words=[*words, *case.words]), against)
+        if case.name == PLAIN:
+            against = timed
+    return against
+
+
+def measure_against(stage: Stage, case: Case, against: float | None) -> float | None:
+    """Add the case's row, with its rate over `against`; return its rate."""
+    steps, size = (2, 128) if stage.rehearsal else (STEPS, 8192)
+    row = large.measure(stage, case, steps=steps, dtype="bf16", size=size)
+    if row is None:
+        return None
+    rate = float(row["rate"])
+    stage.record.complete(against=1.0 if case.name == PLAIN else rate / against if against else None)
+    return rate
+
+
+def _missing(stage: Stage, case: Case) -> str | None:
+    if case.peer == "torchao":
+        if find_spec("torchao") is None:
+            return peers.LACKS_TORCHAO
+        return "torchao refuses a machine without a GPU" if stage.rehearsal else None
+    stock = "deepspeed" in case.words
+    return "its kernels take minutes to build" if stock and stage.rehearsal else None
 
 
 def _model(stage: Stage) -> str:
-    """1.6e9 parameters where all cases fit beside each other on the GPU, else half as many."""
+    """1.6e9 parameters where plain torch has room for them, else half as many."""
     gpu = stage.record.about["gpu"]
-    return "gpt2-xl" if float(gpu.split(", ")[-2].removesuffix(" GiB")) > 120 else "gpt2-large"
+    return "gpt2-xl" if float(gpu.split(", ")[-2].removesuffix(" GiB")) > 70 else "gpt2-large"
 
 
-def _product(stage: Stage, size: int) -> float:
-    with stage.worker("product") as worker:
-        return float(worker.ask("product", dtype="bf16", size=size)["rate"])
-
-
-def compare(stage: Stage, compared: list[Case], words: list[str], sizes: Sizes, *, tokens: int) -> None:
-    """Build all, then let them take steps in turn. What goes wrong with one is its outcome."""
-    workers: dict[str, Worker] = {}
-    try:
-        for case in compared:
-            workers[case.name] = stage.worker(case.name)
-        with ThreadPoolExecutor(max_workers=1 if stage.rehearsal else 4) as pool:
-            list(pool.map(lambda case: _build(case, workers[case.name], words), compared))
-        for turn in range(sizes.warm + sizes.steps):
-            for case in compared:
-                if case.outcome == "ok":
-                    _step(stage, case, workers[case.name], counts=turn >= sizes.warm)
-        _trace(stage, compared, workers, tokens=tokens)
-    except Failure as failure:  # no time even to begin
-        for case in compared:
-            if case.outcome == "ok" and not case.steps:
-                case.outcome = str(failure)
-    finally:
-        for worker in workers.values():
-            worker.end()
-
-
-def _build(case: Case, worker: Worker, words: list[str]) -> None:
-    try:
-        case.about = worker.build([*words, *case.words], fill=True, peer=case.peer)
-        worker.rest()
-    except Failure as failure:
-        case.outcome = str(failure)
-
-
-def _step(stage: Stage, case: Case, worker: Worker, *, counts: bool) -> None:
-    if case.steps and stage.left() < 3 * case.steps[-1]["step"]:
-        return  # what it has is enough for a row
-    try:
-        steps = worker.ask("steps", count=1)["steps"]
-        worker.rest()
-        case.steps += steps if counts else []
-    except Failure as failure:
-        case.outcome = str(failure)
-
-
-def _trace(stage: Stage, compared: list[Case], workers: dict[str, Worker], *, tokens: int) -> None:
-    """A step of the traced case, once, as chrome://tracing and https://ui.perfetto.dev read it."""
+def trace(stage: Stage, words: Sequence[str]) -> None:
+    """A step whose update goes on behind the forward, once, as chrome://tracing and https://ui.perfetto.dev read it."""
     path = stage.record.folder / TRACE
-    case = next(case for case in compared if case.name == TRACED)
-    if case.outcome != "ok" or path.exists():
+    name = "a trace of state in RAM, overlap forward"
+    if not stage.asked(name):
         return
+    path.unlink(missing_ok=True)
+    row: dict[str, Any] = {"case": name}
     try:
-        size = workers[case.name].ask("trace", path=str(path))["bytes"]
+        with stage.process(name) as worker:
+            worker.build([*words, *shares("0", "1", "forward")], fill=True)
+            worker.ask("steps", count=large.WARM)
+            size = worker.ask("trace", path=str(path))["bytes"]
     except Failure as failure:
-        stage.record.add(str(failure), tokens=tokens, case=f"{TRACED}: a trace")
+        stage.record.add(str(failure), **row)
         return
     if size > 10_000_000:
         path.unlink()
         stage.record.note(f"A trace of {size / 1e6:.0f} MB was too large to keep")
     else:
-        stage.record.note(f"{path.name}: one step of {TRACED!r} at {tokens} tokens, {size / 1e6:.2f} MB")
-
-
-def add_rows(stage: Stage, compared: list[Case], *, tokens: int, product: float) -> None:
-    """A row for each case; tokens a second against plain torch's where that ran."""
-    plain = next((middle(case.steps, "step") for case in compared if case.name == "plain torch" and case.steps), None)
-    for case in compared:
-        row: dict[str, Any] = {"tokens": tokens, "case": case.name, "words": " ".join(case.words)}
-        if not case.steps:
-            stage.record.add(OUT_OF_TIME if case.outcome == "ok" else case.outcome, **row)
-            continue
-        seconds = middle(case.steps, "step")
-        stage.record.add(
-            case.outcome,
-            **row,
-            rate=tokens / seconds,
-            against=plain / seconds if plain else None,
-            step_spread=spread(case.steps, "step"),
-            **{key: middle(case.steps, key) for key in ("forward", "backward", "update")},
-            mfu=case.about["flops_per_step"] / seconds / product,
-            gpu_peak=max(step["device_peak"] for step in case.steps) / 1e9,
-            rss=max(step["peak_rss"] for step in case.steps) / 1e9,
-            loss=case.steps[-1]["loss"],
-            build=case.about["build_seconds"],
-            plan=case.about["plan"]["chosen"],
-            steps=case.steps,
-        )
+        stage.record.note(f"{path.name}: {name}, {size / 1e6:.2f} MB")

@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -37,8 +37,10 @@ class Failure(Exception):
 class Stage:
     """One stage's time, drive and processes; all that it started has ended, and is removed, on the way out."""
 
-    def __init__(self, record: Record, *, seconds: float, drive: Path) -> None:
+    def __init__(self, record: Record, *, seconds: float, drive: Path, only: str = "") -> None:
+        """`only`: of the cases those whose name contains it."""
         self.record, self.rehearsal = record, record.rehearsal
+        self._only, self._kept = only, list[Worker]()
         self._end = time.monotonic() + seconds - _CLOSING
         self._drive = drive
         self._open = ExitStack()
@@ -48,6 +50,8 @@ class Stage:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        for worker in self._kept:
+            worker.end()
         self._open.__exit__(*exception)
 
     def left(self) -> float:
@@ -55,8 +59,29 @@ class Stage:
         return max(0.0, self._end - time.monotonic())
 
     def some(self, cases: Mapping[str, _Of]) -> list[tuple[str, _Of]]:
-        """All of the cases; in a rehearsal the first two, since the others differ from them in words alone."""
-        return list(cases.items())[: 2 if self.rehearsal else None]
+        """The cases that are asked for; in a rehearsal the first two, since the others differ in words alone."""
+        asked = [(name, case) for name, case in cases.items() if self._only in name]
+        return asked[: 2 if self.rehearsal else None]
+
+    def asked(self, name: str) -> bool:
+        """Whether a case of this name is asked for."""
+        return self._only in name
+
+    @contextmanager
+    def process(self, name: str) -> Iterator[Worker]:
+        """A process for one run, ended behind it; in a rehearsal one for all runs, since it takes seconds to start."""
+        if not self.rehearsal:
+            with self.worker(name) as worker:
+                yield worker
+            return
+        self.need_time()
+        if not self._kept:
+            self._kept.append(self.worker("rehearsal"))
+        worker = self._kept.pop()
+        yield worker
+        if worker.runs_one:
+            worker.ask("close")
+        self._kept.append(worker)  # what has failed has ended, and does not come here
 
     def worker(self, name: str, **settings: Any) -> Worker:
         """A process for runs; `settings` are those of worker.py. Failure where there is no time for one."""
@@ -99,6 +124,7 @@ class Worker:
         self._open = ExitStack()
         self.folder = self._open.enter_context(scratch("worker-", directory=stage.drive))
         self._log, self._runs = self.folder / "log", 0
+        self.runs_one = False  # whether a run is open in it
         command = [sys.executable, str(Path(__file__).with_name("worker.py")), json.dumps(settings)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -108,6 +134,7 @@ class Worker:
     def build(self, words: Sequence[str], **given: Any) -> dict[str, Any]:
         """The run that `words` mean, its drive and its directory here; `given` is as worker.py has it."""
         self._runs += 1
+        self.runs_one = True
         here = ["--nvme", str(self.folder)] if "{drive}" in words else []
         words = [word for word in words if word != "{drive}"]
         words = [*words, *here, *(["placement.threads=1"] if self._stage.rehearsal else [])]
@@ -126,6 +153,7 @@ class Worker:
             why = f"failed: {self._last_words()}"
         else:
             if "error" not in answer:
+                self.runs_one = self.runs_one and what != "close"
                 return answer
             refused = "this does not fit" in answer["error"]
             why = f"{'not run' if refused else 'failed'}: {answer['error'][-400:]}"
@@ -183,7 +211,11 @@ def facts(*, rehearsal: bool) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
@@ -194,6 +226,19 @@ def _source() -> str:
         if path.suffix in (".py", ".cpp", ".cu"):
             total.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]
+
+
+def outcome_of(about: dict[str, Any]) -> str:
+    """Return "ok" for what `Worker.build` answered, or why its speed must not be quoted.
+
+    State in RAM and on drives is updated by the CPU. By torch's kernel, where there is no compiler, that takes a
+    multiple of the time.
+    """
+    chosen = about["plan"]["chosen"]
+    sizes = chosen["sizes"] or {}
+    if chosen["engine"] != "tiered" or sizes["gpu_fraction"] >= 1 or "native kernel," in about["kernel"]:
+        return "ok"
+    return f"not comparable: {about['kernel']}"
 
 
 def middle(steps: Sequence[dict[str, Any]], key: str) -> float:

@@ -105,11 +105,12 @@ class Served:
 
         from offload_trainer.telemetry.meters import peak_rss_bytes
 
-        on_gpu = torch.cuda.is_available()
+        on_gpu, log = torch.cuda.is_available(), (output / "log.txt").read_text()
         plan = json.loads((output / "plan.json").read_text())
         about = {
             "plan": plan,
-            "log": (output / "log.txt").read_text(),
+            "log": log,
+            "kernel": next((line for line in log.splitlines() if "The update on the CPU:" in line), ""),
             "parameters": job.checkpoints.record.identity["parameters"],
             "tokens_per_step": plan["chosen"]["tokens_per_step"],
             "flops_per_step": job.flops_per_step,
@@ -162,7 +163,7 @@ class Served:
 
         def within_cap(device: Any = None) -> tuple[int, int]:
             free, _ = self._driver_says(device)
-            return max(0, min(free, cap - torch.cuda.memory_reserved())), cap
+            return max(0, min(free, cap - _CONTEXT - torch.cuda.memory_reserved())), cap
 
         torch.cuda.mem_get_info = within_cap
 

@@ -50,6 +50,7 @@ def test_queues_that_run_late_change_nothing(
                 assert train(ours, data, accumulate=accumulate) == expected
                 assert_same(masters(ours), weights)
             assert not cuda.bare
+            assert not cuda.elsewhere
 
 
 WAITS = [[(FakeStream, "wait_event")], [(FakeEvent, "synchronize"), (FakeStream, "synchronize")]]

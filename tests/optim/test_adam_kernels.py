@@ -183,7 +183,7 @@ def test_a_failed_build_has_the_compilers_words(tmp_path: Path, monkeypatch: pyt
     source = tmp_path / "adam.cpp"
     source.write_text('#error "not today"\n')
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    monkeypatch.setattr(native_adam, "_SOURCE", source)
+    monkeypatch.setattr(native_adam, "SOURCE", source)
     with pytest.raises(TrainerError, match="not today"):
         NativeKernel()
 

@@ -29,7 +29,7 @@ from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
 from offload_trainer.optim.kernels import gives_the_bits_of, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.nvrtc import Gpu, Nvrtc, find_nvrtc, gpu_of, load_nvrtc
+from offload_trainer.optim.nvrtc import Gpu, find_nvrtc, gpu_of, load_nvrtc
 from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.optim.torch_adam import TorchKernel
 
@@ -105,7 +105,7 @@ def updated(
     scale: float = 0.37,
 ) -> list[torch.Tensor]:
     """The page's fields and its new weights."""
-    place = kernel._gpu.place if isinstance(kernel, CudaKernel) else torch.device("cpu")
+    place = kernel.gpu.place if isinstance(kernel, CudaKernel) else torch.device("cpu")
     fields, grad = page
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.full_like(grad, MARK, dtype=wanted or torch.bfloat16, device=place)
@@ -253,7 +253,7 @@ def test_bits_do_not_depend_on_where_a_unit_is_cut(gpu: Gpu, states: str) -> Non
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs fuse always")
 def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_adam, "_FLAGS", tuple(flag for flag in native_adam._FLAGS if "native" not in flag))
+    monkeypatch.setattr(native_adam, "FLAGS", tuple(flag for flag in native_adam.FLAGS if "native" not in flag))
     if shutil.which("g++") is None:
         pytest.skip("there is no compiler to build such a kernel with")
     unfused = NativeKernel()
@@ -371,8 +371,7 @@ def test_nvrtc_fuses_and_flushes_nothing(script: ModuleType) -> None:
             found.append(find_nvrtc(major))
     if not found:
         pytest.skip("there is no NVRTC here: pip install nvidia-cuda-nvrtc")
-    for library in found:
-        compiler = Nvrtc(library)
+    for compiler in found:
         rows = script.check_compiler(compiler, {compiler.architectures()[0], 90})
         assert len(rows) == 2
         assert not any(row["faults"] for row in rows)

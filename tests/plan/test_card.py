@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +17,10 @@ from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.optim import nvrtc
 from offload_trainer.plan.card import card_mistakes, runs
-from offload_trainer.plan.choose import make_plan, settle_and_plan
+from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan
 from offload_trainer.plan.machine import MachineProfile, Rate, Rates, profile_from_json, read_machine
-from offload_trainer.run import doctor
+from offload_trainer.plan.memory import CUDA_CONTEXT
+from offload_trainer.run import doctor, launch
 from offload_trainer.settings import load_config
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")  # torch 2.11's wheels for CUDA 13.0
@@ -101,17 +102,25 @@ def missing() -> None:
     raise TrainerError("no NVRTC")
 
 
-def faked(monkeypatch: pytest.MonkeyPatch, *, hip: str | None = None, cuda: str | None = "13.0") -> None:
+def faked(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    hip: str | None = None,
+    cuda: str | None = "13.0",
+    capability: tuple[int, int] = (7, 0),
+) -> None:
     """A GPU as torch would tell of it; no file of a driver is there."""
-    there = SimpleNamespace(
-        is_available=lambda: True,
-        mem_get_info=lambda: (30 << 30, 32 << 30),
-        get_device_name=lambda: "a card",
-        get_device_capability=lambda: (7, 0),
-        get_arch_list=lambda: ["sm_75", "sm_80"],
-    )
+    there = {
+        "is_available": lambda: True,
+        "mem_get_info": lambda: (30 << 30, 32 << 30),
+        "get_device_name": lambda: "a card",
+        "get_device_capability": lambda _=None: capability,
+        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_90"],
+        "current_device": lambda: 0,
+    }
+    for name, told in there.items():
+        monkeypatch.setattr(torch.cuda, name, told)
     monkeypatch.setattr(nvrtc, "find_nvrtc", missing)  # of what is faked nothing can be compiled for
-    monkeypatch.setattr(torch, "cuda", there)
     monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
 
@@ -121,14 +130,110 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
     faked(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     machine = probe.probe_machine(output=str(tmp_path))
-    assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", 30 << 30, (7, 0))
-    assert machine.built_for == ("sm_75", "sm_80")
+    assert (machine.gpu, machine.gpu_bytes, machine.capability) == ("a card", (30 << 30) + 500_000_000, (7, 0))
+    assert machine.built_for == ("sm_75", "sm_80", "sm_90")
     assert machine.no_state_on_gpu == "no NVRTC"
     assert "no optimizer state can live there: no NVRTC" in " ".join(
         check.found for check in doctor._gpu(load_config(["--model", "gpt2"]).model, machine)
     )
     assert profile_from_json(json.loads(json.dumps(machine.to_json()))) == machine
     assert doctor._torch().state == "ok"
+
+
+def test_free_bytes_are_those_before_the_context_that_asking_makes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Plans count the context: of what is free behind it they use every byte but the reserve."""
+    faked(monkeypatch)
+    shape, config = preset_shape("gpt2", item_bytes=2), load_config(["--model", "gpt2", "--dtype", "fp16"])
+    free = 30 << 30
+    for used in (400 * 10**6, 700 * 10**6):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda used=used: (free, free + used))
+        machine = replace(probe.probe_machine(output=str(tmp_path)), built_for=None)
+        assert machine.gpu_bytes == min(free + used, free + CUDA_CONTEXT)
+        items = {item.name: item.bytes for item in make_plan(config, shape, machine).items if item.tier == "gpu"}
+        assert items["CUDA context"] == CUDA_CONTEXT
+        assert items["reserve"] == max(500 * 10**6, machine.gpu_bytes // 100)
+        assert machine.gpu_bytes - items["CUDA context"] <= free
+
+
+@pytest.mark.parametrize("gpu", [16 * 10**9, 34 * 10**9, 150 * 10**9])
+def test_auto_leaves_a_reserve_free(gpu: int) -> None:
+    """The larger of 1 % and 500 MB: for cuBLAS's workspaces, kernels that are loaded late, and rounding."""
+    machine = replace(read_machine("v100-32gb"), gpu_bytes=gpu, ram_bytes=10**12)
+    shape = preset_shape("gpt2-10b" if gpu > 30 * 10**9 else "gpt2-xl", item_bytes=2)
+    plan = make_plan(load_config(["--model", "gpt2-10b", "--dtype", "fp16", "--engine", "tiered"]), shape, machine)
+    reserve = max(500 * 10**6, gpu // 100)
+    assert plan.fits
+    assert 0 < plan.sizes.gpu_fraction < 1 or gpu > 10**11
+    assert plan.tiers["gpu"]["have"] == gpu
+    used = sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name != "reserve")
+    assert used <= gpu - reserve
+    assert next(item.bytes for item in plan.items if item.name == "reserve") == reserve
+    assert not [
+        item
+        for item in make_plan(load_config(["--model", "gpt2"]), shape, replace(machine, gpu=None)).items
+        if item.name == "reserve"
+    ]
+
+
+BROKEN_GPU = RuntimeError(
+    "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with `TORCH_USE_CUDA_DSA`"
+)
+
+
+def test_a_gpu_that_answers_nothing_is_refused_in_one_line_and_the_doctor_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def busy() -> None:
+        raise RuntimeError(
+            "CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with TORCH_USE_CUDA_DSA"
+        )
+
+    faked(monkeypatch, capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
+    assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert "torch finds a GPU and cannot use it: CUDA error: all CUDA-capable devices are busy" in told
+    assert "CUDA_VISIBLE_DEVICES=" in told
+    assert len(told.strip().splitlines()) == 1
+    config = load_config(["--model", "gpt2", "--output", str(tmp_path / "run")])
+    checks = doctor.examine(config.placement, config.model, output=config.save.output, engine=engine_of(config))
+    assert [(check.name, check.state) for check in checks if check.state == "failure"] == [("GPU", "failure")]
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("undefined symbol: nvrtcGetErrorString"), OSError("invalid ELF header"), RuntimeError("x")]
+)
+def test_without_a_usable_nvrtc_plan_and_doctor_work(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise error
+
+    faked(monkeypatch, capability=(9, 0))
+    monkeypatch.setattr(nvrtc, "find_nvrtc", broken)
+    assert main(["plan", "--model", "gpt2", "--output", str(tmp_path / "run")]) == 0
+    assert f"no optimizer state can live on this GPU: {type(error).__name__}: {error}" in capsys.readouterr().out
+    assert main(["doctor", "--output", str(tmp_path / "run")]) == 0
+    assert f"no optimizer state can live there: {type(error).__name__}: {error}" in capsys.readouterr().out
+
+
+def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+    def prepared(**environment: str) -> list[str | None]:
+        monkeypatch.setattr(launch, "begin_watch", lambda say, hung: None)
+        kept = {key: value for key, value in os.environ.items() if key not in names}
+        monkeypatch.setattr(os, "environ", kept | environment)
+        launch.prepare_process(load_config([]))
+        return [os.environ.get(name) for name in names]
+
+    grows = "expandable_segments:True"  # by both names: torch from 2.9 on warns of the second where it reads it
+    assert prepared() == [grows, grows, "32"]
+    own = "max_split_size_mb:128"
+    assert prepared(PYTORCH_ALLOC_CONF=own) == [own, None, "32"]
+    assert prepared(PYTORCH_CUDA_ALLOC_CONF=own, CUDA_DEVICE_MAX_CONNECTIONS="1") == [None, own, "1"]
 
 
 def test_a_card_of_amd_is_not_judged_by_nvidias_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

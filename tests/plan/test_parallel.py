@@ -196,7 +196,7 @@ def test_state_goes_to_ram_where_the_gpu_is_too_small_and_a_mode_is_refused_wher
     link = {"between_gpus": rate(1e11), "network": rate(1e10)}
     whole = priced(Mode(data=8), step, here(**link), stock_rates(step, here(**link)))
     assert whole.home == "gpu"
-    small = here(gpu=whole.gpu - 1, **link)
+    small = here(gpu=whole.gpu - whole.memory["reserve"], **link)
     found = priced(Mode(data=8), step, small, stock_rates(step, small))
     assert (found.home, found.lacks) == ("cpu", "")
     assert found.ram > 16 * SHAPE.parameters

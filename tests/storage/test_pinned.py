@@ -11,6 +11,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offloading.cuda import CudaDevice
+from offload_trainer.offloading.node import Node
 from offload_trainer.storage import host_memory
 
 
@@ -58,11 +59,28 @@ def test_it_is_let_go_of_with_its_last_view_and_before_it_is_unmapped(runtime: R
 def test_a_closed_device_holds_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever holds the device longer than it is used, as an engine does until it is collected."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda place: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
     device = CudaDevice(torch.device("cpu"), staging_bytes=8192, stagings=2)
     assert len(runtime.pinned) == 2
     device.close()
     gc.collect()
     assert not runtime.pinned
+
+
+def test_of_what_all_ranks_of_a_node_read_each_pins_its_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks' outboxes for an embedding of 5e8 would be 17 GB that each of them pins."""
+    node = Node()
+    node.rank, node.world, node.nodes = 1, 3, (range(3),)
+    memory = host_memory.host_buffer(1 << 20)
+    monkeypatch.setattr(node, "memory", lambda size, pinned=False: memory[: 0 if pinned else size])
+    found = node.memory_of_each(5000, pinned=True)
+    assert {rank: part.numel() for rank, part in found.items()} == {0: 5000, 1: 5000, 2: 5000}
+    assert runtime.pinned == {found[1].data_ptr()}
+    pages = [{address // 4096 for address in (part.data_ptr(), part.data_ptr() + 4999)} for part in found.values()]
+    assert not pages[1] & (pages[0] | pages[2])  # CUDA pins whole pages
+    for rank, part in found.items():
+        part.fill_(rank)
+    assert [int(part.unique()) for part in found.values()] == [0, 1, 2]
 
 
 def test_what_cannot_be_pinned_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

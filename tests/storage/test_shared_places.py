@@ -407,13 +407,13 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"
     source.write_text(SOURCE)
-    compile_, counted, copies = kernel_cache._compile, [], []
+    compile_, counted, copies = kernel_cache.compiled, [], []
 
-    def counting(*args: object, **words: object) -> None:
+    def counting(*args: object, **words: object) -> bytes:
         counted.append(1)
-        compile_(*args, **words)  # type: ignore[arg-type]
+        return compile_(*args, **words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernel_cache, "_compile", counting)
+    monkeypatch.setattr(kernel_cache, "compiled", counting)
 
     def build() -> Path:
         path = kernel_cache.built(source, flags=("-shared", "-fPIC"))

@@ -21,16 +21,18 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from gpu_stages import check, gpt2_10b, llama_8b, parity, saves, speed, worker  # noqa: E402
+from gpu_stages import gpt2_10b, llama_8b, llama_8b_plain, parity, saves, speed, ways, worker  # noqa: E402
+from gpu_stages import tests as the_tests  # noqa: E402
 from gpu_stages.fill import filled_for_benchmarks  # noqa: E402
 from gpu_stages.record import OUT_OF_TIME, Record  # noqa: E402
-from gpu_stages.stage import Failure, Stage  # noqa: E402
+from gpu_stages.stage import Failure, Stage, outcome_of  # noqa: E402
 
 from offload_trainer.errors import UserError  # noqa: E402
+from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
 from offload_trainer.run.train import use_deterministic_algorithms  # noqa: E402
 from offload_trainer.settings import load_config  # noqa: E402
 
-STAGES = ("check", "parity", "speed", "8b", "10b", "saves")
+STAGES = ("check", "tests", "parity", "speed", "tokens", "ways", "8b", "8b-plain", "10b", "saves")
 TINY = ["model.overrides.n_layer=2", "model.overrides.n_embd=64", "--seq-len", "32", "--micro-batch", "2"]
 
 
@@ -106,6 +108,37 @@ def test_speed_leaves_a_trace_that_a_browser_reads(rehearsed: Callable[[str], Pa
     ours = {loss for case, loss in losses.items() if case.startswith("ours")}
     assert len(ours) == 1
     assert losses["FSDP2, CPU offload"] == pytest.approx(ours.pop(), abs=1e-3)
+    against = {row["case"]: row["against"] for row in rows}
+    assert against["plain torch"] == 1
+    assert all(ratio > 0 for ratio in against.values())
+
+
+def test_every_way_of_the_update_has_its_row_and_bits(rehearsed: Callable[[str], Path]) -> None:
+    """Steps are of the same weights and rows: the loss of the last says that the update is the same."""
+    rows = json.loads((rehearsed("ways") / "ways.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == list(ways.CASES)
+    assert len({row["loss"] for row in rows}) == 1
+    assert all(len(row["steps"]) == 2 for row in rows)
+    chosen = [row["plan"]["chosen"]["sizes"] for row in rows]
+    assert {size["places"] for size in chosen} == {1, 2}
+    assert {size["remainders"] for size in chosen} == {False, True}
+
+
+def test_no_case_of_ours_leaves_its_overlap_to_auto() -> None:
+    """Without rates, which go with the machine, `auto` is off, and a table of it says nothing of the others."""
+    homes = [parity._home("gpu", shares, tiny=False) for shares in parity.SHARES]
+    ours = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values(), *ways.CASES.values(), *homes]
+    ours += [case.words for case in speed.cases() if case.name.startswith("ours")]
+    named = [[word for word in words if word.startswith("tiered.overlap=")] for words in ours]
+    assert all(len(one) == 1 and one[0] != "tiered.overlap=auto" for one in named)
+    for cases in (llama_8b.CASES, ways.CASES, {case.name: case.words for case in speed.cases()}):
+        told = [
+            way for words in cases.values() for way in ("off", "forward", "full") if f"tiered.overlap={way}" in words
+        ]
+        assert set(told) == {"off", "forward", "full"}
+        for name, words in cases.items():
+            way = next((word.partition("=")[2] for word in words if word.startswith("tiered.overlap=")), None)
+            assert way is None or f"overlap {way}" in name
 
 
 def test_check_writes_rates_that_a_plan_elsewhere_takes(rehearsed: Callable[[str], Path]) -> None:
@@ -116,7 +149,7 @@ def test_check_writes_rates_that_a_plan_elsewhere_takes(rehearsed: Callable[[str
 
 
 def test_the_tests_that_are_run_on_a_gpu_are_there() -> None:
-    assert [file for file in check.COMPUTING if not (ROOT / file).exists()] == []
+    assert [file for file in the_tests.COMPUTING if not (ROOT / file).exists()] == []
 
 
 def test_every_case_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
@@ -124,7 +157,9 @@ def test_every_case_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
     given = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values()]
     words = [
         *([*drive, *case] for case in given),
-        *(case.words for case in (*speed.first_round(), *speed.second_round())),
+        *([word for word in (*drive, *case) if word != "{drive}"] for case in ways.CASES.values()),
+        *(case for case, _ in llama_8b_plain.CASES.values()),
+        *(case.words for case in speed.cases()),
     ]
     for weights, shares in (("plain torch", None), *product(parity.WEIGHTS, parity.SHARES)):
         home = parity._home(weights, shares, tiny=False)
@@ -148,6 +183,29 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torch sees no GPU" in done.stderr
     assert not (tmp_path / "folder").exists()
+
+
+def test_rows_whose_update_is_the_fallback_are_marked() -> None:
+    """Of a machine without a compiler and without a kernel that was built ahead."""
+    built = "The update on the CPU: the native kernel, built ahead for x86-64-v4 and checked to give torch's bits."
+    slow = "The update on the CPU: torch's kernel; the faster native one is not used: adam.cpp needs a C++ compiler"
+
+    def outcome(kernel: str, *, engine: str = "tiered", gpu: float = 0.5) -> str:
+        sizes = {"gpu_fraction": gpu} if engine == "tiered" else None
+        return outcome_of({"plan": {"chosen": {"engine": engine, "sizes": sizes}}, "kernel": kernel})
+
+    assert outcome(slow) == f"not comparable: {slow}"
+    assert [outcome(built), outcome(slow, gpu=1.0), outcome("", engine="plain")] == ["ok"] * 3
+    chosen, words = choose_kernel("auto")
+    assert (outcome(words) == "ok") == (chosen.name == "native")
+
+
+def test_some_cases_alone_are_run(tmp_path: Path) -> None:
+    """What a stage did not get to in its time is asked for in another."""
+    done = suite("ways", tmp_path, "--rehearse", "--only", "two places")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ways.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == [name for name in ways.CASES if "two places" in name]
 
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
@@ -243,7 +301,7 @@ def test_a_cap_is_what_the_plan_and_the_allocator_see(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: gigabyte)
     served = SimpleNamespace(_driver_says=torch.cuda.mem_get_info)
     worker.Served._cap(served, 34 * gigabyte)  # type: ignore[arg-type]
-    assert torch.cuda.mem_get_info() == (33 * gigabyte, 34 * gigabyte)
+    assert torch.cuda.mem_get_info() == (32.5 * gigabyte, 34 * gigabyte)
     assert fractions == [pytest.approx(33.5 / 140)]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from importlib.metadata import requires
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,11 @@ from packaging.requirements import Requirement
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from offline_bundle import BUNDLED, LARGEST, THERE, command, pinned, requirements, same  # noqa: E402
+import offline_bundle  # noqa: E402
+from offline_bundle import BUNDLED, INSTALL, LARGEST, RIVALS, THERE, command, pinned, requirements, same  # noqa: E402
+
+from offload_trainer.optim import kernel_cache  # noqa: E402
+from offload_trainer.optim.kernels import choose_kernel  # noqa: E402
 
 LINUX = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "extra": ""}
 LINUX |= {
@@ -49,8 +55,50 @@ def test_what_is_asked_for_is_pinned_and_for_that_machine_alone(tmp_path: Path) 
     words = command(tmp_path, python="3.12", more=["transformers==5.23.0"])
     assert {"--only-binary=:all:", "--no-deps", "cp312", "manylinux_2_28_x86_64", "transformers==5.23.0"} <= set(words)
     assert all("==" in pin for pin in pinned())
-    assert not any("torch" in word or "nvidia" in word for word in words[:-1])
+    assert not any(word.startswith(("torch==", "nvidia")) for word in words[:-1])
     assert "transformers==5.23.0" in requirements(["transformers==5.23.0"])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels are built ahead for x86-64")
+def test_a_kernel_that_was_built_ahead_is_taken_where_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = kernel_cache._features()
+    level = next((name for name, (_, needed) in kernel_cache.LEVELS.items() if needed <= here), None)
+    if level is None:
+        pytest.skip("this processor is older than those that kernels are built ahead for")
+    levels = {level: kernel_cache.LEVELS[level]}
+    monkeypatch.setattr(offline_bundle, "LEVELS", levels)  # one of them: each takes seconds
+    (made,) = offline_bundle.build_kernels(tmp_path / "bundle" / "kernels")
+    assert made.stat().st_size < 2_000_000
+    install, cache = tmp_path / "bundle" / "install.sh", tmp_path / "cache"
+    install.write_text(INSTALL.format(requirements=""))
+    install.chmod(0o755)
+    for _ in range(2):  # again over what is there
+        command = [install, "--quiet"]
+        subprocess.run(command, check=True, env=environment(PYTHON="true", OFFLOAD_TRAINER_CACHE=str(cache)))
+
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(cache))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    kernel, words = choose_kernel("auto")
+    assert (kernel.name, f"built ahead for {level} and checked" in words) == ("native", True), words
+
+    monkeypatch.setattr(kernel_cache, "_features", lambda: here - {"fma"})  # a processor that would not run it
+    assert choose_kernel("auto")[0].name == "torch"
+    monkeypatch.setattr(kernel_cache, "_features", lambda: here)
+    installed = next(cache.rglob(made.name))
+    content = installed.read_bytes()
+    installed.unlink()  # not written over: it is mapped here
+    installed.write_bytes(content[:-1])
+    kernel, words = choose_kernel("auto")
+    assert (kernel.name, "no-such-compiler" in words) == ("torch", True), words
+
+
+def test_processors_that_kernels_are_built_for_are_known_by_what_their_code_uses() -> None:
+    """The best comes first, and needs all that those after it do."""
+    needed = [flags for _, flags in kernel_cache.LEVELS.values()]
+    assert all(more > fewer for more, fewer in pairwise(needed))
+    assert [options[0] for options, _ in kernel_cache.LEVELS.values()][-1] == "-march=x86-64-v3"
 
 
 @pytest.mark.network
@@ -58,16 +106,16 @@ def test_the_bundle_is_small_and_installs_without_an_index(tmp_path: Path) -> No
     """For the Python that runs here, since that is the one to try it with."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     bundle = SCRIPTS / "offline_bundle.sh"
+    no_kernels = environment(PYTHON=sys.executable, CXX="no-such-compiler")  # which take minutes, and are tried above
     for python in ("3.12", here):
         folder = tmp_path / python
-        done = subprocess.run(
-            [bundle, folder, "--python", python], capture_output=True, text=True, env=environment(PYTHON=sys.executable)
-        )
+        done = subprocess.run([bundle, folder, "--python", python], capture_output=True, text=True, env=no_kernels)
         if done.returncode and "No matching distribution" in done.stderr:
             pytest.skip("pip reaches no index here")
         assert done.returncode == 0, done.stderr
         wheels = list(folder.glob("*.whl"))
-        assert len(wheels) == len(BUNDLED)
+        assert len(wheels) == len(BUNDLED) + len(RIVALS)
+        assert "no kernel for x86-64-v3: adam.cpp needs a C++ compiler" in done.stderr
         assert sum(wheel.stat().st_size for wheel in wheels) < LARGEST
     assert any("cp312" in wheel.name for wheel in (tmp_path / "3.12").glob("pydantic_core-*.whl"))
     site = tmp_path / "site"

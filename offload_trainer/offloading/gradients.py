@@ -202,9 +202,17 @@ class Gradients:
         norms = self.norms()
         return float(torch.linalg.vector_norm(torch.stack(list(norms.values())))) if norms else 0.0
 
-    def norms(self) -> dict[str, torch.Tensor]:
-        """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`."""
-        norms = {name: self._norm_of(name) for name in self._order if name in self._arrived}
+    def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
+        """The norm of each weight's sum, in the model's order: fp32, 0-dim, on the CPU. After `finish`.
+
+        An `order` other than 2 reads every sum.
+        """
+        arrived = [name for name in self._order if name in self._arrived]
+        if order != 2.0:
+            return {
+                name: torch.linalg.vector_norm(self.sums(name), order, dtype=torch.float32).cpu() for name in arrived
+            }
+        norms = {name: self._norm_of(name) for name in arrived}
         far = [name for name, norm in norms.items() if norm.device.type != "cpu"]
         if far:
             norms |= zip(far, torch.stack([norms[name] for name in far]).cpu(), strict=True)
@@ -213,14 +221,37 @@ class Gradients:
     def _norm_of(self, name: str) -> torch.Tensor:
         """What was taken on the way, or, for a weight that the last micro-batch did not use, the norm of its sums."""
         if name not in self._norms:
-            unit, place = self._place[name]
-            resident = self.on_device(unit.index)
-            if resident is None:
-                sums = self.store.get(unit.index, place.start, place.weight.numel)
-            else:
-                sums = resident[place.start : place.start + place.weight.numel]
-            self._norms[name] = self._norm_of_sum(sums)
+            self._norms[name] = self._norm_of_sum(self.sums(name))
         return self._norms[name]
+
+    def sums(self, name: str) -> torch.Tensor:
+        """The sum of one weight, 1-D: the memory itself where it is on the device, else a copy. After `finish`."""
+        unit, place = self._place[name]
+        resident = self.on_device(unit.index)
+        if resident is None:
+            return self.store.get(unit.index, place.start, place.weight.numel)
+        return resident[place.start : place.start + place.weight.numel]
+
+    def replace(self, name: str, values: torch.Tensor) -> None:
+        """Set the sum of one weight that got a gradient. After `finish`."""
+        unit, place = self._place[name]
+        resident, flat = self.on_device(unit.index), values.reshape(-1)
+        if resident is None:
+            self.store.replace(unit.index, place.start, flat)
+        else:
+            resident[place.start : place.start + place.weight.numel].copy_(flat)
+        self._norms.pop(name, None)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all sums by `factor`, as torch multiplies gradients: rounded to their dtype. After `finish`."""
+        for name in self._arrived:
+            self.replace(name, self.sums(name).mul_(factor))
+
+    def forget(self, name: str) -> None:
+        """Drop the sum of one weight, as if it had got no gradient in this step. After `finish`."""
+        self._arrived.discard(name)
+        self._norms.pop(name, None)
+        self._landing.pop(name, None)
 
     def on_device(self, unit: int) -> torch.Tensor | None:
         """A unit's sums, `trained` of them, where they live on the device: an update there reads them in place."""

@@ -25,11 +25,13 @@ from offload_trainer.offloading.checkpointed import keep_weights
 from offload_trainer.offloading.decision import Decision, decision_of
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.drives import Drives
+from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.heap import trimmed
 from offload_trainer.offloading.homes import Layout, homes_made
 from offload_trainer.offloading.page_index import PageIndex
 from offload_trainer.offloading.parameter import offload_parameter
 from offload_trainer.offloading.state import TieredSnapshot, TieredState
+from offload_trainer.offloading.stored import StoredTensor
 from offload_trainer.offloading.stream import Stream, modules_of_units
 from offload_trainer.offloading.update import Updater
 from offload_trainer.offloading.withheld import Withheld, give_memory
@@ -67,8 +69,10 @@ class OffloadedModel:
         self.trained = [name for name in parameters if trainable[name]]
         self.fixed = [name for name in parameters if not trainable[name]]
         self.steps = dict.fromkeys(self.trained, 0)  # of each weight, that changed it
+        self._cleared = 0  # how often the sums were dropped
         self.last = True  # whether gradients that come now are of the step's last micro-batch
-        self.taken = 0  # gradients, ever
+        self.taken = 0  # gradients, and changes of their sums, ever
+        self.before_sums: Callable[[], None] = lambda: None  # called before somebody reads or changes a sum
         self.closed = False
         self.adds_up = True  # whether several micro-batches may be added up
         self._reads_ahead = False  # when the backward begins
@@ -216,8 +220,51 @@ class OffloadedModel:
         places = {name: self.places[name] for name in names}
         return self.stream.lend({name: (unit.index, place.start) for name, (unit, place) in places.items()})
 
-    def has_gradient(self, name: str) -> bool:
-        return self.gradients.has(name)
+    # -- gradients that are read or changed between the backward and the step ----------------------------------------
+
+    def gradient(self, name: str) -> StoredTensor | None:
+        """Return a stand-in for the sum of one weight: each operation reads it, and one in place writes it back."""
+        if not self.gradients.has(name):
+            return None
+        like, place, of_step = self.parameters[name][0], self._device.place, self._cleared
+
+        def read() -> torch.Tensor:
+            if of_step != self._cleared or not self.gradients.has(name):
+                raise UserError(
+                    f"this gradient of {name} was used up by a step or dropped by zero_grad(): read .grad anew after "
+                    "the next backward; clone() keeps values"
+                )
+            return self._settled().sums(name).to(place, copy=True).view(like.shape)
+
+        def write(values: torch.Tensor) -> None:
+            self._change(lambda sums: sums.replace(name, values))
+
+        return StoredTensor.of(like, read, write=write, dtype=self.gradients.dtype, device=place)
+
+    def drop_gradient(self, name: str) -> None:
+        """Forget the sum of one weight, as if no backward had made it."""
+        if self.gradients.has(name):
+            self._change(lambda sums: sums.forget(name))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all sums by `factor`, wherever they are."""
+        self.gradients.finish()
+        self._one_ranks().scale(factor)
+        self.taken += 1
+
+    def _settled(self) -> Gradients:
+        """The sums as torch would have them now: complete, and times the factor of a clip before."""
+        self.before_sums()
+        self.gradients.finish()
+        return self._one_ranks()
+
+    def _change(self, change: Callable[[Gradients], None]) -> None:
+        change(self._settled())
+        self.taken += 1
+
+    def _one_ranks(self) -> Gradients:
+        assert isinstance(self.gradients, Gradients)  # several ranks exchange theirs, and nobody reads them there
+        return self.gradients
 
     def trains(self, name: str) -> bool:
         return name in self.steps
@@ -295,10 +342,10 @@ class OffloadedModel:
         self.gradients.finish()
         return self.gradients.norm()
 
-    def norms(self) -> dict[str, torch.Tensor]:
-        """What `norm` is made of: of each weight that got a gradient, in the model's order, 0-dim on the CPU."""
+    def norms(self, order: float = 2.0) -> dict[str, torch.Tensor]:
+        """The norm of each weight's sum, where it got a gradient, in the model's order, 0-dim on the CPU."""
         self.gradients.finish()
-        return self.gradients.norms()
+        return self._one_ranks().norms(order)
 
     def step(self, rules: Mapping[str, Hyper], *, scale: float) -> None:
         """The update of the weights in `rules` that got a gradient, with `scale` times their sums; after `norm`.
@@ -331,11 +378,13 @@ class OffloadedModel:
             if self.stream:
                 self.stream.forget()
             self.node.meet()  # on all ranks the weights are those of before, and the places
+        self._cleared += 1
         self.gradients.clear()
 
     def drop(self) -> None:
         """`clear` at any time: what is on its way arrives first."""
         self.gradients.finish()
+        self._cleared += 1
         self.gradients.clear()
 
     def begin(self) -> None:

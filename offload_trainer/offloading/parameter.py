@@ -6,7 +6,8 @@ A parameter stays the object that it was and takes this class. Each operation of
     shape, dtype, device, ...          as they are, nothing is brought
     values, inside its module          there already: the module's hook has brought them
     values, anywhere else              brought for this operation, into memory that no other weight comes to
-    writing, `.data =`, `.grad`        refused: masters and sums live elsewhere, and what is written here would be lost
+    writing, `.data =`, `.grad =`      refused: masters live elsewhere, and what is written here would be lost
+    `.grad`, `.grad = None`            the sum that waits for the next step (`stored.py`), wherever it is
 """
 
 from __future__ import annotations
@@ -79,8 +80,12 @@ class Lender(Protocol):
         """Inside, these weights have their values, and what autograd saves of them keeps its own."""
         ...
 
-    def has_gradient(self, name: str) -> bool:
-        """Whether sums of it wait for the next step."""
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Return the sum that waits for the next step, or None."""
+        ...
+
+    def drop_gradient(self, name: str) -> None:
+        """Forget that sum, as if no backward had made it."""
         ...
 
     def trains(self, name: str) -> bool:
@@ -104,8 +109,8 @@ class OffloadedParameter(nn.Parameter):
         found = list(dict.fromkeys(_offloaded((args, kwargs))))
         if told == "__set__":
             _refuse_setting(name, *args)
-        elif name == "grad":
-            _refuse_waiting(args[0])
+        elif told == "__get__" and name == "grad":
+            return args[0].lender.gradient(args[0].weight)
         elif name == "to" and not _changes(*args, **kwargs):
             return args[0]
         elif name == "requires_grad_":
@@ -148,10 +153,8 @@ def _changes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _refuse_setting(name: str, parameter: OffloadedParameter, value: Any) -> None:
-    if name == "grad" and value is None and parameter.lender.has_gradient(parameter.weight):
-        raise UserError(
-            f"the gradient of {parameter.weight} is let go of by the optimizer's zero_grad(), with all others"
-        )
+    if name == "grad" and value is None:
+        parameter.lender.drop_gradient(parameter.weight)
     if name == "grad" and value is not None:
         raise UserError(f"{parameter.weight}: gradients come from backward(); they cannot be set")
     if name == "requires_grad" and value and not parameter.lender.trains(parameter.weight):
@@ -160,14 +163,6 @@ def _refuse_setting(name: str, parameter: OffloadedParameter, value: Any) -> Non
         raise UserError(
             f"{parameter.weight} keeps its device, its dtype and its values: an offloaded model can be neither moved "
             "nor converted. Name the dtype where it is loaded"
-        )
-
-
-def _refuse_waiting(parameter: OffloadedParameter) -> None:
-    if parameter.lender.has_gradient(parameter.weight):
-        raise UserError(
-            f"the gradient of {parameter.weight} is not kept in .grad: clip with session.clip_grad_norm_(max_norm), "
-            "let go of it with the optimizer's zero_grad()"
         )
 
 

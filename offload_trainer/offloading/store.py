@@ -304,6 +304,18 @@ class UnitStore:
         self.read(unit, first, buffer).wait()
         return buffer[start - first :][:count]
 
+    def replace(self, unit: int, start: int, values: torch.Tensor) -> None:
+        """Set elements from `start` on; of a file only the aligned stretch around them is read and written."""
+        inside = self.host(unit)
+        if inside is not None:
+            inside[start : start + values.numel()].copy_(values)
+            return
+        first = start // ALIGN * ALIGN
+        buffer = host_buffer((aligned(start + values.numel()) - first) * self.dtype.itemsize).view(self.dtype)
+        self.read(unit, first, buffer).wait()
+        buffer[start - first :][: values.numel()].copy_(values)
+        self.write(unit, first, buffer).wait()
+
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
         """Set elements from `start` on; `values` 1-D of any dtype. Then `put_away`."""
         self._whole(unit)[start : start + values.numel()].copy_(values)

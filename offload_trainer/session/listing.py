@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload_trainer.offloading.parameter import OffloadedParameter
-from offload_trainer.offloading.stored import StoredWeight
+from offload_trainer.offloading.stored import StoredTensor
 
 
 def listed(
@@ -25,7 +25,7 @@ def listed(
     found = {} if destination is None else destination
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, OffloadedParameter):
-            found[prefix + name] = StoredWeight.of(parameter, partial(read, parameter.weight))
+            found[prefix + name] = StoredTensor.of(parameter, partial(read, parameter.weight))
         else:
             found[prefix + name] = parameter if keep_vars else parameter.detach()
     for owner, module in model.named_modules():

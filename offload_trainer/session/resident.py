@@ -56,20 +56,22 @@ def changes_of(parameters: Iterable[nn.Parameter]) -> Changes:
     return {g: g._version for parameter in parameters if (g := parameter.grad) is not None}
 
 
-def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torch.Tensor]) -> float:
+def norm_of_all(parameters: Iterable[nn.Parameter], offloaded: Mapping[str, torch.Tensor], order: float = 2.0) -> float:
     """The norm of all gradients, added up in the order of `parameters`; `offloaded`: the norms of sums, by weight.
 
     As torch.nn.utils.clip_grad_norm_ takes it of a plain model: of each gradient, then of these, on the first one's
-    device.
+    device. 0 where there are none.
     """
     left, norms = dict(offloaded), []
     for parameter in dict.fromkeys(parameters):
         if isinstance(parameter, OffloadedParameter):
             norms += [left.pop(parameter.weight)] if parameter.weight in left else []
         elif parameter.grad is not None:
-            norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+            norms.append(torch.linalg.vector_norm(parameter.grad, order, dtype=torch.float32))
     norms += left.values()
-    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
+    if not norms:
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order))
 
 
 @torch.no_grad()

@@ -49,6 +49,7 @@ class Session:
         self._norm: float | None = None  # of the sums, as they were when `_taken` gradients had come
         self._taken: tuple[int, Changes] = (0, {})
         self._clip = 1.0
+        offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward, always_call=True)
@@ -131,32 +132,59 @@ class Session:
         self._optimizer = made
         return made
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """The norm of all gradients since the last step: fp32, 0-dim, before clipping.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Return the norm of all gradients since the last step: fp32, 0-dim, before clipping.
 
-        The next step takes the gradients times max_norm / (norm + 1e-6), if that is less than 1, as
-        torch.nn.utils.clip_grad_norm_ does. Norms are added up in the order of the model's parameters, then of those
-        in the optimizer's groups that are not the model's.
+        The next step takes the gradients times max_norm / (norm + 1e-6), if that is less than 1. Arguments and bits are
+        those of torch.nn.utils.clip_grad_norm_, and a second call clips what the first has clipped. Norms are added up
+        in the order of the model's parameters, then of those in the optimizer's groups that are not the model's. A
+        `norm_type` other than 2 reads every gradient once more.
         """
         self._refuse_closed()
         if max_norm <= 0:
             raise UserError(f"clip_grad_norm_({max_norm}): a limit above 0 is needed; float('inf') only takes the norm")
-        norm = self._norm_of_sums()
+        self._apply_clip()
+        norm = self._norm_of_sums()  # of any type: it is compared with what the step finds
+        if norm_type != 2.0:
+            with torch.no_grad():
+                norm = norm_of_all(self._parameters(), self._offloaded.norms(norm_type), norm_type)
+        if error_if_nonfinite and not isfinite(norm):
+            raise NonFiniteGradient(f"the gradients' norm of order {norm_type} is {norm}: nothing was clipped")
         self._clip = clip_factor(norm, limit=max_norm)
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
+    def _apply_clip(self) -> None:
+        """Multiply the gradients by the factor that waits for the step, as torch does when it clips."""
+        if self._clip == 1.0:
+            return
+        self._refuse_later_gradients()
+        clip, self._clip, self._norm = self._clip, 1.0, None
+        self._offloaded.scale_gradients(clip)
+        for parameter in with_gradient(self._parameters()):
+            assert parameter.grad is not None
+            parameter.grad.mul_(clip)
+
+    @torch.no_grad()
     def _norm_of_sums(self) -> float:
-        parameters = self._parameters()
-        beside = with_gradient(parameters)
-        taken = self._offloaded.taken, changes_of(beside)
+        """The 2-norm of all gradients, as they are without the factor that waits for the step."""
+        self._refuse_later_gradients()
+        taken = self._gradients_now()
         if self._norm is None or taken != self._taken:
-            if self._clip != 1.0:
-                raise UserError("a backward came after clip_grad_norm_, which was for the gradients before it")
-            offloaded = self._offloaded
-            self._norm = norm_of_all(parameters, offloaded.norms()) if beside else offloaded.norm()
+            self._norm = norm_of_all(self._parameters(), self._offloaded.norms())
             self._taken = taken
         return self._norm
+
+    def _refuse_later_gradients(self) -> None:
+        """UserError where gradients came after the factor for those before was taken."""
+        if self._clip != 1.0 and self._gradients_now() != self._taken:
+            raise UserError("a backward came after clip_grad_norm_, which was for the gradients before it")
+
+    def _gradients_now(self) -> tuple[int, Changes]:
+        """Equal to another only if no gradient came or was changed in between."""
+        return self._offloaded.taken, changes_of(with_gradient(self._parameters()))
 
     def _parameters(self) -> list[nn.Parameter]:
         """The model's, then what else is in the optimizer's groups."""

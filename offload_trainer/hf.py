@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,7 +153,8 @@ class Offloaded(_Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._session.trained:
             self._session.save(Path(output_dir) / STATE)
-        super()._save_optimizer_and_scheduler(output_dir)
+        with self._saved_apart():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Adapters alone: other weights are made from the masters, which come with the optimizer."""
@@ -161,9 +162,14 @@ class Offloaded(_Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self._saved_apart():
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._session.trained:
             self._session.resume(Path(checkpoint) / STATE)
+
+    def _saved_apart(self) -> AbstractContextManager[None]:
+        """Around the Trainer's own files of an optimizer, which have groups and no moments."""
+        return self._session.optimizer.saved_apart() if self._session.trained else nullcontext()
 
     def _load_best_model(self) -> None:
         """The best checkpoint's weights, and the moments that belong to them."""

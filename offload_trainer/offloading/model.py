@@ -149,6 +149,10 @@ class OffloadedModel:
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            if gradient.layout is not torch.strided:
+                raise UserError(
+                    f"{name} got a sparse gradient, which AdamW does not take: make its embedding with sparse=False"
+                )
             self._begin_backward()
             self._refuse_another(name)
             self.taken += 1

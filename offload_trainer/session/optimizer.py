@@ -6,8 +6,10 @@ offloaded ones (`resident.py`) alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,6 +21,31 @@ from offload_trainer.plan.formats import LION, UpdateRule
 from offload_trainer.session.resident import named_residents, update_residents
 
 Update = Callable[[dict[str, Hyper]], None]
+_SAVES = (
+    "session.save(directory, scheduler, ...) saves masters, moments, steps and groups, and session.resume(directory, "
+    "scheduler, ...) loads them"
+)
+
+
+class _Away(dict[str, torch.Tensor]):
+    """The empty state of an offloaded parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise UserError(f"state[{self._name}][{key!r}]: the session keeps the state of offloaded weights; {_SAVES}")
+
+
+class _State(defaultdict[torch.Tensor, dict[str, Any]]):
+    """An optimizer's state, which has nothing of offloaded parameters and says so."""
+
+    def __init__(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        super().__init__(dict, state)
+
+    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return _Away(parameter.weight) if isinstance(parameter, OffloadedParameter) else super().__missing__(parameter)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -36,10 +63,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         update: Update,
         clear: Callable[[], None],
+        steps: Callable[[], int],
     ) -> None:
-        """`model`: where the names of parameters that are not offloaded come from."""
-        self.rule, self._model, self._update, self._clear = rule, model, update, clear
+        """`model`: where the names of parameters that are not offloaded come from.
+
+        `steps`: how many updates the state of the offloaded ones has.
+        """
+        self.rule, self._model, self._update, self._clear, self._steps = rule, model, update, clear, steps
+        self._saved_apart = False
         super().__init__(params, defaults)
+        self.state = _State(self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Offloaded ones, and any others beside them. UserError for what Lion cannot update exactly."""
@@ -86,5 +119,47 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients that came since the last step, of all parameters."""
+        """Drop the gradients that came since the last step, of all parameters. UserError for set_to_none=False."""
+        if not set_to_none:
+            raise UserError(
+                "zero_grad(set_to_none=False) would keep zeros as gradients, by which a step changes weights that no "
+                "backward reached; the session keeps none: leave set_to_none out"
+            )
         self._clear()
+
+    # -- torch's way of saving ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, as long as the session keeps no moments of offloaded parameters; after a step UserError.
+
+        accelerate reads it when it prepares an optimizer, and loads it again.
+        """
+        if self._steps() and not self._saved_apart:
+            raise UserError(
+                f"the optimizer's state_dict() would have no moments of the offloaded weights after {self._steps()} "
+                f"steps: {_SAVES}. Give the optimizer to accelerator.prepare() before session.resume()"
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, of a state without moments of offloaded parameters while there are none. Else UserError."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        saved = dict(zip(numbers, parameters, strict=False))
+        given = sum(isinstance(saved.get(number), OffloadedParameter) for number in state_dict["state"])
+        if (given or self._steps()) and not self._saved_apart:
+            has = f"has the state of {given} offloaded weights" if given else "has no state of the offloaded weights"
+            raise UserError(
+                f"load_state_dict(): what was given {has}, and the session's has {self._steps()} steps: {_SAVES}"
+            )
+        super().load_state_dict(state_dict)
+        self.state = _State(self.state)
+
+    @contextmanager
+    def saved_apart(self) -> Iterator[None]:
+        """Inside, state_dict() and load_state_dict() leave moments to the caller, who uses save() and resume()."""
+        self._saved_apart = True
+        try:
+            yield
+        finally:
+            self._saved_apart = False

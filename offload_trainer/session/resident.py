@@ -46,9 +46,16 @@ def named_residents(model: nn.Module, groups: Groups) -> dict[str, nn.Parameter]
 
 
 def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that are not offloaded and have a gradient, each once."""
+    """Those that are not offloaded and have a gradient, each once. UserError where it is sparse."""
     held = [p for p in dict.fromkeys(parameters) if not isinstance(p, OffloadedParameter)]
-    return [p for p in held if p.grad is not None]
+    found = [p for p in held if p.grad is not None]
+    for parameter in found:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise UserError(
+                f"a parameter of shape {tuple(parameter.shape)} got a sparse gradient, which AdamW does not take: make "
+                "its embedding with sparse=False"
+            )
+    return found
 
 
 def changes_of(parameters: Iterable[nn.Parameter]) -> Changes:

@@ -8,8 +8,9 @@ session.save, resume, export          `saving.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,7 @@ class Session:
         offloaded.guard_reads()
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward, always_call=True)
+        model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls it without the hooks
         model.state_dict = self._state_dict  # type: ignore[method-assign, assignment]
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -81,6 +83,17 @@ class Session:
         self._depth -= 1
         if self._depth == 0:
             self._pass.close()
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            self._begin_forward()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._end_forward()
+
+        return around
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -124,7 +137,13 @@ class Session:
         if params is None:
             params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         made = OffloadedOptimizer(
-            params, model=self.model, rule=rule, defaults=defaults, update=self._step, clear=self._clear
+            params,
+            model=self.model,
+            rule=rule,
+            defaults=defaults,
+            update=self._step,
+            clear=self._clear,
+            steps=lambda: self._offloaded.steps_done,
         )
         if not made.residents and not self._offloaded.trained:
             raise UserError("every weight of the session is frozen, and no others are given: there is nothing to train")
@@ -195,7 +214,7 @@ class Session:
     def _step(self, rules: dict[str, Hyper]) -> None:
         """NonFiniteGradient, with nothing changed, where a sum holds a NaN or an infinity."""
         self._refuse_closed()
-        arrived, made = self._offloaded.gradients.arrived, self._given_optimizer()
+        arrived, made = self._offloaded.gradients.arrived, self.optimizer
         if not arrived and not with_gradient(self._parameters()):
             return  # as torch's, where no parameter has a gradient
         norm = self._norm_of_sums()
@@ -264,7 +283,7 @@ class Session:
         UserError for a state that is no plain data; TrainerError where the disk refuses.
         """
         self._refuse_closed()
-        self._saves.save(Path(directory), self._offloaded, self._given_optimizer(), stateful)
+        self._saves.save(Path(directory), self._offloaded, self.optimizer, stateful)
 
     def resume(self, directory: str | Path, *stateful: Stateful) -> int:
         """Go on from a save, or from the newest one below `directory`; returns the optimizer steps that it has done.
@@ -274,7 +293,7 @@ class Session:
         """
         self._refuse_closed()
         self._clear()
-        return self._saves.resume(Path(directory), self._offloaded, self._given_optimizer(), stateful)
+        return self._saves.resume(Path(directory), self._offloaded, self.optimizer, stateful)
 
     def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
         """Write the weights as transformers loads them, one at a time: "bf16", "fp16" or "fp32".
@@ -287,7 +306,9 @@ class Session:
         step = steps_done(self._offloaded, self._optimizer)
         self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change, step=step)
 
-    def _given_optimizer(self) -> OffloadedOptimizer:
+    @property
+    def optimizer(self) -> OffloadedOptimizer:
+        """What `adamw` or `lion` returned. UserError before."""
         if self._optimizer is None:
             raise UserError("call adamw() or lion() first: a save holds the rates of its groups")
         return self._optimizer

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
@@ -78,11 +79,12 @@ def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say 
     """Any module in memory, moved to its homes; its parameters stay the same objects.
 
     `blocks` names the repeated blocks, whose weights come and go one at a time: parts of the module, or ModuleLists
-    of them; None: the children of each ModuleList and Sequential of modules of one class. `dtype` is by default what
-    most of the module's elements have. Parameters with requires_grad=False have neither masters nor moments.
+    of them; None: the children of each ModuleList and Sequential of modules of one class. `dtype` is by default the
+    parameters' own; UserError where they have several. Those with requires_grad=False have neither masters nor moments.
     """
     parameters = dict(module.named_parameters())
-    keys = {"dtype": _dtype_of(parameters), **_with_nvme(keys)}
+    _refuse_without_values(module)
+    keys = {"dtype": _dtype_of(parameters, given="dtype" in keys), **_with_nvme(keys)}
     words = session_words(None, keys)
     shape = shape_of(module, blocks=blocks)
     with in_callers_words():
@@ -221,18 +223,32 @@ def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
     model.get_submodule(owner)._buffers[leaf] = value
 
 
-def _dtype_of(parameters: dict[str, nn.Parameter]) -> str:
-    """The key of the dtype that most elements have. UserError for what cannot be trained."""
+def _refuse_without_values(module: nn.Module) -> None:
+    """UserError for lazy modules that have seen no batch, and for the meta device."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(f"{name} has no shape before the first forward: call the module once, then offload it")
+        if tensor.is_meta:
+            raise UserError(f"{name} has no values: weights of bf16 and fp32 can be offloaded")
+
+
+def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
+    """The key of the parameters' dtype. UserError for what cannot be trained, and for several unless one is `given`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    counts: dict[str, int] = {}
+    found: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
-        if parameter.dtype not in names or parameter.is_meta:
-            what = "has no values" if parameter.is_meta else f"is {parameter.dtype}"
-            raise UserError(f"{name} {what}: weights of bf16 and fp32 can be offloaded")
-        counts[names[parameter.dtype]] = counts.get(names[parameter.dtype], 0) + parameter.numel()
-    if not counts:
+        if parameter.dtype not in names:
+            raise UserError(f"{name} is {parameter.dtype}: weights of bf16 and fp32 can be offloaded")
+        found.setdefault(names[parameter.dtype], []).append(name)
+    if not found:
         raise UserError("the module has no parameters")
-    return max(counts, key=lambda name: counts[name])
+    if len(found) > 1 and not given:
+        told = ", ".join(f"{len(its)} in {dtype} ({its[0]})" for dtype, its in found.items())
+        raise UserError(
+            f"the module's parameters have several dtypes, {told}, and all are offloaded in one: name it, as "
+            f"dtype={next(iter(found))!r}, if the module's forward works with that"
+        )
+    return max(found, key=lambda dtype: sum(parameters[name].numel() for name in found[dtype]))
 
 
 def _keep_configuration(module: nn.Module, folder: Path) -> bool:

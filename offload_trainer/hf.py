@@ -21,20 +21,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
+from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
 from offload_trainer.offloading.parameter import OffloadedParameter
 from offload_trainer.session.listing import listed
+from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session
 from offload_trainer.session.start import load as load_session
 from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.removal import Workplace, remove_dead
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
+    _Trainer = Trainer
 else:
     _Trainer = object  # the class that Offloaded stands in front of
 
@@ -42,9 +43,7 @@ STATE = "offload"  # in a checkpoint: what the session saved
 _WORK = ".export"  # where a model is written before its files take their names
 _TRAINER_STATE = "trainer_state.json"  # what the Trainer writes last
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-# Of PEFT's LoraConfig: what changes or copies the base's weights
-_CHANGING = ("modules_to_save", "use_dora", "trainable_token_indices", "target_parameters", "layer_replication")
-_RIGHT = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+_MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # a Trainer's methods
 
 
 def load(name: str | Path, **keys: Any) -> PreTrainedModel:
@@ -91,6 +90,34 @@ class Offloaded(_Trainer):
         _refuse(mistakes)
         super().__init__(model, *positional, **words)
         _refuse(argument_mistakes(self.args, self._session) + model_mistakes(self.model, self._session))
+        if self._session.trained:
+            self._make_own_optimizer()
+
+    def _make_own_optimizer(self) -> None:
+        """Call a subclass's create_optimizer now, to refuse one that would find no gradients.
+
+        UserError for methods behind this class, which would never be called.
+        """
+        classes = type(self).__mro__
+        here = classes.index(Offloaded)
+        for name in _MAKES:
+            behind = next((one for one in classes[here + 1 :] if name in vars(one)), None)
+            front = next((one for one in classes[:here] if name in vars(one)), None)
+            if behind not in (None, Trainer) or (front and name != "create_optimizer"):
+                raise UserError(
+                    f"{name} of {(front or behind).__name__} would not be called: override create_optimizer in a class "  # type: ignore[union-attr]
+                    "in front of Offloaded, to return offload_trainer.hf.session_of(self.model).adamw(groups)"
+                )
+        if any("create_optimizer" in vars(one) for one in classes[:here]):
+            made = self.create_optimizer() or self.optimizer
+            if not isinstance(made, OffloadedOptimizer):
+                raise UserError(
+                    f"create_optimizer of {type(self).__name__} makes {type(made).__name__}, and the weights' state is "
+                    "with the session: return super().create_optimizer(), or "
+                    "offload_trainer.hf.session_of(self.model).adamw(groups)"
+                )
+            self.optimizer = made
+            self.create_optimizer = lambda *_, **__: made  # type: ignore[method-assign]
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -254,22 +281,17 @@ def _checkpointing_mistakes(args: TrainingArguments) -> list[str]:
 
 
 def model_mistakes(model: nn.Module, session: Session) -> list[str]:
-    """What of the model cannot be trained: nothing, the base of adapters, or adapters that change or copy the base."""
-    configs = getattr(model, "peft_config", {}).values()
-    if configs and session.trained:
+    """Whether something is trained, and whether the state that was planned is used.
+
+    Adapters that copy or write weights of the base are refused by these when they are made.
+    """
+    adapters = bool(getattr(model, "peft_config", None))
+    offloaded = [p for p in model.parameters() if isinstance(p, OffloadedParameter) and p.requires_grad]
+    if adapters and session.trained and not offloaded:
         return ["the base of these adapters was loaded to be trained, with state: load(..., freeze=['.'])"]
-    if not configs and not session.trained:
+    if not adapters and not session.trained:
         return ["every weight is fixed, and there are no adapters: leave freeze out, or take peft.get_peft_model"]
-    mistakes = []
-    for config in configs:
-        words = {key: getattr(value, "value", value) for key, value in vars(config).items()}
-        for key in _CHANGING:
-            if words.get(key):
-                mistakes.append(f"{key}={words[key]!r}: it changes or copies weights that are away: leave it out")
-        for key, right in _RIGHT.items():
-            if key in words and words[key] not in right:
-                mistakes.append(f"{key}={words[key]!r}: not over weights that are away; {' or '.join(map(str, right))}")
-    return mistakes
+    return []
 
 
 def _refuse(mistakes: list[str]) -> None:

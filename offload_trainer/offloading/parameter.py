@@ -111,7 +111,7 @@ class OffloadedParameter(nn.Parameter):
             _refuse_setting(name, *args)
         elif told == "__get__" and name == "grad":
             return args[0].lender.gradient(args[0].weight)
-        elif name == "to" and not _changes(*args, **kwargs):
+        elif name == "to" and isinstance(args[0], OffloadedParameter) and not _changes(*args, **kwargs):
             return args[0]
         elif name == "requires_grad_":
             _refuse_setting("requires_grad", args[0], *(args[1:] or (kwargs.get("requires_grad", True),)))
@@ -149,7 +149,8 @@ def _offloaded(values: Any) -> Iterator[OffloadedParameter]:
 def _changes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `tensor.to(...)` would be another tensor."""
     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return probe.to(*args, **kwargs) is not probe
+    with torch._C.DisableTorchFunctionSubclass():  # it may be given another offloaded parameter, `to(other)`
+        return probe.to(*args, **kwargs) is not probe
 
 
 def _refuse_setting(name: str, parameter: OffloadedParameter, value: Any) -> None:

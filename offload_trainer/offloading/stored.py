@@ -28,6 +28,7 @@ class StoredTensor(torch.Tensor):
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None] | None
+    keeps: bool
 
     @classmethod
     def of(
@@ -38,15 +39,17 @@ class StoredTensor(torch.Tensor):
         write: Callable[[torch.Tensor], None] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        keeps: bool = False,
     ) -> StoredTensor:
         """Return a stand-in with the shape of `like`, and its dtype unless another is given.
 
         `read` returns the values, on `device`. `write` takes what an operation in place has made of them; without it
-        such an operation raises UserError.
+        such an operation raises UserError. With `keeps` the stand-in holds the values once somebody asks for their
+        address; without it that raises UserError.
         """
         nothing = torch.full((1,), torch.nan, dtype=dtype or like.dtype, device=device)
         made = nothing.expand(like.shape).as_subclass(cls)
-        made.read, made.write = read, write
+        made.read, made.write, made.keeps = read, write, keeps
         return made
 
     @classmethod
@@ -55,8 +58,10 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         told = getattr(func, "__name__", "")
         name = func.__self__.__name__ if told in ("__get__", "__set__") else told  # type: ignore[attr-defined]
-        if name in _POINTERS:
+        if name in _POINTERS and not args[0].keeps:
             raise UserError(f"{name} of an offloaded tensor: each operation reads its values; clone() keeps them")
+        if name in _POINTERS:
+            args[0]._keep()
         if name == "data" and told == "__set__":
             raise UserError("an offloaded tensor's .data cannot be set: copy_() writes to a gradient")
         if name in ("data", "detach") and args[0].write is not None:
@@ -66,6 +71,10 @@ class StoredTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
             operation = _Operation(func, name, args, kwargs or {})
             return operation.returned(operation.done())
+
+    def _keep(self) -> None:
+        values = self.read()
+        self.read = lambda: values
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)

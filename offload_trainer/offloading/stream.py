@@ -109,11 +109,16 @@ class Stream:
                         f"its way: tiered.unit_buffers must be {several + 1} at least"
                     )
                 self._rings.together[kind] = max(several, self._rings.together[kind])
-            module.register_forward_pre_hook(self._before(streamed))
+            module.register_forward_pre_hook(self._before(streamed, saves=not isinstance(module, nn.Embedding)))
 
-    def _before(self, units: list[int]) -> Callable[..., None]:
+    def _before(self, units: list[int], *, saves: bool) -> Callable[..., None]:
+        """`saves`: whether autograd saves the module's weights for its backward; an embedding's needs none.
+
+        PEFT's prompt tuning looks up embeddings before it calls the model.
+        """
+
         def hook(*_: Any) -> None:
-            if unprotected():
+            if saves and unprotected():
                 raise UserError(
                     "a part of an offloaded model was called by itself, and its weights would not stay for the "
                     "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"

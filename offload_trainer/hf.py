@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
 from offload_trainer.offloading.parameter import OffloadedParameter
+from offload_trainer.session.keys import SessionKeys
 from offload_trainer.session.listing import listed
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session
@@ -35,7 +37,7 @@ from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.removal import Workplace, remove_dead
 
 if TYPE_CHECKING:
-    _Trainer = Trainer
+    from transformers import Trainer as _Trainer
 else:
     _Trainer = object  # the class that Offloaded stands in front of
 
@@ -46,9 +48,10 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _MAKES = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")  # a Trainer's methods
 
 
-def load(name: str | Path, **keys: Any) -> PreTrainedModel:
-    """`offload_trainer.load`'s model, ready for a Trainer with `Offloaded`."""
-    return attach(load_session(name, **keys))
+def load(name: str | Path, *, say: Callable[[str], None] = print, **keys: Unpack[SessionKeys]) -> PreTrainedModel:
+    """Return `offload_trainer.load`'s model, ready for a Trainer with `Offloaded`."""
+    model: PreTrainedModel = attach(load_session(name, say=say, **keys))
+    return model
 
 
 def attach(session: Session) -> Any:
@@ -98,6 +101,8 @@ class Offloaded(_Trainer):
 
         UserError for methods behind this class, which would never be called.
         """
+        from transformers import Trainer
+
         classes = type(self).__mro__
         here = classes.index(Offloaded)
         for name in _MAKES:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys
@@ -33,6 +34,45 @@ _NOT = {  # what a session has in another way, or not yet
     "optim.weight_decay": "give it to session.adamw",
     "optim.clip": "call session.clip_grad_norm_",
 }
+
+_Home = Literal["auto", "gpu", "cpu", "nvme"]
+
+
+class SessionKeys(TypedDict, total=False):
+    """The keywords of `ot.load` and `ot.offload`, for type checkers; docs/config.md describes each."""
+
+    scratch: bool
+    overrides: Mapping[str, bool | int | float | str]
+    dtype: Literal["bf16", "fp32"]
+    attention: Literal["auto", "sdpa", "eager"]
+    checkpointing: Literal["auto", "on", "off"]
+    offload_activations: bool | Literal["cpu", "nvme"]
+    freeze: Sequence[str]
+    trust_remote_code: bool
+    seq_len: int | Literal["auto"]
+    states: Literal["fp32", "bf16", "8bit"]
+    kernel: Literal["auto", "torch", "native"]
+    micro_batch: int
+    accumulate: int
+    seed: int
+    params: _Home
+    optimizer: _Home
+    nvme: str | Path | Sequence[str | Path]
+    gradients: _Home
+    gpu_fraction: float | Literal["auto"]
+    ram_fraction: float | Literal["auto"]
+    force: bool
+    page_size: int
+    page_buffers: int
+    unit_buffers: int
+    overlap: Literal["auto", "off", "forward"]
+    places: Literal["auto", 1, 2]
+    io: Literal["threads", "async_io"]
+    io_threads: int
+    io_block_bytes: int
+    checksums: bool
+    drive_speeds: Sequence[float]
+    rule: Literal["adamw", "lion"]
 
 
 def known_keys() -> dict[str, str]:

@@ -6,11 +6,11 @@ keys ── TrainConfig ── plan ── drives leased, homes made, weights in
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.run.directory import environment
 from offload_trainer.run.planning import machine_here
 from offload_trainer.run.roomier import lacks_room
-from offload_trainer.session.keys import in_callers_words, session_words
+from offload_trainer.session.keys import SessionKeys, in_callers_words, session_words
 from offload_trainer.session.process import ThisProcess
 from offload_trainer.session.saving import Saves
 from offload_trainer.session.session import Session
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
 
-def load(name: str | Path, *, say: Say = print, **keys: Any) -> Session:
+def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> Session:
     """A causal language model of transformers in its homes: a directory, a hub id, or a preset.
 
     `keys` are the command's (docs/library.md): dtype, nvme, params, optimizer, ram_fraction, ... The plan's lines go to
@@ -75,7 +75,9 @@ def load(name: str | Path, *, say: Say = print, **keys: Any) -> Session:
             return _session(model, offloaded, plan, saves, stack)
 
 
-def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say = print, **keys: Any) -> Session:
+def offload(
+    module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say = print, **keys: Unpack[SessionKeys]
+) -> Session:
     """Any module in memory, moved to its homes; its parameters stay the same objects.
 
     `blocks` names the repeated blocks, whose weights come and go one at a time: parts of the module, or ModuleLists
@@ -84,8 +86,7 @@ def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say 
     """
     parameters = dict(module.named_parameters())
     _refuse_without_values(module)
-    keys = {"dtype": _dtype_of(parameters, given="dtype" in keys), **_with_nvme(keys)}
-    words = session_words(None, keys)
+    words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **_with_nvme(keys)})
     shape = shape_of(module, blocks=blocks)
     with in_callers_words():
         config = load_config(words)
@@ -111,7 +112,7 @@ def offload(module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say 
 # -- planning --------------------------------------------------------------------------------------------------------
 
 
-def _with_nvme(keys: dict[str, Any]) -> dict[str, Any]:
+def _with_nvme(keys: Mapping[str, Any]) -> dict[str, Any]:
     """One drive may be given as it is."""
     drives = keys.get("nvme", ())
     drives = [drives] if isinstance(drives, str | Path) else drives

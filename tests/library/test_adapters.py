@@ -362,8 +362,7 @@ def test_a_step_takes_both_or_neither(folder: Path, drive: Path) -> None:
         optimizer.step()
         assert unchanged()
         backward()
-        norm = session.clip_grad_norm_(1e-3)
-        assert session.clip_grad_norm_(1e-3) == norm  # the factor is for the step
+        session.clip_grad_norm_(1e-3)
         adapter.grad.mul_(2)
         with pytest.raises(ot.UserError, match="after clip_grad_norm_"):
             optimizer.step()

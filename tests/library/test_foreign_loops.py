@@ -1,0 +1,427 @@
+"""Loops that were written for a plain model: what they do with gradients and the optimizer, against torch's own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from accelerate import Accelerator
+from bench_of_engines import VOCABULARY, batches
+from torch import nn
+from torch.nn import functional
+
+import offload_trainer as ot
+from offload_trainer.config import TrainConfig
+from offload_trainer.hf import load as load_for_trainer
+from offload_trainer.session.keys import SessionKeys, known_keys
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"params": "gpu"},
+    "in RAM": {"params": "cpu", "unit_buffers": 2},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 2},
+}
+QUIET: dict[str, Any] = {"page_size": 8192, "say": lambda _: None}
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+class Model(nn.Module):
+    """Blocks of which one is left out every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY + 13, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(32, VOCABULARY + 13)
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.table(inputs)
+        for number, block in enumerate(self.blocks):
+            x = x + block(x) if number or self.calls % 2 else x
+        return self.head(x)
+
+
+def models() -> tuple[Model, Model]:
+    torch.manual_seed(3)
+    model = Model()
+    return model, copy.deepcopy(model)
+
+
+def backward(model: nn.Module, batch: Any) -> None:
+    functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten()).backward()
+
+
+def assert_trained_alike(session: ot.Session, reference: nn.Module) -> None:
+    for name, master in session.named_masters():
+        assert torch.equal(master, reference.get_parameter(name)), name
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("way", ["session's", "torch's"])
+def test_clipped_several_times_by_any_norm(way: str, home: str, drive: Path) -> None:
+    """A second clip is of what the first has left; float("inf") and a limit that is not reached change nothing."""
+    model, reference = models()
+    usual = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        for batch in batches(4):
+            backward(model, batch)
+            backward(reference, batch)
+            for limit, order in ((0.1, 2.0), (float("inf"), 2.0), (0.3, 1.0), (1e-3, float("inf")), (1e9, 2.0)):
+                expected = nn.utils.clip_grad_norm_(reference.parameters(), limit, order)
+                if way == "session's":
+                    assert session.clip_grad_norm_(limit, order) == expected
+                else:
+                    assert nn.utils.clip_grad_norm_(model.parameters(), limit, order) == expected
+            optimizer.step()
+            usual.step()
+            usual.zero_grad()
+        assert_trained_alike(session, reference)
+
+
+def test_a_second_clip_takes_parameters_beside_the_models_too(drive: Path) -> None:
+    model, reference = models()
+    heads = [nn.Parameter(torch.ones(16)) for _ in range(2)]
+    usual = torch.optim.AdamW([*reference.parameters(), heads[1]], fused=True)
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw([*model.parameters(), heads[0]])
+        for one, head in ((model, heads[0]), (reference, heads[1])):
+            backward(one, batches(1)[0])
+            head.square().sum().backward()
+        for limit, order in ((0.5, 2.0), (0.1, 1.0), (0.01, 2.0)):
+            expected = nn.utils.clip_grad_norm_([*reference.parameters(), heads[1]], limit, order)
+            assert session.clip_grad_norm_(limit, order) == expected
+        optimizer.step()
+        usual.step()
+        assert_trained_alike(session, reference)
+    assert torch.equal(*heads)
+
+
+def test_a_norm_that_is_not_finite(drive: Path) -> None:
+    model, _ = models()
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw()
+        backward(model, batches(1)[0])
+        model.head.bias.grad[0] = torch.inf
+        with pytest.raises(ot.NonFiniteGradient, match=r"norm of order 1\.0 is inf"):
+            session.clip_grad_norm_(1.0, 1.0, error_if_nonfinite=True)
+        assert session.clip_grad_norm_(1.0).isinf()
+        assert session.clip_grad_norm_(1.0).isnan()  # as torch's: an infinity times 0
+        with pytest.raises(ot.NonFiniteGradient):
+            optimizer.step()
+
+
+# -- gradients through .grad -------------------------------------------------------------------------------------------
+
+
+def clamp(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def centralise(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.dim() > 1:
+            parameter.grad.data.add_(-parameter.grad.data.mean(dim=1, keepdim=True))
+
+
+def write_views(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.view(-1)[1:5].mul_(3)
+            parameter.grad.detach().chunk(2)[0].add_(1e-3)
+            parameter.grad[0] = 0.5
+
+
+def drop_some(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "blocks.1" in name:
+            parameter.grad = None
+
+
+def drop_all(model: nn.Module) -> None:
+    model.zero_grad()
+    backward(model, batches(5)[4])
+
+
+def all_at_once(model: nn.Module) -> None:
+    torch._foreach_mul_([parameter.grad for parameter in model.parameters() if parameter.grad is not None], 0.5)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("change", [clamp, centralise, write_views, drop_some, drop_all, all_at_once])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_are_read_and_changed_as_torchs(
+    clipped: bool, change: Callable[[nn.Module], None], home: str, drive: Path
+) -> None:
+    """Also after the session's clip, whose factor is in them then, and before another backward adds to them."""
+    model, reference = models()
+    usual = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        for batch in batches(3):
+            for one in (model, reference):
+                backward(one, batch)
+            if clipped:
+                session.clip_grad_norm_(0.1)
+                nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            for one in (model, reference):
+                change(one)
+                backward(one, batch)
+            for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (parameter.grad is None) == (other.grad is None)
+                if other.grad is not None:
+                    assert torch.equal(parameter.grad, other.grad)
+                    assert parameter.grad.shape == other.grad.shape
+            assert session.clip_grad_norm_(0.2) == nn.utils.clip_grad_norm_(reference.parameters(), 0.2)
+            optimizer.step()
+            usual.step()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            usual.zero_grad()
+        assert_trained_alike(session, reference)
+
+
+def test_a_gradient_of_a_step_that_is_over_is_not_read(drive: Path) -> None:
+    """Nor is another's read in its place; an address, and a gradient that is set, are refused."""
+    model, _ = models()
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES["on the drive"]) as session:
+        optimizer = session.adamw()
+        backward(model, batches(1)[0])
+        held, kept = model.head.weight.grad, model.head.weight.grad.clone()
+        assert torch.equal(held, kept)
+        with pytest.raises(ot.UserError, match="clone"):
+            held.data_ptr()
+        with pytest.raises(ot.UserError, match=r"\.data cannot be set"):
+            held.data = kept
+        optimizer.step()
+        backward(model, batches(1)[0])
+        with pytest.raises(ot.UserError, match=r"gradient of head\.weight was used up"):
+            held.sum()
+        assert type(kept) is torch.Tensor
+
+
+def test_zeros_in_place_of_gradients_are_refused(drive: Path) -> None:
+    model, _ = models()
+    with ot.offload(model, nvme=drive, **QUIET) as session, pytest.raises(ot.UserError, match="leave set_to_none out"):
+        session.adamw().zero_grad(set_to_none=False)
+
+
+# -- the optimizer's state ---------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_without_moments_is_refused(drive: Path, tmp_path: Path) -> None:
+    """Before the first step it is torch's; then neither it nor another is taken for the session's state."""
+    model, reference = models()
+    usual = torch.optim.AdamW(reference.parameters())
+    with ot.offload(model, nvme=drive, **QUIET) as session:
+        optimizer = session.adamw()
+        before = optimizer.state_dict()
+        assert before["state"] == {}
+        assert before["param_groups"][0]["params"] == usual.state_dict()["param_groups"][0]["params"]
+        optimizer.load_state_dict(before)
+        backward(reference, batches(1)[0])
+        usual.step()
+        with pytest.raises(ot.UserError, match=r"has the state of 15 offloaded weights.*session\.resume"):
+            optimizer.load_state_dict(usual.state_dict())
+        backward(model, batches(1)[0])
+        optimizer.step()
+        with pytest.raises(ot.UserError, match=r"no moments of the offloaded weights after 1 steps: session\.save"):
+            torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+        with pytest.raises(ot.UserError, match="has no state of the offloaded weights"):
+            optimizer.load_state_dict(before)
+        weight = model.head.weight
+        assert not optimizer.state[weight]
+        assert weight not in optimizer.state
+        with pytest.raises(ot.UserError, match=r"state\[head\.weight\]\['exp_avg'\]: the session keeps"):
+            optimizer.state[weight]["exp_avg"]
+        session.save(tmp_path / "save")
+        assert session.resume(tmp_path / "save") == 1
+
+
+def test_the_state_of_what_is_beside_the_model_is_torchs(drive: Path) -> None:
+    """Adapters over a frozen base: all state is in the state_dict, and comes back from it."""
+    found = []
+    for stops in (False, True):
+        torch.manual_seed(3)
+        model, head = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+        model.requires_grad_(False)
+        with ot.offload(model, nvme=drive, **QUIET) as session:
+            optimizer = session.adamw([head], lr=1e-2)
+            for step in range(4):
+                if stops and step == 2:
+                    held = copy.deepcopy(optimizer.state_dict())
+                    optimizer.state[head]["exp_avg"].zero_()
+                    optimizer.load_state_dict(held)
+                (model(torch.ones(16)) * head).square().sum().backward()
+                optimizer.step()
+            found.append(head.detach().clone())
+    assert torch.equal(*found)
+
+
+# -- accelerate, Lightning ---------------------------------------------------------------------------------------------
+
+
+def accelerated(model: nn.Module, optimizer: Any) -> Iterator[tuple[float, float]]:
+    """The loop of accelerate's documentation: accumulation, clipping, a scheduler."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for batch in batches(8):
+        with accelerator.accumulate(model):
+            loss = functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+            accelerator.backward(loss)
+            norm = 0.0
+            if accelerator.sync_gradients:
+                norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            yield loss.item(), norm
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_accelerate(home: str, drive: Path, tmp_path: Path) -> None:
+    model, reference = models()
+    expected = list(accelerated(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)))
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        assert list(accelerated(model, optimizer)) == expected
+        assert_trained_alike(session, reference)
+        with pytest.raises(ot.UserError, match=r"accelerator\.prepare\(\) before session\.resume"):
+            Accelerator(cpu=True).prepare(optimizer)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_clipping_within_a_closure(home: str, drive: Path) -> None:
+    """As Lightning does it: the optimizer's groups are clipped at the end of the closure that `step` is given."""
+    model, reference = models()
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        def closure(batch: Any) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_((p for group in optimizer.param_groups for p in group["params"]), 0.1)
+            return loss
+
+        found = []
+        for batch in batches(4):
+            with torch.no_grad():
+                found.append(float(optimizer.step(partial(closure, batch))))
+        return found
+
+    expected = steps(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True))
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
+        assert steps(model, session.adamw(lr=1e-2)) == expected
+        assert_trained_alike(session, reference)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_forward_is_called_without_the_hooks(home: str, drive: Path) -> None:
+    """As PEFT's AdaLoRA calls it."""
+    model, reference = models()
+    usual = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        assert list(inspect.signature(model.forward).parameters) == ["inputs"]
+        for batch in batches(4):
+            for one, its in ((model, optimizer), (reference, usual)):
+                functional.cross_entropy(one.forward(batch.inputs).flatten(0, 1), batch.targets.flatten()).backward()
+                its.step()
+                its.zero_grad()
+        for one in (model, reference):
+            with pytest.raises(IndexError):
+                one.forward(torch.full((1, 2), 10**6))
+        backward(model, batches(1)[0])
+        backward(reference, batches(1)[0])
+        assert torch.equal(model.head.weight.grad, reference.head.weight.grad)
+        assert_trained_alike(session, reference)
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4, dtype=torch.bfloat16))
+
+
+def test_modules_that_cannot_be_offloaded_as_they_are(drive: Path) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    for module, words in (
+        (mixed(), r"2 in fp32 \(0\.weight\), 2 in bf16 \(1\.weight\).*dtype='fp32'"),
+        (lazy, r"0\.weight has no shape before the first forward"),
+        (nn.LazyBatchNorm1d(affine=False), "running_mean has no shape"),
+        (nn.Linear(2, 2, device="meta"), "weight has no values"),
+        (nn.Linear(2, 2, dtype=torch.float64), r"weight is torch\.float64"),
+    ):
+        with pytest.raises(ot.UserError, match=words):
+            ot.offload(module, nvme=drive, **QUIET)
+    lazy(torch.ones(1, 3))
+    with ot.offload(lazy, nvme=drive, **QUIET) as session:
+        assert session.plan.fits
+    with ot.offload(mixed(), nvme=drive, dtype="fp32", **QUIET) as session:
+        assert {weight.dtype for _, weight in session.named_weights()} == {torch.float32}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_sparse_gradients_are_refused(home: str, drive: Path) -> None:
+    """Of a weight of the model, and of one beside it."""
+    model = nn.Sequential(nn.Embedding(16, 16, sparse=True), nn.Linear(16, 4))
+    beside = nn.Embedding(16, 16, sparse=True)
+    with ot.offload(model, nvme=drive, **QUIET, **HOMES[home]) as session:
+        optimizer = session.adamw([*model.parameters(), *beside.parameters()])
+        with pytest.raises(ot.UserError, match=r"0\.weight got a sparse gradient.*sparse=False"):
+            model(torch.arange(4)).sum().backward()
+        optimizer.zero_grad()
+        beside(torch.arange(4)).sum().backward()
+        with pytest.raises(ot.UserError, match=r"shape \(16, 16\) got a sparse gradient.*sparse=False"):
+            optimizer.step()
+
+
+# -- keywords ----------------------------------------------------------------------------------------------------------
+
+LOOSER = {  # what the library takes beside the configuration's own types, or refuses of them
+    "nvme": "a path, or several",
+    "freeze": "any sequence",
+    "drive_speeds": "any sequence",
+    "dtype": "no fp16",
+    "overlap": "no full",
+}
+
+
+def plain(kind: Any) -> Any:
+    """A type without pydantic's limits, as something to compare."""
+    if hasattr(kind, "__metadata__"):
+        return plain(get_args(kind)[0])
+    if get_args(kind) and get_origin(kind) is not tuple and "Literal" not in str(get_origin(kind)):
+        return frozenset(plain(one) for one in get_args(kind))
+    return frozenset(get_args(kind)) if "Literal" in str(get_origin(kind)) else kind
+
+
+def test_type_checkers_see_the_keys_of_the_configuration() -> None:
+    hints, keys = get_type_hints(SessionKeys), known_keys()
+    assert hints.keys() == keys.keys()
+    for key, kind in hints.items():
+        section, _, leaf = keys[key].partition(".")
+        field = type(getattr(TrainConfig(), section)).model_fields[leaf]
+        assert (plain(kind) == plain(field.annotation)) == (key not in LOOSER), key
+    for function in (ot.load, ot.offload, load_for_trainer):
+        assert "Unpack[SessionKeys]" in str(inspect.signature(function).parameters["keys"].annotation)

@@ -22,6 +22,7 @@ from torch import nn
 from offload_trainer.errors import NonFiniteGradient, UserError
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.norms import clip_factor
+from offload_trainer.offloading.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
 from offload_trainer.plan.plan import Plan
@@ -55,6 +56,9 @@ class Session:
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward, always_call=True)
         model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls it without the hooks
+        self._equal: set[str] = set()  # keys of a state_dict that is being loaded
+        model.register_load_state_dict_pre_hook(self._leave_equal)
+        model.register_load_state_dict_post_hook(self._have_equal)
         model.state_dict = self._state_dict  # type: ignore[method-assign, assignment]
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -273,6 +277,24 @@ class Session:
             "state_dict() would hold all weights of an offloaded model at once: use session.export(directory) for a "
             "model, session.save(directory) for a checkpoint, or session.named_weights(), which gives one at a time"
         )
+
+    def _leave_equal(self, _: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """Before load_state_dict: leave out weights that are given the values that they have.
+
+        PEFT saves embeddings with adapters on them, and loads both. Other values are refused by the parameter.
+        """
+        self._equal = set()
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            given = state_dict.get(prefix + name)
+            if given is None or not isinstance(parameter, OffloadedParameter) or given.shape != parameter.shape:
+                continue
+            if torch.equal(given.to("cpu", parameter.dtype), self.weight(parameter.weight)):
+                self._equal.add(prefix + name)
+                del state_dict[prefix + name]
+
+    def _have_equal(self, _: nn.Module, keys: Any) -> None:
+        """After load_state_dict: what was left out is not missing."""
+        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in self._equal]
 
     # -- saves --------------------------------------------------------------------------------------------------------
 

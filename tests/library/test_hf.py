@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import start
 from trained import assert_same, told, weights
-from trainers import HOMES, STEPS, loaded, model_folder, ours, rows, stock
-from transformers import AutoModelForCausalLM, TrainerCallback
+from trainers import HOMES, STEPS, Ours, arguments, loaded, model_folder, ours, rows, stock
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from offload_trainer import offload
 from offload_trainer.errors import UserError
-from offload_trainer.hf import attach
+from offload_trainer.hf import Offloaded, attach
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,61 @@ def test_a_module_in_memory(folder: Path, drive: Path, tmp_path: Path) -> None:
         trainer.train()
         assert told(trainer) == told(expected)
     assert_same(weights(tmp_path / "ours/checkpoint-4"), weights(tmp_path / "stock/checkpoint-4"))
+
+
+class WithRates(Ours):
+    """Two rates, by the session's optimizer."""
+
+    def create_optimizer(self) -> Any:
+        self.optimizer = super().create_optimizer()
+        self.optimizer.param_groups[1]["lr"] = 1e-3
+        return self.optimizer
+
+
+class WithSGD(Ours):
+    def create_optimizer(self) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+class SGDTrainer(Trainer):
+    create_optimizer = WithSGD.create_optimizer
+
+
+class Behind(Offloaded, SGDTrainer):
+    pass
+
+
+class WithKind(Ours):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(*_: Any) -> Any:
+        return torch.optim.SGD, {"lr": 0.1}
+
+
+def test_a_trainer_that_makes_its_optimizer(folder: Path, drive: Path, tmp_path: Path) -> None:
+    """One that takes the session's is asked once; another is refused before anything is trained."""
+    words = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no"}
+    given = {"train_dataset": rows(48)}
+    with loaded(folder, drive) as model:
+        for wrong, said in (
+            (WithSGD, "create_optimizer of WithSGD makes SGD"),
+            (Behind, "create_optimizer of SGDTrainer would not be called"),
+            (WithKind, "get_optimizer_cls_and_kwargs of WithKind would not be called"),
+        ):
+            with pytest.raises(UserError, match=said):
+                wrong(model, arguments(tmp_path / "none", **words), **given)
+        trainer = WithRates(model, arguments(tmp_path / "ours", **words), **given)
+        assert trainer.optimizer.param_groups[1]["lr"] == 1e-3
+        trainer.train()
+        trainer.save_model()
+        trainer.train()  # it goes on with the same optimizer
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = Trainer(plain, arguments(tmp_path / "stock", **words), **given)
+    expected.create_optimizer()
+    expected.optimizer.param_groups[1]["lr"] = 1e-3
+    expected.train()
+    expected.save_model()
+    assert_same(weights(tmp_path / "ours"), weights(tmp_path / "stock"))
 
 
 def test_state_dict_has_the_weights_and_holds_none(folder: Path, drive: Path) -> None:

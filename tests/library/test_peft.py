@@ -101,20 +101,71 @@ def test_a_base_with_state_is_refused(folder: Path, drive: Path, tmp_path: Path)
         Ours(adapted(base), arguments(tmp_path), train_dataset=rows(48), eval_dataset=rows(6))
 
 
+KINDS: dict[str, dict[str, Any]] = {  # each is saved, loaded by PEFT, and resumed by the Trainer
+    "DoRA": {"use_dora": True},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [1, 5, 7]}},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "parameters": {"target_parameters": ["mlp.gate_proj.weight"], "lora_dropout": 0.0},
+    "bias": {"bias": "all"},
+}
+
+
+def short(trainer_of: Any, model: Any, output: Path, **changes: Any) -> Trainer:
+    words = {"eval_strategy": "no", "max_steps": 4, "save_steps": 2} | changes
+    return trainer_of(model, arguments(output, **words), train_dataset=rows(48))
+
+
+@pytest.fixture(scope="module")
+def with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("biases"), attention_bias=True)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_adapters_are_trained_saved_and_resumed(
+    kind: str, home: str, folder: Path, with_biases: Path, drive: Path, tmp_path: Path
+) -> None:
+    """Against stock ones. Biases are the base's own: they are loaded to be trained, and resumed with the session."""
+    biases = kind == "bias"
+    folder = with_biases if biases else folder
+    keys = {"freeze": [r"^(?!.*bias)"] if biases else ["."]}
+
+    def adapted(model: Any) -> PeftModel:
+        torch.manual_seed(7)
+        return get_peft_model(model, lora(**KINDS[kind]))
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    stock = short(Trainer, adapted(plain), tmp_path / "stock")
+    stock.train()
+    theirs = load_file(tmp_path / "stock/checkpoint-4" / ADAPTERS)
+    for words in ({}, {"resume_from_checkpoint": str(tmp_path / "ours/checkpoint-2")}):
+        with loaded(folder, drive, home=home, **keys) as base:
+            trainer = short(Ours, adapted(base), tmp_path / "ours")
+            trainer.train(**words)
+            assert told(trainer)[:-1] == told(stock)[:-1]
+        assert_same(load_file(tmp_path / "ours/checkpoint-4" / ADAPTERS), theirs)
+    with loaded(folder, drive, home=home) as base:
+        if not biases:
+            again = PeftModel.from_pretrained(base, tmp_path / "ours/checkpoint-4").eval()
+            inputs = rows(1)[0]["input_ids"][None]
+            with torch.no_grad():
+                assert torch.equal(again(inputs).logits, stock.model.eval()(inputs).logits)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"modules_to_save": ["lm_head"]}, "cannot be copied"),
-        ({"use_dora": True}, "use_dora=True"),
-        ({"bias": "all"}, "bias='all'"),
-        ({"init_lora_weights": "pissa"}, "."),
-        ({"init_lora_weights": "olora"}, "."),
+        ({"init_lora_weights": "pissa"}, "q_proj.weight"),
+        ({"init_lora_weights": "olora"}, "q_proj.weight"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "cannot be copied"),
     ],
 )
 def test_adapters_that_change_or_copy_the_base_are_refused(
     changes: dict[str, Any], said: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Where they try it, or by the Trainer."""
+    """Where they try it."""
     with loaded(folder, drive, **FROZEN) as base, pytest.raises(UserError, match=said):
         Ours(get_peft_model(base, lora(**changes)), arguments(tmp_path, eval_strategy="no"), train_dataset=rows(8))
 

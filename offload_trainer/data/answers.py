@@ -25,6 +25,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.data.conversations import Example, Message, texts_in
+from offload_trainer.data.documents import json_in
 from offload_trainer.errors import UserError
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -232,8 +233,8 @@ def _holds(text: str, said: str, *, any_piece: bool = False) -> bool:
         return True
     if said[:1] in ("{", "[") and not any_piece:
         try:
-            return all(_holds(text, one) for _, one in texts_in(json.loads(said)))
-        except (ValueError, RecursionError):
+            return all(_holds(text, one) for _, one in texts_in(json_in(said)))
+        except ValueError:
             pass
     pieces = (piece.strip() for piece in _PIECES.split(said))
     found = (

@@ -11,7 +11,6 @@ those projects that are not for this kind of training are refused by what they a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from offload_trainer.data.documents import (
     encodable,
     holds_records,
+    json_in,
     json_kind,
     named_fields,
     read_records,
@@ -298,7 +298,7 @@ def _parsed_arguments(function: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return function
     try:
-        found = json.loads(function["arguments"])
+        found = json_in(function["arguments"])
     except ValueError:
         return function  # the template may print it as it is
     return function | {"arguments": found} if isinstance(found, dict) else function
@@ -338,8 +338,8 @@ def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:
 
 def _parsed_json(text: Any, what: str, *, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError) as error:
+        return json_in(text)
+    except ValueError as error:
         raise UserError(f"{where}: {what} holds no JSON") from error
 
 

@@ -155,6 +155,14 @@ def named_fields(record: dict[str, Any]) -> str:
     return ", ".join(repr(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
 
 
+def json_in(text: object) -> Any:
+    """Return what a string of a user's file says as JSON. ValueError for anything that is no JSON."""
+    try:
+        return json.loads(text)  # type: ignore[arg-type]
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
 def json_kind(value: object) -> str:
     """Return what a value is in JSON's words: "a string", "null"."""
     if value is None or isinstance(value, bool):

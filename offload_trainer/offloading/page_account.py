@@ -162,6 +162,8 @@ def read_progress(directory: Path) -> Progress:
 def read_newest(told: Told, *, fix: str = FIX) -> Newest | None:
     """Return the record of pages with two places, or None before the first update. UserError where it is damaged."""
     path, most = _record_of(told)
+    if not told.run:
+        raise UserError(f"{path} is of an earlier version, which kept no checksums of pages: use that version for it")
     try:
         found = parsed(read_record(path, most=most), Newest)
         if found.run != told.run:

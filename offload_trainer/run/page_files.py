@@ -253,12 +253,13 @@ def _sentence(error: BaseException) -> str:
 
 def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
     """Return the directories that were kept for the run. ValueError where its list names one that is not there."""
+    drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
+    kept = [folder for drive in drives for folder in kept_for(setup.listed, drive)]
     if not os.path.lexists(setup.listed):
-        drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
-        return [folder for drive in drives for folder in kept_for(setup.listed, drive)]
+        return kept
     named = named_in(setup.listed)
     gone = [folder for folder in named if not folder.is_dir()]
-    if gone and len(gone) == len(named) and begins:
+    if gone and len(gone) == len(named) and begins and not kept:
         told = ", ".join(map(str, gone))
         setup.log.say(f"note: page files were in {told}, which is not there now; going on from the checkpoint")
         return []

@@ -206,7 +206,7 @@ def refuse_outside(directory: Path, told: Told) -> None:
         if not account.is_file() or account.stat().st_size != len(ours) or file_bytes(account) != ours:
             raise ValueError(f"{shown(str(drive))} is not one of its run's directories: it holds no such {DESCRIPTION}")
     if directory.resolve() not in [Path(drive).resolve() for drive in told.drives]:
-        raise ValueError(f"{DESCRIPTION} is of the run in {shown(', '.join(told.drives))}")
+        raise ValueError(f"{directory / DESCRIPTION} is of the run in {shown(', '.join(told.drives))}")
 
 
 def boot() -> str:

@@ -349,7 +349,11 @@ class TieredSection(_Section):
     io_block_bytes: Annotated[int, Field(ge=4096, multiple_of=4096)] = Field(
         8 << 20, description="bytes of one request"
     )
-    checksums: bool = Field(False, description="compare what is read with what was written; async_io always does")
+    checksums: bool = Field(
+        False,
+        description="compare weights, gradients and activations that are read from drives with what was written, as "
+        "state always is; async_io always does",
+    )
     drive_speeds: tuple[PositiveFloat, ...] = Field(
         (), description="relative speed of each --nvme, by which state is divided; empty: all alike"
     )

@@ -2,8 +2,8 @@
 
 page N     before the Nth write into page files
 flip N     before the Nth time that what a rank has written is what holds: all ranks' pages are home
-half N     amid the Nth record, of which half is written
-record N   after the Nth record
+half N     amid the Nth record of a step, of which half is written
+record N   after the Nth record of a step
 line N     after the line of step N in metrics.jsonl
 saved N    once the checkpoint of step N has its name
 start N    once the page files of an earlier run are this one's
@@ -43,6 +43,11 @@ def of(name: str) -> Any:
     return lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{name}")
 
 
+def of_step(content: bytes) -> bool:
+    """Not the record that a run begins with, before any step."""
+    return b'"newest": ""' not in content
+
+
 def half(descriptor: int, data: bytes, at: int) -> None:
     os.pwrite.__wrapped__(descriptor, data[: len(data) // 2], at)  # type: ignore[attr-defined]
     die()
@@ -56,7 +61,7 @@ elif where == "flip":
     PageStore.flip = before(PageStore.flip, lambda *_: True)  # type: ignore[method-assign]
 elif where == "half":
     pwrite = os.pwrite
-    os.pwrite = before(pwrite, of("record"), half)
+    os.pwrite = before(pwrite, lambda file, data, at: of("record")(file) and of_step(data), half)
     os.pwrite.__wrapped__ = pwrite  # type: ignore[attr-defined]
 elif where == "record":
     from offload_trainer.storage.record import Record
@@ -66,7 +71,7 @@ elif where == "record":
 
     def then_die(self: Any, content: bytes, **words: Any) -> None:
         write(self, content, **words)
-        if next(written) == number:
+        if of_step(content) and next(written) == number:
             die()
 
     Record.write = then_die  # type: ignore[method-assign]

@@ -220,9 +220,9 @@ class TieredEngine:
         state = ours.state.beside(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
         ours.account.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
 
-    def go_on(self, state: EngineState, newest: Sequence[int]) -> None:
-        """Continue from the page files that another process has left, each page in its newest place."""
-        self.offloaded.go_on(state, newest)
+    def go_on(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
+        """Resume from the page files of another process, each page in its newest place and with these checksums."""
+        self.offloaded.go_on(state, newest, sums)
         self._scale.load_state(state.loss_scale, state.good_steps)
 
     def close(self) -> None:

@@ -15,12 +15,14 @@ class Drives:
 
     def __init__(self, directories: Sequence[Path], transfers: Transfers) -> None:
         self.directories, self.transfers = tuple(directories), transfers
+        # Pages of state have sums of their own.
+        self.unchecked = transfers.inner if isinstance(transfers, CheckedTransfers) else transfers
         self._files = ExitStack()
 
     def files(self, name: str, sizes: Sequence[int], homes: Sequence[int], *, shared: bool = True) -> list[DriveFile]:
-        """A file on each drive for those of several things, of `sizes` bytes, that have their home there.
+        """Return a file on each drive for those of several things, of `sizes` bytes, that have their home there.
 
-        `shared`: by all ranks, who call alike.
+        `shared`: whether `transfers` compare what all ranks write there; they then call alike.
         """
         made = []
         for home, directory in enumerate(self.directories):

@@ -13,8 +13,11 @@ from offload_trainer.offloading.drives import Drives
 from offload_trainer.offloading.exchange import AnyGradients, SharedGradients
 from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.node import Node
+from offload_trainer.offloading.page_places import PagePlaces
+from offload_trainer.offloading.page_sums import PageSums
 from offload_trainer.offloading.store import PageStore, UnitStore
 from offload_trainer.offloading.weights import Weights
+from offload_trainer.optim.checksum import Sum, zlib_sum
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.layout import Homes, Unit
 from offload_trainer.plan.sizes import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
@@ -47,18 +50,21 @@ class Stores:
     gradients: AnyGradients
 
 
-def homes_made(layout: Layout, *, device: Device, drives: Drives, order: Sequence[str]) -> Stores:
-    """Homes in memory, and in files on the drives. `order`: of the trained weights, as the norm adds them up."""
+def homes_made(
+    layout: Layout, *, device: Device, drives: Drives, order: Sequence[str], page_sum: Sum = zlib_sum
+) -> Stores:
+    """Make homes in memory, and in files on the drives. `order`: of the trained weights, as the norm adds them up."""
     units, homes, transfers = layout.units, layout.homes, drives.transfers
     pages = [layout.places * layout.format.page_bytes(page.elements) for page in homes.pages]
+    places = PagePlaces(homes.pages, count=layout.places, node=layout.node)
     state = PageStore(
         homes.pages,
         format=layout.format,
-        files=drives.files("state", pages, [page.home for page in homes.pages]),
-        transfers=transfers,
+        files=drives.files("state", pages, [page.home for page in homes.pages], shared=False),
+        transfers=drives.unchecked,
         device=device,
         node=layout.node,
-        places=layout.places,
+        sums=PageSums(homes.pages, format=layout.format, places=places, node=layout.node, compute=page_sum),
     )
     _write_first(state, homes, layout.node)
     sizes = [unit.elements * layout.dtype.itemsize for unit in units]

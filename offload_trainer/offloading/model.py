@@ -29,12 +29,14 @@ from offload_trainer.offloading.gradients import Gradients
 from offload_trainer.offloading.heap import trimmed
 from offload_trainer.offloading.homes import Layout, homes_made
 from offload_trainer.offloading.page_index import PageIndex
+from offload_trainer.offloading.page_sums import DamagedPage
 from offload_trainer.offloading.parameter import offload_parameter
 from offload_trainer.offloading.state import TieredSnapshot, TieredState
 from offload_trainer.offloading.stored import StoredTensor
 from offload_trainer.offloading.stream import Stream, modules_of_units
 from offload_trainer.offloading.update import Updater
 from offload_trainer.offloading.withheld import Withheld, give_memory
+from offload_trainer.optim.checksum import sum_with
 from offload_trainer.optim.protocol import Kernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
@@ -79,7 +81,8 @@ class OffloadedModel:
         self.account: PageIndex | None = None
         self.activations: Activations | None = None
         with ExitStack() as stack:
-            stores = homes_made(layout, device=device, drives=drives, order=self.trained)
+            page_sum = sum_with(kernels[0])
+            stores = homes_made(layout, device=device, drives=drives, order=self.trained, page_sum=page_sum)
             self.store, self.weights, self.gradients = stores.state, stores.weights, stores.gradients
             stack.callback(self.weights.close)
             stack.callback(self.gradients.close)
@@ -184,8 +187,9 @@ class OffloadedModel:
     def keep_account(self, *, model: Path) -> None:
         """Write beside the page files what lies in them; `model` is the directory with the model's configuration."""
         paths, its = self._drives.directories, self.store
-        more: dict[str, Any] = {"places": its.places, "sync": its.sync}
-        self.account = PageIndex(paths, self.units, its.pages, format=its.format, model=model, **more)
+        self.account = PageIndex(
+            paths, self.units, its.pages, format=its.format, model=model, sums=its.sums, sync=its.sync
+        )
         self._open.callback(self.account.close)
 
     @torch.no_grad()
@@ -426,12 +430,22 @@ class OffloadedModel:
         return TieredSnapshot(self.state, state, self.updater.snapshot())
 
     @torch.no_grad()
-    def go_on(self, state: EngineState, newest: Sequence[int]) -> None:
-        """Go on from what lies in the files, all of the state, each page where `newest` says. All ranks call it."""
-        self.store.places.begin(newest)
-        self.node.each(self.state.make_weights)
+    def go_on(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
+        """Resume from the page files, which hold all of the state. All ranks call it.
+
+        Each page is where `newest` says, and has its part of `sums` (`PageSums.of_newest`). UserError where it has not.
+        """
+        self.store.sums.begin(newest, sums)
+        self.node.each(self._make_weights)
         self.weights.spread()
         self.steps = {name: state.steps_of(name) for name in self.trained}
+
+    def _make_weights(self) -> None:
+        """Make this rank's 16-bit weights from the masters in the page files of another process."""
+        try:
+            self.state.make_weights()
+        except DamagedPage as error:
+            raise UserError(str(error)) from error
 
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:

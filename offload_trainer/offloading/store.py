@@ -2,6 +2,7 @@
 
     PageStore    pages of masters and moments     RAM: `in_memory(page)`    drive or device: `read`, `write` a buffer
                  on drives in one place or two (`page_places`): `read` gives what held at the last `flip`
+                 on drives each has sums (`page_sums`), which are compared whenever it is read
     UnitStore    one flat tensor for each unit    RAM: `host(unit)`         drive: `read`, `write` a stretch
 
 Training moves whole aligned stretches. Whoever builds, saves or loads reads and writes single weights at any place
@@ -11,26 +12,37 @@ Training moves whole aligned stretches. Whoever builds, saves or loads reads and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from offload_trainer.offloading.device import Device
 from offload_trainer.offloading.node import Node
-from offload_trainer.offloading.page_places import PagePlaces
+from offload_trainer.offloading.page_sums import DamagedPage, PageSums
 from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.layout import ALIGN, DEVICE, ELSEWHERE, RAM, Page, aligned
 from offload_trainer.storage.dtypes import DTYPES
 from offload_trainer.storage.host_memory import host_buffer
-from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done
+from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done, followed
 
 
 class WriteBackCache:
     """Stretches of files in memory, for reading and writing at any place in them."""
 
-    def __init__(self, transfers: Transfers, *, places: int = 1) -> None:
-        """At most `places` stretches at a time; the one opened longest ago is put away first."""
-        self._transfers = transfers
+    def __init__(
+        self,
+        transfers: Transfers,
+        *,
+        places: int = 1,
+        was_read: Callable[[DriveFile, int, torch.Tensor], None] = lambda *_: None,
+        was_written: Callable[[DriveFile, int, torch.Tensor], None] = lambda *_: None,
+    ) -> None:
+        """At most `places` stretches are open at a time; the one opened longest ago is put away first.
+
+        `was_read` and `was_written` are called with the file, the offset and the bytes after each transfer.
+        """
+        self._transfers, self._was_read, self._was_written = transfers, was_read, was_written
         self._places = places
         self._open: dict[tuple[DriveFile, int], torch.Tensor] = {}
         self._changed: set[tuple[DriveFile, int]] = set()
@@ -43,6 +55,7 @@ class WriteBackCache:
                 self._put_away(next(iter(self._open)))
             buffer = host_buffer(size)
             self._transfers.read(file, offset, buffer).wait()
+            self._was_read(file, offset, buffer)
             self._open[key] = buffer
         if modify:
             self._changed.add(key)
@@ -57,6 +70,7 @@ class WriteBackCache:
         buffer = self._open.pop(key)
         if key in self._changed:
             self._transfers.write(*key, buffer).wait()
+            self._was_written(*key, buffer)
             self._changed.remove(key)
 
 
@@ -76,12 +90,12 @@ class PageStore:
         transfers: Transfers,
         device: Device,
         node: Node,
-        places: int = 1,
+        sums: PageSums,
     ) -> None:
         """Pages in RAM and in `files` are there once a node; which rank changes which of them is the caller's.
 
-        Of those that another node has nothing is kept here. `places`: of each page on a drive, whose file is so many
-        times as large.
+        Of those that another node has nothing is kept here. `sums`: of these pages, in one place or two on a drive,
+        whose file is so many times as large.
         """
         self.pages = tuple(pages)
         self.format = format
@@ -90,12 +104,15 @@ class PageStore:
         homes = [page.home for page in pages]
         self._offsets = offsets(self._sizes, homes)
         self._apart = [size_of_home(self._sizes, homes, home) for home in range(len(files))]  # a page's two places
-        self.places = PagePlaces(pages, count=places, node=node)
+        self.sums, self.places = sums, sums.places
         self._memory = node.memory(size_of_home(self._sizes, homes, RAM))
         self._on_device = device.buffer(size_of_home(self._sizes, homes, DEVICE), torch.uint8)
         if self._on_device.numel():
             device.reached().wait()  # its memory is zero before anybody else writes there
-        self._cache = WriteBackCache(transfers, places=_PAGES_OPEN)
+        self._field_at: dict[tuple[DriveFile, int], tuple[int, int, str]] = {}  # page, place and field
+        self._cache = WriteBackCache(
+            transfers, places=_PAGES_OPEN, was_read=self._compare_field, was_written=self._keep_field
+        )
         self._of_unit: dict[int, list[int]] = {}
         for number, page in enumerate(pages):
             self._of_unit.setdefault(page.unit, []).append(number)
@@ -134,22 +151,43 @@ class PageStore:
     def read(self, number: int, buffer: torch.Tensor, *, place: int | None = None) -> Future:
         """Fill `buffer` (uint8, the page's bytes) from the page's drive, or from the device as it is by then.
 
-        From a drive as it was at the last `flip`, or from the `place` that held at another moment.
+        From a drive as it was at the last `flip`, or from the `place` that held at another moment. DamagedPage, from
+        the future, where the drive gives back something else than was written.
         """
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(resident, buffer)
-        where = self._where(number, self.places.holding(number) if place is None else place)
-        return self._transfers.read(*where, buffer)
+        place = self.places.holding(number) if place is None else place
+        read = self._transfers.read(*self._where(number, place), buffer)
+        return followed(read, partial(self._compare, number, place, buffer))
 
     def write(self, number: int, buffer: torch.Tensor) -> Future:
         """The page's new bytes: on a drive with two places beside the old ones, until `flip`."""
         resident = self.on_device(number)
         if resident is not None:
             return self._copy(buffer, resident)
-        where = self._where(number, self.places.free(number))
+        place = self.places.free(number)
         self.places.written(number)
-        return self._transfers.write(*where, buffer)
+        write = self._transfers.write(*self._where(number, place), buffer)
+        return followed(write, partial(self.sums.keep, number, place, buffer))
+
+    def _compare(self, number: int, place: int, data: torch.Tensor, field: str | None = None) -> None:
+        """DamagedPage unless `data` is what was written."""
+        wrong = self.sums.differing(number, place, data, field=field)
+        if wrong is not None:
+            (file, offset), size = self._where(number, place), self._sizes[number]
+            raise DamagedPage(
+                f"{file.path}: page {number}, {size} bytes at {offset}, is damaged, or of another step or run: its "
+                f"{wrong} does not have the CRC-32 that it was written with; dmesg may say more of the drive"
+            )
+
+    def _compare_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
+        number, place, field = self._field_at[file, offset]
+        self._compare(number, place, data, field)
+
+    def _keep_field(self, file: DriveFile, offset: int, data: torch.Tensor) -> None:
+        number, place, field = self._field_at[file, offset]
+        self.sums.keep(number, place, data, field=field)
 
     def flip(self) -> None:
         """What this rank has written since the last time, all of which has arrived, is what its pages hold."""
@@ -244,11 +282,13 @@ class PageStore:
             inside = self.on_device(number)
         if inside is not None:
             return self.fields(number, inside)[field]
-        page, (file, offset) = self.pages[number], self._where(number, self.places.newest(number))
+        page, place = self.pages[number], self.places.newest(number)
+        file, offset = self._where(number, place)
         for name, kind in self.format.fields.items():
             if name == field:
                 break
             offset += kind.padded(page.elements)
+        self._field_at[file, offset] = number, place, field
         data = self._cache.open(file, offset, kind.padded(page.elements), modify=modify)
         return data[: kind.bytes(page.elements)].view(DTYPES[kind.dtype])
 

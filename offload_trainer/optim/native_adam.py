@@ -92,6 +92,8 @@ class NativeKernel:
             f"built ahead for {self._library.ahead_for}" if self._library.ahead_for else "built for this machine"
         )
         self._update = self._library.functions.update_page
+        self._sum = self._library.functions.page_sum
+        self._sum.restype = ctypes.c_int64
 
     def update_page(
         self,
@@ -112,6 +114,10 @@ class NativeKernel:
         ]
         threads = ctypes.c_int32(self._library.threads())
         self._update(ctypes.byref(page), (_Part * len(found))(*found), ctypes.c_int64(len(found)), threads)
+
+    def page_sum(self, data: torch.Tensor) -> int:
+        """Return what `checksum.zlib_sum` does, or -1 where this CPU has no instructions for it."""
+        return int(self._sum(ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.numel() * data.itemsize)))
 
 
 # -- structures of adam.cpp ------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class TierSizes:
     ahead: bool  # and that of pages on drives behind the last backward
     speeds: tuple[float, ...]  # of the drives, relative
     io: str  # what moves bytes to and from drives
-    checksums: bool  # whether what is read is compared with what was written
+    checksums: bool  # whether all that is read from drives is compared with what was written, not the state alone
     io_threads: int  # that read, and as many that write
     io_block_bytes: int  # of one request
     places: int = 1  # of each page of state on a drive

@@ -67,8 +67,11 @@ def tiered_items(
         )
     kept = _of_each_rank(input_items(work, device=device, drives=drives), work.here)
     if sizes.checksums:
-        on_drives = sum(item.bytes for item in (*items, *kept) if item.tier in drives)
-        items.append(Item("ram", "checksums", on_drives // 512, "8 bytes for each 4096 on a drive"))
+        state = ("state", "state of the step before")  # whose pages have sums of their own, a few bytes each
+        checked = sum(item.bytes for item in (*items, *kept) if item.tier in drives and item.name not in state)
+        items.append(
+            Item("ram", "checksums", checked // 512, "8 bytes for each 4096 of weights and gradients on drives")
+        )
     tied = sum(weight.numel for weight in work.shape.weights if weight.trainable and weight.uses > 1)
     items += activation_items(work, device=device, kept=kept, gradients=True, waiting=e * tied)
     return items + sequence_items(work, device=device)

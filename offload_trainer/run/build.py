@@ -81,10 +81,12 @@ def build_job(
     begins: TrainState | None,
     build: Build = build_engine,
     instead: Sequence[Workplace] = (),
+    resume: Callable[[Engine], None] = lambda engine: None,
 ) -> Job:
-    """Drives leased, the engine built by `build`; `stack` closes what was opened.
+    """Lease drives and build the engine by `build`; `stack` closes what was opened.
 
-    `begins`: the state that it will go on from. `instead`: in place of new directories on the drives.
+    `begins`: the state that it will go on from. `instead`: in place of new directories on the drives. `resume` reads
+    what is in them into the engine, before lines of later steps are removed from the run's records.
     """
     log = setup.log
     swaps = _leased(setup, stack, instead=instead) if setup.planned.plan.uses_drives else []
@@ -99,6 +101,7 @@ def build_job(
     log.say(
         f"engine ready after {format_seconds(time.perf_counter() - start)}, {format_bytes(peak_rss_bytes())} resident"
     )
+    resume(engine)
     job = _make_job(setup, engine, done=begins.step if begins else 0, swaps=swaps)
     if job.telemetry:
         stack.callback(job.telemetry.close)

@@ -25,7 +25,7 @@ import torch
 
 from offload_trainer.errors import UserError, explain
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.storage.durable import make_directories, write_text
+from offload_trainer.storage.durable import make_directories, remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.removal import reason
 from offload_trainer.streams import write_now
@@ -146,6 +146,7 @@ def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
         try:
             with _ends_told(log), _noted_as_alive(lock, log):
                 remove_leftovers(output / "checkpoints")
+                remove_abandoned(output)
                 yield
         finally:
             log.file = None

@@ -59,14 +59,11 @@ def _left(save: SaveSection) -> tuple[Path | None, int]:
 
 
 def _step_of_pages(listed: Path) -> int:
-    """The step that a run's page files hold whole; 0 where there is none."""
+    """Return the step that a run's page files hold whole, or 0. ValueError, UserError where a start refuses them."""
     folders = folders_in(listed)
     told = read_description(folders[0]) if folders else None
     if told is None or told.places == 1:
         return 0
-    try:
-        files_of(told)
-    except ValueError:  # a start says so, and does not go on from them
-        return 0
+    files_of(told)
     newest = read_newest(told)
     return 0 if newest is None or newest.train is None or newest.engine is None else newest.train["step"]

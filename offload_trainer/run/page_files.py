@@ -4,10 +4,12 @@
     <lease>/record      after each step which places hold it, and the rest of the state (offloading/page_index)
     <lease>/run.json    what the run was made with, to be compared as a checkpoint's manifest is
 
-Where all state is on drives and pages have two places, the files always hold one whole step. They are gone on from
-where they lie, if they are newer than the newest checkpoint and hold the same pages; 16-bit weights are made from the
-masters. Otherwise what differs is said, and the run goes on from its checkpoint; but where the number of ranks is
-another, which is easily mended, it stops and says so.
+Where all state is on drives and pages have two places, the files always hold one whole step. A run resumes from them
+where they are, if they are newer than the newest checkpoint and hold the same pages; 16-bit weights are made from the
+masters. Each page is read whole for that, and compared with the checksums that the record has of it.
+
+Where a start cannot use page files that may be newer than any checkpoint, whatever the reason, it is refused, and they
+stay: they may be the only copy of the training. `--resume never` or `--resume CHECKPOINT` lets go of them.
 
 Several ranks of one node have the files and the record in common. The first rank looks at them, writes the record once
 all ranks' pages of a step are home, and before that no rank writes a page of the next one. Where a rank of the dead run
@@ -17,15 +19,18 @@ may still write in the files, that is waited for (`lease.wait_for_ranks`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from pydantic import with_config
 
 from offload_trainer.checkpoint import MADE, TrainState, changed_settings
+from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.identity import differences
@@ -37,15 +42,26 @@ from offload_trainer.offloading.page_account import (
     read_description,
     read_newest,
     refuse_outside,
+    torn_record,
 )
 from offload_trainer.offloading.page_index import files_of
 from offload_trainer.plan.layout import units_of
 from offload_trainer.plan.sizes import TierSizes, homes_in
 from offload_trainer.ranks import nodes, on_rank_zero, place_here, share_from_zero
 from offload_trainer.readback import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
+from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup
 from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.lease import clear, folders_in, keep_listed, keep_none, root_of, wait_for_ranks
+from offload_trainer.storage.lease import (
+    clear,
+    has_locks,
+    keep_listed,
+    keep_none,
+    kept_for,
+    named_in,
+    root_of,
+    wait_for_ranks,
+)
 from offload_trainer.storage.lease import take_over as taken_over
 from offload_trainer.storage.removal import Workplace
 from offload_trainer.trainer import Job
@@ -62,10 +78,6 @@ class _Made:
     ranks: Count = 1
 
 
-class Lost(UserError):
-    """Page files that can be gone on from, which this start would remove."""
-
-
 @dataclass(frozen=True)
 class PageFiles:
     """A dead run's page files, now this run's."""
@@ -74,12 +86,18 @@ class PageFiles:
     train: TrainState  # where its loop stood
     newest: Newest
     pages: int
+    torn: bool  # whether the record may have been of a newer step
+    instead: str  # how to start without them
 
-    def go_on(self, job: Job) -> None:
-        """Make the engine stand where they do. All ranks call it."""
-        assert isinstance(job.engine, TieredEngine)
+    def go_on(self, engine: Engine) -> None:
+        """Make the engine stand where they do. All ranks call it. UserError where a page is damaged."""
+        assert isinstance(engine, TieredEngine)
         assert self.newest.engine is not None
-        job.engine.go_on(self.newest.engine, self.newest.places(self.pages))
+        try:
+            engine.go_on(self.newest.engine, self.newest.places(self.pages), bytes.fromhex(self.newest.sums))
+        except UserError as error:
+            torn = ". One slot of their record is damaged, and the other one is of an older step" if self.torn else ""
+            raise _refused(f"{error}{torn}", step=self.train.step, instead=self.instead) from error
 
 
 # -- while a run lives -------------------------------------------------------------------------------------------------
@@ -92,7 +110,10 @@ def keep(setup: Setup, job: Job) -> None:
     """
     if not setup.log.loud:
         return
-    if why := _why_never(setup):
+    why = _why_never(setup)
+    if not why and not all(map(has_locks, job.swaps)):
+        why = "locks do not work on the drive, so the next start could not know that this run has died"
+    if why:
         if setup.planned.config.tiered.places == 2:
             setup.log.say(f"note: a kill will leave no page files to go on from: {why}")
         return
@@ -139,8 +160,6 @@ def _why_never(setup: Setup) -> str:
         return f"this run has {plan.nodes} nodes, each with page files of its own, and one alone goes on from them"
     if any(page.home < 0 for page in _pages(setup)):
         return "this run keeps some of its state in memory; --ram-fraction 0 keeps all of it on drives"
-    if sizes.checksums:
-        return "checksums (tiered.checksums) went with the memory of the run that wrote them"
     if any(not weight.trainable for weight in setup.planned.source.shape.weights):
         return "weights that are not trained (model.freeze) are not in them"
     return ""
@@ -156,10 +175,10 @@ def _pages(setup: Setup) -> Sequence[Any]:
 
 
 def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
-    """The page files that this run goes on from, where they are newer than the checkpoint of `begins`; said if so.
+    """Return the page files that this run resumes from, where they are newer than the checkpoint of `begins`.
 
-    None, and said why, where it cannot. They are locked until `stack` closes. All ranks call it, and the first one
-    looks. UserError where they would be lost for what can be mended.
+    They are locked until `stack` closes. All ranks call it, and the first one looks. UserError where they may be newer,
+    and this run cannot use them.
     """
     if setup.planned.config.save.resume != "auto":
         return None
@@ -170,16 +189,10 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
 
 
 def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> list[PageFiles]:
-    """One, or none."""
+    """Return one, or none."""
     with ExitStack() as locks:
-        try:
-            found = _found(setup, locks, begins=begins)
-            if found is None:
-                return []
-        except Lost:
-            raise
-        except (OSError, ValueError, TrainerError) as error:
-            setup.log.say(f"note: page files that were left are not gone on from: {_sentence(error)}")
+        found = _found(setup, locks, begins=begins)
+        if found is None:
             return []
         stack.push(locks.pop_all())
     where = ", ".join(str(place.path) for place in found.places)
@@ -188,49 +201,92 @@ def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) ->
     return [found]
 
 
+def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
+    """Return the page files that were kept for the run, locked; None where they are no newer than `begins`."""
+    instead, step = _instead(setup), 0
+    try:
+        folders = _folders(setup, begins=begins)
+        if not folders:
+            return None
+        places = []
+        for folder in folders:
+            places.append(_locked(folder, say=setup.log.say))
+            locks.callback(places[-1].leave)
+        told = read_description(folders[0], fix=_RESTORE)
+        for folder in folders:
+            refuse_outside(folder, told)
+        if told.places == 1:
+            raise ValueError(f"{folders[0] / DESCRIPTION} says that pages have one place, and such files are not kept")
+        newest = read_newest(told, fix=_RESTORE)
+        if newest is None or newest.train is None or newest.engine is None:
+            return None  # no step of the run was whole yet
+        train = as_kind(newest.train, TrainState)
+        if begins and train.step <= begins.step:
+            return None
+        step = train.step
+        _refuse_otherwise(setup, folders, told)
+        for folder in folders:
+            wait_for_ranks(folder, say=setup.log.say)
+        return PageFiles(places, train, newest, len(told.pages), torn_record(told), instead)
+    except (OSError, ValueError, TrainerError) as error:
+        raise _refused(_sentence(error), step=step, instead=instead) from error
+
+
+def _refused(why: str, *, step: int, instead: str) -> UserError:
+    """Return the refusal of a start that cannot use page files. `step`: which they have, 0 where that is not known."""
+    of = f"of step {step}, newer than any checkpoint" if step else "which may be newer than any checkpoint"
+    return UserError(
+        f"the page files that this run has left, {of}, cannot be resumed from, and stay: {why}. Once that is mended "
+        f"the same command goes on from them; {instead} lets go of them"
+    )
+
+
+def _instead(setup: Setup) -> str:
+    """Return the words that start the run without its page files."""
+    saved = complete_checkpoints(setup.output / "checkpoints")
+    return f"--resume {quote(str(saved[-1]))}" if saved else "--resume never"
+
+
 def _sentence(error: BaseException) -> str:
     return reason(error) if isinstance(error, OSError) else str(error)
 
 
-def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
-    """What the run's list names, locked; None where that is no newer than `begins`.
+def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
+    """Return the directories that were kept for the run. ValueError where its list names one that is not there."""
+    drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
+    kept = [folder for drive in drives for folder in kept_for(setup.listed, drive)]
+    if not os.path.lexists(setup.listed):
+        return kept
+    named = named_in(setup.listed)
+    gone = [folder for folder in named if not folder.is_dir()]
+    if gone and len(gone) == len(named) and begins and not kept:
+        told = ", ".join(map(str, gone))
+        setup.log.say(f"note: page files were in {told}, which is not there now; going on from the checkpoint")
+        return []
+    if gone:
+        raise ValueError(f"{gone[0]} is not there; is its drive mounted?")
+    return named
 
-    ValueError, TrainerError, OSError with why it cannot be used, Lost.
+
+def _locked(folder: Path, *, say: Callable[[str], None]) -> Workplace:
+    """Return a dead run's private directory, locked. TrainerError where another process has it."""
+    try:
+        return taken_over(folder, say=say)
+    except BlockingIOError:
+        raise TrainerError(f"{folder} is in use: its run lives, or it is being exported; wait for that") from None
+
+
+def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: Told) -> None:
+    """ValueError where this run cannot use them: they are another's, or not whole, or laid out otherwise.
+
+    Say which other settings differ.
     """
-    folders = folders_in(setup.listed)
-    if not folders:
-        return None
+    if not os.path.lexists(setup.listed):
+        raise ValueError(f"{setup.listed}, which named {', '.join(map(str, folders))}, is gone")
     if why := _why_never(setup):
         raise ValueError(why)
-    places = []
-    for folder in folders:
-        places.append(taken_over(folder, say=setup.log.say))
-        locks.callback(places[-1].leave)
-    told = read_description(folders[0])
-    for folder in folders:
-        refuse_outside(folder, told)
     files_of(told)  # one that was cut short would be made as long as it was, with zeros
-    newest = read_newest(told)
-    if newest is None or newest.train is None or newest.engine is None:
-        return None  # no step of the run was whole yet
-    train = as_kind(newest.train, TrainState)
-    if begins and train.step <= begins.step:
-        return None
-    _refuse_others(setup, folders, told, step=train.step)
-    for folder in folders:
-        try:
-            wait_for_ranks(folder, say=setup.log.say)
-        except TrainerError as error:
-            raise Lost(f"page files of step {train.step} may still be written by a rank of the run: {error}") from error
-    return PageFiles(places, train, newest, len(told.pages))
-
-
-def _refuse_others(setup: Setup, folders: Sequence[Path], told: Told, *, step: int) -> None:
-    """ValueError where they are another run's, or lie otherwise, Lost where only the number of ranks is another.
-
-    Lines for settings that steer it differently.
-    """
-    made = read_back(folders[0] / MADE, _Made, fix="The run goes on from its newest checkpoint")
+    made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
     others = differences(made.identity, _in_json(setup.record.identity))
     others += differences(made.layout, _in_json(setup.record.layout))
     if others:
@@ -241,15 +297,20 @@ def _refuse_others(setup: Setup, folders: Sequence[Path], told: Told, *, step: i
     units, sizes = units_of(setup.planned.source.shape), setup.planned.plan.sizes
     assert isinstance(sizes, TierSizes)
     ours = description(
-        folders, units, _pages(setup), format=sizes.format, model=setup.output / "model", places=sizes.places
+        folders,
+        units,
+        _pages(setup),
+        format=sizes.format,
+        model=setup.output / "model",
+        places=sizes.places,
+        run=told.run,
     )
     theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
     differ = [key for key, told in _in_json(ours).items() if told != theirs.get(key)]
     if "pages" in differ and made.ranks != setup.planned.plan.world:
-        raise Lost(
-            f"the page files in {folders[0]}, of step {step} and newer than any checkpoint, are laid out for "
-            f"{made.ranks} rank(s), and this run has {setup.planned.plan.world}: give --gpus {made.ranks}, or let go "
-            "of them by --resume never or --resume CHECKPOINT"
+        raise ValueError(
+            f"they are laid out for {made.ranks} rank(s), and this run has {setup.planned.plan.world}: give --gpus "
+            f"{made.ranks}"
         )
     if differ:
         raise ValueError(f"they are laid out otherwise than this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
@@ -262,6 +323,7 @@ def _in_json(told: Mapping[str, Any]) -> dict[str, Any]:
     return parsed(json.dumps(dict(told)), dict)
 
 
+_RESTORE = "Nothing but a copy of that file can mend this"
 _WORDS = {
     "pages": "pages: tiered.page_size, tiered.drive_speeds or the shares",
     "states": "optim.states",

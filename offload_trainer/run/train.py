@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import torch
 
@@ -189,12 +190,11 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
         if setup.log.loud:
             stack.enter_context(run_directory(setup.output, setup.log, lock=lock))
             _write_known(setup)
-        job = build_job(setup, stack, begins=begins, build=build, instead=files.places if files else ())
+        resumes: dict[str, Any] = {"instead": files.places, "resume": files.go_on} if files else {}
+        job = build_job(setup, stack, begins=begins, build=build, **resumes)
         if instead is not None:
             instead(job)
             return
-        if files is not None:
-            files.go_on(job)
         keep(setup, job)
         _train(setup, job, resume=(resume, begins) if begins else None)
         drop(setup)

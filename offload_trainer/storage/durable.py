@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 from pathlib import Path
 
 from offload_trainer.errors import UserError
 
+_TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
 REPLACED = "replaced"  # in a workplace: what stood under the final name, where two names cannot be exchanged
 
 
@@ -19,7 +21,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace `path` at once: readers see the old bytes or the new, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # _TEMPORARY finds it
     try:
         temporary.unlink(missing_ok=True)  # a process of this number was killed here, or somebody has put a link there
         with open(temporary, "xb") as file:
@@ -33,6 +35,22 @@ def write_bytes(path: Path, data: bytes) -> None:
             error.filename = str(path)  # a write says only what is wrong
         raise
     sync_directory(path.parent)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove the temporary files that processes which were killed within `write_bytes` have left in `directory`.
+
+    The caller sees to it that no process of another machine writes there.
+    """
+    for path in directory.iterdir():
+        found = _TEMPORARY.fullmatch(path.name)
+        if found and path.is_file() and not path.is_symlink() and not _is_alive(int(found[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    """Return whether a process of this number runs here, whoever's it is."""
+    return os.path.exists(f"/proc/{process}")
 
 
 def make_directories(path: Path) -> None:

@@ -7,7 +7,8 @@ DIR/offload-trainer/              this user's; DIR/offload-trainer-NUMBER where 
     run-0123abcd/...              the run's own
 
 A run's list names its directories, one a line. What it names stays until that run itself has begun again, whatever
-other runs start on the drive; a list that is gone, or names others, keeps nothing.
+other runs start on the drive. Where the list is gone, nobody knows whether the directory holds the only copy of a
+training: it stays too, and the next start says so. A list that is there and does not name it releases it.
 
 Only what a lease has made is removed: by its name, its mark and its owner (`removal`). Everything else there, whatever
 it is called, is somebody's.
@@ -26,7 +27,7 @@ from types import TracebackType
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.readback import file_bytes
-from offload_trainer.storage.durable import write_text
+from offload_trainer.storage.durable import remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take, turn
 from offload_trainer.storage.removal import (
     MARK,
@@ -133,8 +134,15 @@ def _make_root(drive: Path) -> Path:
 
 
 def take_over(folder: Path, *, say: Callable[[str], None]) -> Workplace:
-    """A dead run's private directory, with its files. As `Workplace.taken_over`."""
-    return Workplace.taken_over(folder, what=_WHAT, say=say)
+    """Take a dead run's private directory over, with its files. As `Workplace.taken_over`."""
+    place = Workplace.taken_over(folder, what=_WHAT, say=say)
+    remove_abandoned(folder)
+    return place
+
+
+def has_locks(folder: Path) -> bool:
+    """Return whether a later process can find out that the run of this private directory has died."""
+    return is_removable(folder, made_as(_WHAT, folder.name))
 
 
 def hold(folder: Path) -> int:
@@ -164,39 +172,77 @@ def keep_none(listed: Path) -> None:
         write_text(listed, "")
 
 
-def folders_in(listed: Path) -> list[Path]:
-    """What a run's list names, as far as it is there. ValueError where it cannot be read."""
+def named_in(listed: Path) -> list[Path]:
+    """Return the directories that a run's list names. ValueError where it cannot be read."""
     try:
-        told = file_bytes(listed, most=_LONGEST).decode().splitlines()
+        return [Path(line) for line in file_bytes(listed, most=_LONGEST).decode().splitlines()]
     except FileNotFoundError:
         return []
-    return [Path(line) for line in told if os.path.isdir(line)]
+
+
+def folders_in(listed: Path) -> list[Path]:
+    """Return those of them that are there. ValueError where the list cannot be read."""
+    return [folder for folder in named_in(listed) if folder.is_dir()]
 
 
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
-    """Whether a run's list, other than `but`, names this directory."""
+    """Return whether a run may need this directory: another list than `but` names it, or cannot be looked at."""
     try:
         listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
-        return (but is None or listed != but.resolve()) and folder.resolve() in folders_in(listed)
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return False
+    except (OSError, ValueError):
+        return True
+    if but is not None and listed == but.resolve():
+        return False
+    try:
+        return not os.path.exists(listed) or folder.resolve() in named_in(listed)
+    except ValueError:
+        return True
+
+
+def kept_for(listed: Path, drive: Path) -> list[Path]:
+    """Return the dead runs' directories under `drive` that were kept for the run whose list this is."""
+    return [folder for folder in _dead_in(drive) if _kept_for(folder) == listed.resolve()]
+
+
+def _kept_for(folder: Path) -> Path | None:
+    """Return the list for which a directory was kept, if it can be read."""
+    try:
+        return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+    except (OSError, ValueError):
+        return None
 
 
 def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
-    """This user's private directories under `drive` whose run is gone: the next lease there removes them.
+    """Return this user's private directories under `drive` whose run is gone: the next lease there removes them.
 
-    But for those that another run than that of `listed` goes on from.
+    Those that another run than that of `listed` may need are not among them.
     """
+    return [folder for folder in _dead_in(drive) if not is_listed(folder, but=listed)]
+
+
+def _dead_in(drive: Path) -> list[Path]:
+    """Return this user's private directories under `drive` whose run is gone."""
     root = root_of(drive)
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    dead = [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
-    return [folder for folder in dead if not is_listed(folder, but=listed)]
+    return [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
 
 
 def clear(
     drive: Path, *, say: Callable[[str], None], listed: Path | None = None, but: Path | None = None
 ) -> list[Path]:
-    """Remove what `dead_runs` finds, but for one, and say so; what is gone. OSError where it cannot be looked for."""
+    """Remove what `dead_runs` finds, except `but`, and say so; return what is gone. OSError where that cannot be found.
+
+    Say, too, what stays because the list of its run is gone.
+    """
+    for folder in _dead_in(drive):
+        place = _kept_for(folder)
+        if place is not None and folder != but and is_listed(folder, but=listed) and not os.path.exists(place):
+            say(
+                f"note: {folder} stays: it has the page files of the run in {place.parent}, which is not there now. "
+                f"Bring that back, or export their weights (offload-train export {folder} DIR), then remove {folder}"
+            )
     removed = [folder for folder in dead_runs(drive, listed=listed) if folder != but and _remove(folder, say)]
     if removed:
         say(f"{root_of(drive)}: removed what {len(removed)} run(s) left that died")

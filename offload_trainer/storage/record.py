@@ -30,6 +30,7 @@ class Record:
         self._slot = _slot(most)
         found = _newest(_read(path, self._slot), self._slot) if path.exists() else None
         self._number = found[0] if found else 0
+        self.is_new = found is None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         if found is None:
             os.posix_fallocate(self._descriptor, 0, 2 * self._slot)
@@ -55,10 +56,19 @@ class Record:
             self._descriptor = -1
 
 
-def read_record(path: Path, *, most: int) -> bytes | None:
-    """The newest record that is whole; None where none was written. ValueError, FileNotFoundError."""
-    found = _newest(_read(path, _slot(most)), _slot(most))
-    return found[1] if found else None
+def read_record(path: Path, *, most: int) -> bytes:
+    """Return the newest record that is whole. ValueError where there is none, FileNotFoundError."""
+    data = _read(path, _slot(most))
+    found = _newest(data, _slot(most))
+    if found is None:
+        raise ValueError(f"neither of its two slots is whole{'' if any(data) else ': it holds zeros alone'}")
+    return found[1]
+
+
+def torn_slot(path: Path, *, most: int) -> bool:
+    """Return whether one of the two slots holds something, but no record: a kill or the drive has damaged it."""
+    slot, data = _slot(most), _read(path, _slot(most))
+    return any(_content(data, start, slot) is None and any(data[start : start + slot]) for start in (0, slot))
 
 
 def _slot(most: int) -> int:
@@ -74,11 +84,13 @@ def _read(path: Path, slot: int) -> bytes:
 
 
 def _newest(data: bytes, slot: int) -> tuple[int, bytes] | None:
-    """Number and content."""
-    whole = []
-    for start in range(0, len(data), slot):
-        number, size, crc = _HEAD.unpack_from(data, start)
-        content = data[start + _HEAD.size :][:size]
-        if number and size <= slot - _HEAD.size and zlib.crc32(data[start:][:16] + content) == crc:
-            whole.append((number, content))
-    return max(whole, default=None)
+    """Return number and content of the newest record that is whole."""
+    return max(filter(None, (_content(data, start, slot) for start in range(0, len(data), slot))), default=None)
+
+
+def _content(data: bytes, start: int, slot: int) -> tuple[int, bytes] | None:
+    """Return number and content of the record in the slot at `start`, if it is whole."""
+    number, size, crc = _HEAD.unpack_from(data, start)
+    content = data[start + _HEAD.size :][:size]
+    fits = size <= slot - _HEAD.size and number and number % 2 * slot == start
+    return (number, content) if fits and zlib.crc32(data[start:][:16] + content) == crc else None

@@ -146,6 +146,18 @@ def together(futures: Sequence[Future]) -> Future:
     return future
 
 
+def followed(future: Future, work: Callable[[], object]) -> Future:
+    """Return a future that ends once `future` has ended well and `work` was done, on the thread that ended it."""
+    both = Future()
+
+    def carry_out() -> None:
+        future.wait()  # it has ended: this raises what went wrong
+        work()
+
+    future.then(lambda _: ending(both, carry_out)())
+    return both
+
+
 def done() -> Future:
     """A future of what has ended already."""
     future = Future()
@@ -309,7 +321,7 @@ class CheckedTransfers:
 
     def __init__(self, inner: Transfers, *, memory: Callable[[int], torch.Tensor] = host_buffer) -> None:
         """`memory` of so many bytes, zeros (uint8): the same in all processes that use a file which they `share`."""
-        self._inner, self._memory = inner, memory
+        self.inner, self._memory = inner, memory
         self._sums: dict[Path, torch.Tensor] = {}
 
     def share(self, file: DriveFile) -> None:
@@ -317,10 +329,8 @@ class CheckedTransfers:
         self._sums[file.path] = self._memory(8 * (file.size // SECTOR)).view(torch.int64)
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        checked, read = Future(), self._inner.read(file, offset, buffer)
 
         def compare() -> None:
-            read.wait()  # it has ended: this raises what went wrong
             wrong = (_sums(buffer) != self._of(file, offset, buffer)).nonzero().flatten()
             if wrong.numel():
                 raise TrainerError(
@@ -328,12 +338,11 @@ class CheckedTransfers:
                     f"{offset + int(wrong[0]) * SECTOR}: the drive lost or changed them"
                 )
 
-        read.then(lambda _: ending(checked, compare)())
-        return checked
+        return followed(self.inner.read(file, offset, buffer), compare)
 
     def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
         self._of(file, offset, buffer).copy_(_sums(buffer))
-        return self._inner.write(file, offset, buffer)
+        return self.inner.write(file, offset, buffer)
 
     def _of(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> torch.Tensor:
         """The sums kept for these bytes."""
@@ -343,7 +352,7 @@ class CheckedTransfers:
         return self._sums[file.path][first : first + bytes_of(buffer).numel() // SECTOR]
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
 
 def _sums(buffer: torch.Tensor) -> torch.Tensor:

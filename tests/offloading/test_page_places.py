@@ -20,6 +20,7 @@ import offload_trainer.engine.parts as parts
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.offloading.page_index import read_store
 from offload_trainer.offloading.page_places import places_of
+from offload_trainer.offloading.page_sums import DamagedPage
 from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.offloading.update import Updater
 from offload_trainer.plan.choose import make_plan
@@ -193,6 +194,26 @@ def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, 
         assert_same(dict(stored.weights()), before)
         told = json.loads((lease(drive) / "store.json").read_text())
         assert told["places"] == 2
+
+
+def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Path, tmp_path: Path) -> None:
+    with engine(model, *TWO, drives=[drive]) as ours:
+        ours.offloaded.keep_account(model=tmp_path)
+        train(ours, batches(2))
+        ours.settle()
+        store = ours.offloaded.store
+        last = len(store.pages) - 1
+        name = next(iter(ours.offloaded.state.pieces(last)))[0]
+        for place in (store.places.free(last), store.places.holding(last)):
+            assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
+            file, offset = store._where(last, place)
+            with open(file.path, "r+b") as damaged:
+                damaged.seek(offset)
+                first = damaged.read(4096)
+                damaged.seek(offset)
+                damaged.write(first[::-1])
+        with pytest.raises(DamagedPage, match=f"of masters at {offset} are damaged or of another step or run"):
+            read_store(lease(drive)).read(name)
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "full"])

@@ -28,6 +28,7 @@ import offload_trainer.plan.layout as layout
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
+from offload_trainer.offloading.page_sums import DamagedPage
 from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.plan.formats import state_format
 
@@ -111,7 +112,7 @@ PLACES = {
     "weights on the drive": ["--params", "nvme", "--optimizer", "nvme", "tiered.page_buffers=2"],
     "gradients on the device": ["--optimizer", "nvme", "--ram-fraction", "0.5", "placement.gradients=gpu"],
     "all on the drive": HOMES["all on the drive"],
-    "checked": ["--optimizer", "nvme", "tiered.checksums=true"],
+    "checked": [*HOMES["all on the drive"], "tiered.checksums=true"],
 }
 
 
@@ -463,15 +464,41 @@ def test_a_file_cut_short_stops_the_run_with_the_numbers(folder: Path) -> None:
             train(ours, batches(2))  # at the latest in the second step, which waits for the first one's update
 
 
+def change(file: Path, at: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        (byte,) = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("words", [[], ["tiered.places=2"], ["tiered.checksums=true"], ["optim.states=8bit"]])
+def test_a_changed_page_of_state_is_always_found(words: list[str], folder: Path) -> None:
+    """By the next update, and by who reads one weight alone."""
+    model = model_directory(folder / "gpt2-True", "gpt2")
+    (drive,) = drives(folder, 1)
+    with engine(model, "--optimizer", "nvme", *words, drives=[drive]) as ours:
+        train(ours, batches(2))
+        ours.settle()
+        store = ours.offloaded.store
+        file, offset = store._where(0, store.places.holding(0))
+        change(file.path, offset + 40)
+        name = next(iter(ours.offloaded.state.pieces(0)))[0]
+        wrong = rf"state: page 0, \d+ bytes at {offset}, is damaged.*its master does not have the CRC-32"
+        with pytest.raises(DamagedPage, match=wrong):
+            ours.offloaded.master(name)
+        with pytest.raises(DamagedPage, match=wrong):
+            train(ours, batches(4)[2:])  # at the latest in the second step, which waits for the first one's update
+
+
 def test_a_changed_block_is_found_with_checksums(folder: Path) -> None:
     model = model_directory(folder / "gpt2-True", "gpt2")
     (drive,) = drives(folder, 1)
     with engine(model, *PLACES["checked"], drives=[drive]) as ours:
         train(ours, batches(1))
         ours.settle()
-        file = next(drive.glob("offload-trainer/run-*/state"))
-        with open(file, "r+b") as opened:
-            opened.seek(40000)
-            opened.write(b"\x17")
-        with pytest.raises(TrainerError, match=r"1 blocks of 4096 bytes do not hold what was written, .* at 36864"):
-            train(ours, batches(2))  # at the latest in the second step, which waits for the first one's update
+        file = next(drive.glob("offload-trainer/run-*/weights"))
+        for at in range(40, file.stat().st_size, 4096):  # some of them are in memory already
+            change(file, at)
+        with pytest.raises(TrainerError, match=r"weights: \d+ blocks of 4096 bytes do not hold what was written"):
+            train(ours, batches(3))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from workplaces import dead_lease
 
 from offload_trainer.errors import AGAIN
+from offload_trainer.offloading.page_account import read_description, read_newest
 from offload_trainer.offloading.page_index import read_store
 from offload_trainer.run.left import ANEW, goes_on, made_with
 from offload_trainer.run.planning import _as_left
@@ -162,44 +163,168 @@ def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: 
 # -- where they cannot be gone on from ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["tiered.places=1"], "have one place"),
-        (["tiered.places=1", "tiered.masters=remainder"], "remainders of masters .*without its weights"),
-        (["--ram-fraction", "0.5"], "keeps some of its state in memory"),
-        (["tiered.page_size=65536"], "laid out otherwise .*pages"),
-        (["optim.states=bf16"], "laid out otherwise .*optim.states"),
-        (["--seed", "1"], "another run: seed: it has 0, this run 1"),
-        (["tiered.checksums=true"], "checksums"),
-        (["model.freeze=wpe"], "not trained"),
-    ],
-)
-def test_what_differs_is_said_and_the_run_begins_from_its_checkpoint(
-    words: list[str], why: str, place: Path, tmp_path: Path
+REFUSED = [
+    (["tiered.places=1"], "have one place"),
+    (["tiered.places=1", "tiered.masters=remainder"], "remainders of masters .*without its weights"),
+    (["--ram-fraction", "0.5"], "keeps some of its state in memory"),
+    (["tiered.page_size=65536"], "laid out otherwise .*pages"),
+    (["optim.states=bf16"], "laid out otherwise .*optim.states"),
+    (["--seed", "1"], "another run: seed: it has 0, this run 1"),
+    (["model.freeze=wpe"], "not trained"),
+]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".ranks"}  # a lock
+
+
+def refused(*words: object, output: Path) -> str:
+    """What a start says that cannot use the page files."""
+    run = call(*words, output=output, check=False)
+    assert run.code == 2, run.text
+    said = [line for line in run.text.splitlines() if "the page files that this run has left" in line]
+    assert said, run.text
+    assert "cannot be resumed from, and stay" in said[0]
+    return said[0]
+
+
+def test_a_start_that_cannot_use_them_is_refused_and_they_stay(
+    place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
+    """They are all the training there is. The same command resumes from them afterwards."""
+    words = ["--nvme", place, *ALL]
+    killed("record", 2, *words, output=tmp_path / "run")
+    (lease,) = (place / "offload-trainer").iterdir()
+    before = contents(lease)
+    for more, why in REFUSED:
+        said = refused(*words, *more, output=tmp_path / "run")
+        assert re.search(f"of step 2, newer than any checkpoint, .*{why}", said), said
+        assert "--resume never lets go of them" in said
+        assert contents(lease) == before
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) == 2
+    assert left(run.output) == alone
+
+
+@pytest.mark.parametrize("words", [["--ram-fraction", "0.5"], []])
+def test_resume_never_lets_go_of_them(words: list[str], place: Path, tmp_path: Path) -> None:
     killed("record", 2, "--nvme", place, *ALL, output=tmp_path / "run")
-    run = call("--nvme", place, *ALL, *words, output=tmp_path / "run")
-    said = next(line for line in run.text.splitlines() if "page files that were left are not gone on from" in line)
-    assert re.search(why, said), said
-    never = re.search("a kill will leave no page files to go on from: (.*)", run.text)
-    assert bool(never) == any(word.startswith(("--ram", "tiered.checksums", "model.freeze")) for word in words)
-    assert never is None or never[1] in said
+    run = call("--nvme", place, *ALL, *words, "--resume", "never", output=tmp_path / "run")
     assert gone_on(run) is None
+    assert "removed what 1 run(s) left that died" in run.text
+    assert ("a kill will leave no page files to go on from" in run.text) == bool(words)
     assert [row[0] for row in lines(run.output)] == [1, 2, 3, 4, 5, 6]
     assert not list((place / "offload-trainer").iterdir())
 
 
-def test_files_that_were_cut_short_are_none(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """They would be made as long as they were, with zeros for what is gone."""
-    words = ["--nvme", place, *ALL]
+def test_an_older_checkpoint_lets_go_of_them_where_it_is_named(place: Path, tmp_path: Path) -> None:
+    words = ["--nvme", place, *ALL, "--save-every", 2]
+    killed("line", 4, *words, output=tmp_path / "run")
+    said = refused(*words, "--ram-fraction", "0.5", output=tmp_path / "run")
+    assert "of step 3, newer than any checkpoint, cannot" in said
+    checkpoint = tmp_path / "run/checkpoints/step-00000002"
+    assert f"--resume {checkpoint} lets go of them" in said
+    run = call(*words, "--ram-fraction", "0.5", "--resume", checkpoint, output=tmp_path / "run")
+    assert "step-00000002, step 2" in run.text
+    assert "removed what 1 run(s) left that died" in run.text
+
+
+def test_checksums_of_what_else_is_on_drives_do_not_keep_a_run_from_resuming(
+    place: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    words = ["--nvme", place, *ALL, "--params", "nvme", "tiered.checksums=true"]
     killed("record", 2, *words, output=tmp_path / "run")
-    (state,) = place.glob("offload-trainer/run-*/state")
-    os.truncate(state, state.stat().st_size - 4096)
-    assert said_before(*words, output=tmp_path / "run") == ANEW
     run = call(*words, output=tmp_path / "run")
-    assert re.search("page files that were left are not gone on from: .*state is not there, or is shorter", run.text)
+    assert gone_on(run) == 2
     assert left(run.output) == alone
+
+
+# -- damage; soak/damaged_pages.py has hundreds more -------------------------------------------------------------------
+
+
+def test_damage_is_refused_by_name_and_nothing_is_removed(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    words, output = ["--nvme", place, *ALL], tmp_path / "run"
+    killed("record", 3, *words, output=output)
+    (lease,) = (place / "offload-trainer").iterdir()
+    whole = contents(lease)
+    state, record = whole["state"], whole["record"]
+    half = len(state) // 2
+    for name, content, why in (
+        ("state", state[half:] + state[:half], "state: page 0, .* of another step or run"),
+        ("state", state[:-4096], "state is not there, or is shorter"),
+        ("record", bytes(len(record)), "record cannot be read: neither of its two slots is whole: it holds zeros"),
+        ("record", None, "record cannot be read: it is not there"),
+        ("run.json", None, "run.json cannot be read: it is not there"),
+    ):
+        (lease / name).unlink() if content is None else (lease / name).write_bytes(content)
+        said = said_before(*words, output=output)
+        assert re.search(why, refused(*words, output=output)), (name, why)
+        assert said == (f"{AGAIN} from its page files, step 3" if "page 0" in why or name == "run.json" else AGAIN)
+        assert contents(lease) == {key: its for key, its in whole.items() if key != name} | (
+            {} if content is None else {name: content}
+        )
+        (lease / name).write_bytes(whole[name])
+    run = call(*words, output=output)
+    assert gone_on(run) == 3
+    assert left(run.output) == alone
+
+
+@pytest.mark.parametrize("overwritten", [False, True])
+def test_the_older_slot_counts_only_with_its_pages(
+    overwritten: bool, place: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """A byte of the newest record is another: pages of the step before may have been overwritten since."""
+    words, output = ["--nvme", place, *ALL], tmp_path / "run"
+    killed("page", 150, *words, output=output) if overwritten else killed("record", 3, *words, output=output)
+    (lease,) = (place / "offload-trainer").iterdir()
+    newest = read_newest(read_description(lease))
+    assert newest is not None
+    assert newest.train is not None
+    record = (lease / "record").read_bytes()
+    half = len(record) // 2
+    numbers = [int.from_bytes(record[start : start + 8], "little") for start in (0, half)]
+    at = numbers.index(max(numbers)) * half + 60
+    (lease / "record").write_bytes(record[:at] + b"~" + record[at + 1 :])
+    if overwritten:
+        said = refused(*words, output=output)
+        assert f"of step {newest.train['step'] - 1}, newer" in said
+        assert "of another step" in said
+        assert "One slot of their record is damaged, and the other one is of an older step" in said
+        (lease / "record").write_bytes(record)
+    run = call(*words, output=output)
+    assert gone_on(run) == newest.train["step"] - (not overwritten)
+    assert left(run.output) == alone
+
+
+def test_directories_that_are_not_there_are_asked_for(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """A drive that is not mounted, and a list that is gone; where there is a checkpoint it is gone on from."""
+    words, output = ["--nvme", place, *ALL], tmp_path / "run"
+    killed("record", 2, *words, output=output)
+    (place / "offload-trainer").rename(place / "away")
+    assert "is not there; is its drive mounted?" in refused(*words, output=output)
+    (place / "away").rename(place / "offload-trainer")
+    (output / "pages").rename(tmp_path / "pages")
+    assert f"{output}/pages, which named {place}/offload-trainer/run-" in refused(*words, output=output)
+    (tmp_path / "pages").rename(output / "pages")
+    run = call(*words, output=output)
+    assert gone_on(run) == 2
+    assert left(run.output) == alone
+
+
+def test_a_temporary_file_that_a_kill_left_goes(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
+    words, output = ["--nvme", place, *ALL], tmp_path / "run"
+    killed("record", 2, *words, output=output)
+    (lease,) = (place / "offload-trainer").iterdir()
+    died = 2**22 + 1  # no process has such a number
+    for folder, name in ((output, "metrics.jsonl"), (output, "config.yaml"), (lease, "store.json")):
+        (folder / f".{name}.{died}.tmp").write_text("half of it")
+    theirs = [output / ".notes.txt.tmp", output / f".metrics.jsonl.{os.getpid()}.tmp"]
+    for path in theirs:
+        path.write_text("not left by a kill")
+    killed("start", 1, *words, output=output)
+    hidden = [path for folder in (output, lease) for path in folder.glob(".*.tmp")]
+    assert sorted(hidden) == sorted(theirs)
+    assert left(call(*words, output=output).output) == alone
 
 
 @pytest.mark.parametrize("where", ["ended", "dropped"])
@@ -258,12 +383,25 @@ def test_other_runs_leave_them_and_their_own_takes_them(place: Path, tmp_path: P
     assert not lease.exists()
 
 
-def test_a_run_directory_that_is_gone_keeps_nothing(place: Path, tmp_path: Path) -> None:
-    killed("record", 3, "--nvme", place, *ALL, output=tmp_path / "run")
+def test_where_a_run_directory_is_gone_they_stay_and_others_say_so(
+    place: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """It may have been moved, or be on a drive that is not mounted now. Back there, the run resumes."""
+    words = ["--nvme", place, *ALL]
+    killed("record", 3, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
-    assert dead_runs(place) == []
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert dead_runs(place) == [lease]
+    assert dead_runs(place) == []
+    told: list[str] = []
+    with DriveLease(place, say=told.append) as other:
+        assert other.removed == []
+    assert [
+        line for line in told if f"{lease} stays: it has the page files of the run in {tmp_path}/run" in line
+    ] == told
+    (tmp_path / "moved").rename(tmp_path / "run")
+    run = call(*words, output=tmp_path / "run")
+    assert gone_on(run) == 3
+    assert left(run.output) == alone
 
 
 def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.storage.record import Record, read_record
+from offload_trainer.storage.record import Record, read_record, torn_slot
 
 
 def written(path: Path, *contents: bytes) -> Record:
@@ -20,7 +20,9 @@ def written(path: Path, *contents: bytes) -> Record:
 def test_the_newest_is_read_and_the_next_goes_on_from_it(tmp_path: Path) -> None:
     path = tmp_path / "record"
     written(path).close()
-    assert read_record(path, most=5000) is None
+    with pytest.raises(ValueError, match="neither of its two slots is whole: it holds zeros alone"):
+        read_record(path, most=5000)
+    assert not torn_slot(path, most=5000)
     for count in range(1, 6):
         written(path, b"%d" % count * 700).close()
         assert read_record(path, most=5000) == b"%d" % count * 700
@@ -41,9 +43,15 @@ def test_a_record_that_is_torn_is_the_one_before(tmp_path: Path) -> None:
     for place in changed[1:]:  # as far as this the write has come
         path.write_bytes(after[:place] + before[place:])
         assert read_record(path, most=5000) == old, place
+    path.write_bytes(after)
+    assert not torn_slot(path, most=5000)
     for place in range(8192, 8192 + 20 + len(new)):  # where the third lies
         path.write_bytes(after[:place] + bytes([after[place] ^ 0x55]) + after[place + 1 :])
         assert read_record(path, most=5000) == old, place
+        assert torn_slot(path, most=5000)
+    path.write_bytes(after[8192:] + after[:8192])  # each in the other's slot
+    with pytest.raises(ValueError, match=r"neither of its two slots is whole$"):
+        read_record(path, most=5000)
     assert changed[0] >= 8192
 
 

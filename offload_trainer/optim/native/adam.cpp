@@ -8,6 +8,7 @@
 // vectorise; a product is fused with a sum only where `fused` says so, since that decides the last bit. A block of
 // elements stays in the L1 cache from one loop to the next, so every byte crosses the memory bus once.
 
+#include "crc32.h"
 #include "formats.h"
 #include "numbers.h"
 #include "remainders.h"
@@ -283,6 +284,15 @@ void update_page(const Page* page, const Part* parts, int64_t count, int32_t thr
     const auto adam = page->moments == F32 ? work<Adam<F32>> : page->moments == BF16 ? work<Adam<BF16>> : work<Adam<CODES>>;
     const auto lion = page->moments == F32 ? work<Lion<F32>> : work<Lion<BF16>>;
     the_crew().run(page->rule == LION ? lion : adam, &call, int(std::min(int64_t(threads), pieces)) - 1);
+}
+
+// Return the sum of `size` bytes (checksum.py), or -1 where this CPU has no instructions for it.
+int64_t page_sum(const uint8_t* data, int64_t size) {
+#ifdef __PCLMUL__
+    return crc_of(data, size);
+#else
+    return -1;
+#endif
 }
 
 // The formats by themselves, for the tests: on numbers that no step makes. `moments` is BF16 or CODES; `noise` is null

@@ -1,0 +1,42 @@
+"""The checksum of bytes of state: zlib's polynomial, by whichever code computes it."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+from offload_trainer.optim.checksum import sum_with, zlib_sum
+from offload_trainer.optim.native_adam import NativeKernel
+from offload_trainer.optim.torch_adam import TorchKernel
+
+SIZES = [*range(1, 400), 4095, 4096, 4097, 70_001, 1 << 20]
+
+
+def random_bytes(size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+def test_the_compiled_one_has_zlibs_numbers() -> None:
+    kernel = NativeKernel()
+    computed = [kernel.page_sum(random_bytes(size)) for size in SIZES]
+    if set(computed) == {-1}:
+        assert sum_with(kernel) is zlib_sum
+        pytest.skip("this CPU has no carry-less multiplication")
+    assert sum_with(kernel) == kernel.page_sum
+    assert computed == [zlib_sum(random_bytes(size)) for size in SIZES]
+    unaligned = random_bytes(5000)[3:4003]
+    assert kernel.page_sum(unaligned) == zlib_sum(unaligned)
+
+
+def test_it_is_a_crc_32_of_which_zeros_have_none() -> None:
+    """A CRC is linear: with zlib's inversions it differs by a constant of the length, the CRC of zeros."""
+    for size in (1, 77, 4096):
+        data = random_bytes(size)
+        assert zlib_sum(data) == zlib.crc32(data.numpy().tobytes()) ^ zlib.crc32(bytes(size))
+        assert zlib_sum(torch.zeros(size, dtype=torch.uint8)) == 0
+
+
+def test_another_kernel_leaves_it_to_zlib() -> None:
+    assert sum_with(TorchKernel()) is zlib_sum

@@ -1,0 +1,27 @@
+"""The soak that damages page files: a short one, and that it finds a start that does not look at checksums."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import environment
+
+SCRIPT = Path(__file__).resolve().parents[2] / "soak/damaged_pages.py"
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_damaged_pages(blind: bool) -> None:
+    words = ["--damages", "50", "--seed", "7", "--kinds", "1", "--commands", "0" if blind else "3"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words, *(["--blind"] if blind else [])],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    told = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == blind, told
+    assert ("give other bytes" if blind else "50 damages, 3 of them by the command") in told

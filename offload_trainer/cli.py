@@ -58,7 +58,8 @@ def _launcher_says(error: BaseException) -> bool:
     """Of several ranks each gets the signal that ends them, from a launcher that knows why."""
     from offload_trainer.run.watch import LAUNCHER
 
-    return isinstance(error, Stopped) and {LAUNCHER, "TORCHELASTIC_RUN_ID"} & {*os.environ} and os.environ.get("WORLD_SIZE") != "1"
+    launched = not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
+    return isinstance(error, Stopped) and launched and os.environ.get("WORLD_SIZE") != "1"
 
 
 def _carry_out(words: list[str]) -> None:

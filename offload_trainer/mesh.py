@@ -308,6 +308,7 @@ class Listener:
 
     def close(self) -> None:
         for listening in self._listening:
+            listening.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
             listening.close()
 
     def _dial(self, peer: int, number: int, *, until: float, look: Callable[[], None]) -> socket.socket:

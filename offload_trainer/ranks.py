@@ -1,6 +1,6 @@
 """The other processes of a run: agreeing on values, waiting for each other. With one process all of it is free.
 
-A rank that fails tells why and ends; the others find its connections closed, and end with `errors.LOST` and without a word.
+A rank that fails tells why and ends; the others find its connections closed, and end with `LOST` and without a word.
 What ranks tell each other is JSON over connections of their own (`offload_trainer/mesh.py`), never pickled objects.
 torch.distributed is set up only for what needs it: NCCL between GPUs, and DeepSpeed.
 """
@@ -94,16 +94,25 @@ def _run() -> str:
     return os.environ.get(RUN) or " ".join(os.environ.get(name, "") for name in names)
 
 
+@contextmanager
+def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None = None) -> Iterator[Listener]:
+    """A listener that is closed where something goes wrong inside."""
+    listener = Listener(_run(), rank, here=here, secret=secret, host=host)
+    try:
+        yield listener
+    except BaseException:
+        listener.close()
+        raise
+
+
 def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh]:
     """Connect the ranks of this machine, with nothing that others can open."""
-    listener = Listener(_run(), rank, here=here)
-    try:
-        return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING)
-    except Late as error:
-        listener.close()
-        raise TrainerError(
-            f"after {_JOINING:g} s not all ranks of the run have come: {error}; the launcher, or that rank, says why"
-        ) from error
+    with _listening(rank, here) as listener:
+        try:
+            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING)
+        except Late as error:
+            told = f"after {_JOINING:g} s not all ranks of the run have come: {error}"
+            raise TrainerError(f"{told}; the launcher, or that rank, says why") from error
 
 
 def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh]:
@@ -112,42 +121,40 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
     Anybody can write there, so nothing of it is trusted: whoever is at an address has to prove that it knows the
     secret. TrainerError where not all have come in time, where one has ended, or where secrets differ.
     """
-    secret = _secret()
+    secret, until = _secret(), time.monotonic() + _JOINING
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     why = (
         f"after {_JOINING:g} s not all ranks of the run have come to {place}: a node has not been started, has ended "
         f"with a message of its own, or does not reach that address ({_INTERFACE} names the network)"
     )
-    until = time.monotonic() + _JOINING
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
     except RuntimeError as error:
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
-    listener = Listener(_run(), rank, here=here, secret=secret, host=_address())
-    try:
-        store.set(_key(rank), " ".join(map(str, listener.address)))
-        for other in range(world):
-            while not store.check([_key(other)]):
-                _look_for_notes(store, secret)
+
+    def look() -> None:
+        _look_for_notes(store, secret)
+
+    with _listening(rank, here, secret=secret, host=_address()) as listener:
+        try:
+            store.set(_key(rank), " ".join(map(str, listener.address)))
+            while (come := sum(store.check([_key(other)]) for other in range(world))) < world:
+                look()
                 if time.monotonic() > until:
-                    come = sum(store.check([_key(rank)]) for rank in range(world))
                     raise TrainerError(f"{why}: {come} of {world} are here")
                 time.sleep(_AGAIN)
-            if other not in here:
+            for other in set(range(world)) - set(here):
                 listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
-        left = max(1.0, until - time.monotonic())
-        look = lambda: _look_for_notes(store, secret)  # noqa: E731
-        return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, look=look)
-    except Late as error:
-        listener.close()
-        raise TrainerError(f"{why}: {error}, as {_told_addresses(listener, error.missing)}") from error
-    except Refused as error:
-        listener.close()
-        raise UserError(f"{error}: give every node the same {SECRET}") from error
-    except RuntimeError as error:
-        listener.close()
-        ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
-        raise TrainerError(ended) from error
+            left = max(1.0, until - time.monotonic())
+            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, look=look)
+        except Late as error:
+            at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
+            raise TrainerError(f"{why}: {error}; {at}") from error
+        except Refused as error:
+            raise UserError(f"{error}: give every node the same {SECRET}") from error
+        except RuntimeError as error:
+            ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
+            raise TrainerError(ended) from error
 
 
 def _secret() -> bytes:
@@ -193,11 +200,6 @@ def _parsed_address(told: bytes, *, of: int) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def _told_addresses(listener: Listener, missing: Sequence[int]) -> str:
-    named = [f"rank {rank} is at {':'.join(map(str, listener.addresses.get(rank, ('this node',))))}" for rank in missing]
-    return ", ".join(named)
-
-
 def _look_for_notes(store: dist.Store, secret: bytes) -> None:
     """Raise what a rank that does not come has told of itself."""
     if not store.check([_NOT_COMING]):
@@ -205,7 +207,8 @@ def _look_for_notes(store: dist.Store, secret: bytes) -> None:
     proof, _, note = store.get(_NOT_COMING)[:10_000].partition(b" ")
     if not compare_digest(proof, _sign(note, secret)):
         raise UserError(
-            f"a rank does not come, and its note is not signed with this run's secret: give every node the same {SECRET}"
+            "a rank does not come, and its note is not signed with this run's secret: give every node the same "
+            f"{SECRET}"
         )
     node, _, told = note.decode().partition(" ")
     known = node == os.environ.get("GROUP_RANK")  # said on this node, by the rank itself
@@ -273,9 +276,7 @@ def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpu
 def _mesh_of(members: Sequence[int], *, patience: float) -> Mesh:
     assert _joined is not None
     with _noticing():
-        return _joined.listener.mesh(
-            members, patience=patience, within=_SETTING_UP, look=_joined.everybody.check
-        )
+        return _joined.listener.mesh(members, patience=patience, within=_SETTING_UP, look=_joined.everybody.check)
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def meet(*, stalled: float = STALLED) -> None:
 
 
 def patience_in_step(stalled: float) -> float:
-    """Return the seconds that this rank waits for the others in a step: rank 0 is the first to give up, and says why."""
+    """Return the seconds that this rank waits for the others: rank 0 is the first to give up, and says why."""
     return stalled + (0 if place_here()[0] == 0 else _LATER)
 
 
@@ -352,7 +353,7 @@ def naming_the_late(stalled: float) -> Iterator[None]:
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
     """Return the memory of `values` (1-D, contiguous, on the CPU)."""
-    return memoryview(values.detach().view(torch.uint8).numpy())
+    return memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def spread(values: torch.Tensor, *, source: int, group: Any = None) -> None:
@@ -381,8 +382,8 @@ def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
             dist.all_gather_into_tensor(parts, mine, group=group)
             return
         pieces = dict(zip(group.members, parts.chunk(len(group.members)), strict=True))
-        mine = _bytes_of(pieces[group.rank])
-        group.exchange([(peer, mine) for peer in group.others], [(p, _bytes_of(pieces[p])) for p in group.others])
+        own = _bytes_of(pieces[group.rank])
+        group.exchange([(peer, own) for peer in group.others], [(p, _bytes_of(pieces[p])) for p in group.others])
 
 
 def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
@@ -461,6 +462,8 @@ def _read(told: bytes, kind: Any) -> Any:
         return parsed(told, kind, finite=False)
     except ValueError as error:
         raise TrainerError(f"another rank has told what this one cannot read: {shown(str(error))}") from error
+
+
 @dataclass(frozen=True)
 class Group:
     """Who does something together: all ranks, over connections that only one thread uses; or this process alone."""

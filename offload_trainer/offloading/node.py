@@ -42,7 +42,7 @@ class Node:
         self._stalled = stalled
         self._between_gpus: Any = None
         self._rounds: Rounds | None = None
-        self._trading = ranks.group_of() if self.world > 1 else None
+        self._trading: Any = ranks.group_of() if self.world > 1 else None
         several = len(self.nodes) > 1
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
         self._across = ranks.group_of(self.all_alike) if several else None

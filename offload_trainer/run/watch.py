@@ -39,7 +39,7 @@ ON_AGAIN = "The same command goes on"  # from where the launcher says, once all 
 
 
 def _name(rank: str) -> str:
-    """Return a rank's process name, at most 15 characters: which it is, and what all ranks of its run have in common."""
+    """Return a rank's process name, at most 15 characters: its number, and what all ranks of its run share."""
     return f"rank {rank}:{os.environ.get(RUN) or os.environ['MASTER_PORT']:.6}"
 
 

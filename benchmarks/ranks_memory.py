@@ -74,9 +74,9 @@ def ranks_below(parent: int) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"offload_trainer" in words and b"train" in words and b"offload_trainer.run.torchrun" not in words:
+        if b"offload_trainer" in words and b"train" in words:
             found.append(pid)
-    return found
+    return [pid for pid in found if not set(children.get(pid, [])) & set(found)]  # but their launcher
 
 
 def pss_of(pids: list[int]) -> dict[str, int]:

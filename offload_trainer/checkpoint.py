@@ -35,10 +35,10 @@ from pydantic import with_config
 
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
-from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
-from offload_trainer.ranks import ALONE, LOST, Group, beside, everybody, on_rank_zero, wait_for_all
+from offload_trainer.ranks import ALONE, Group, beside, everybody, on_rank_zero, wait_for_all
 from offload_trainer.readback import LENIENT, Count, Steps, is_there, open_file, read_back, shown
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.storage.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text

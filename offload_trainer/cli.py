@@ -56,7 +56,10 @@ def _told(error: BaseException, words: list[str]) -> str | None:
 
 def _launcher_says(error: BaseException) -> bool:
     """Of several ranks each gets the signal that ends them, from a launcher that knows why."""
-    return isinstance(error, Stopped) and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    from offload_trainer.run.watch import LAUNCHER
+
+    launched = not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
+    return isinstance(error, Stopped) and launched and os.environ.get("WORLD_SIZE") != "1"
 
 
 def _carry_out(words: list[str]) -> None:

@@ -244,7 +244,7 @@ class PlacementSection(_Section):
     ram_fraction: Fraction | Auto = Field(
         "auto", description="tiered only: share of the optimizer state kept in RAM; auto: as much as fits"
     )
-    gpus: PositiveInt = Field(1, description="processes to start, one a GPU (on a machine without: gloo on the CPU)")
+    gpus: PositiveInt = Field(1, description="processes to start, one a GPU (on a machine without: on the CPU)")
     threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
     hung_seconds: Count = Field(
         1800,

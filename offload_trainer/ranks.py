@@ -1,91 +1,241 @@
-"""The other processes of a run: agreeing on objects, waiting for each other. With one process all of it is free.
+"""The other processes of a run: agreeing on values, waiting for each other. With one process all of it is free.
 
 A rank that fails tells why and ends; the others find its connections closed, and end with `LOST` and without a word.
+What ranks tell each other is JSON over connections of their own (`offload_trainer/mesh.py`), never pickled objects.
+torch.distributed is set up only for what needs it: NCCL between GPUs, and DeepSpeed.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import re
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from hmac import compare_digest, digest
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from offload_trainer.errors import AGAIN, Elsewhere, TrainerError, UserError
+from offload_trainer.errors import AGAIN, LOST, Elsewhere, TrainerError, UserError
+from offload_trainer.mesh import RUN, Late, Listener, Mesh, Refused
+from offload_trainer.readback import parsed, shown
 
 T = TypeVar("T")
 
-LOST = 69  # exit code of a rank whose only trouble is that another has gone
 STALLED = 300  # seconds that ranks wait for each other within a step
-_SETTING_UP = timedelta(days=1)  # while rank 0 draws a model or writes a checkpoint; who dies is noticed at once
+SECRET = "OFFLOAD_TRAINER_SECRET"  # in the environment: what the ranks of all nodes know, and nobody else
+_SETTING_UP = 86_400.0  # seconds, while rank 0 draws a model or writes a checkpoint; a death is noticed within seconds
 _JOINING, _AGAIN = 600.0, 0.1  # seconds until all have imported what they need and come; between two looks
 _TELLING, _NOT_COMING = 5.0, "not coming"  # seconds to reach the launcher's store; a key there
 _LATER = 30  # seconds: rank 0 can name who is missing, and is the first to give up
+_LEAST_SECRET = 16  # characters
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # in the environment: which network the nodes use, as gloo's users name it
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """This process among the ranks of its run."""
+
+    rank: int
+    world: int
+    here: range  # the ranks of this node
+    listener: Listener
+    everybody: Mesh
+
+
+_joined: _Joined | None = None
+
+
+# -- joining -----------------------------------------------------------------------------------------------------------
 
 
 def join() -> None:
     """Become one of the ranks that the launcher has started, as its environment says.
 
-    SIGTERM ends the process until all have come: Python would not get to run, and there is nothing to save.
+    SIGTERM ends the process until all have come: Python would not get to run in torch's store, and there is nothing to
+    save.
     """
+    global _joined
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    store, rank, world = _when_all_have_come()
-    store.set_timeout(_SETTING_UP)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_SETTING_UP)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    first = 0 if each == world else rank - int(os.environ["LOCAL_RANK"])
+    here = range(first, first + each)
+    meet = _meet_on_one_node if each == world else _meet_on_several
+    listener, everybody = meet(rank, world, here)
+    _joined = _Joined(rank, world, here, listener, everybody)
     signal.signal(signal.SIGTERM, handler)
 
 
-def _when_all_have_come() -> tuple[dist.Store, int, int]:
-    """What ranks find each other through, the rank and their number. TrainerError where not all have come in time.
+def leave() -> None:
+    """Be a process alone again."""
+    global _joined
+    if _joined is not None:
+        _joined.everybody.close()
+        _joined.listener.close()
+    _joined = None
 
-    A rank that ends before it has come, for a mistake in its command, closes no connection of anybody's; its launcher
-    ends those of its own node only.
+
+def _run() -> str:
+    """Return a name that this run alone has on this machine."""
+    names = (RUN, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return os.environ.get(RUN) or " ".join(os.environ.get(name, "") for name in names)
+
+
+@contextmanager
+def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None = None) -> Iterator[Listener]:
+    """A listener that is closed where something goes wrong inside."""
+    listener = Listener(_run(), rank, here=here, secret=secret, host=host)
+    try:
+        yield listener
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh]:
+    """Connect the ranks of this machine, with nothing that others can open."""
+    with _listening(rank, here) as listener:
+        try:
+            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING)
+        except Late as error:
+            told = f"after {_JOINING:g} s not all ranks of the run have come: {error}"
+            raise TrainerError(f"{told}; the launcher, or that rank, says why") from error
+
+
+def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh]:
+    """Connect the ranks of all nodes, which find each other's addresses in the launcher's store.
+
+    Anybody can write there, so nothing of it is trusted: whoever is at an address has to prove that it knows the
+    secret. TrainerError where not all have come in time, where one has ended, or where secrets differ.
     """
+    secret, until = _secret(), time.monotonic() + _JOINING
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     why = (
         f"after {_JOINING:g} s not all ranks of the run have come to {place}: a node has not been started, has ended "
-        "with a message of its own, or does not reach that address (GLOO_SOCKET_IFNAME names the network)"
+        f"with a message of its own, or does not reach that address ({_INTERFACE} names the network)"
     )
-    until = time.monotonic() + _JOINING
     try:
-        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
     except RuntimeError as error:
         raise TrainerError(f"{why}: {str(error).splitlines()[0]}") from error
+
+    def look() -> None:
+        _look_for_notes(store, secret)
+
+    with _listening(rank, here, secret=secret, host=_address()) as listener:
+        try:
+            store.set(_key(rank), " ".join(map(str, listener.address)))
+            while (come := sum(store.check([_key(other)]) for other in range(world))) < world:
+                look()
+                if time.monotonic() > until:
+                    raise TrainerError(f"{why}: {come} of {world} are here")
+                time.sleep(_AGAIN)
+            for other in set(range(world)) - set(here):
+                listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
+            left = max(1.0, until - time.monotonic())
+            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, look=look)
+        except Late as error:
+            at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
+            raise TrainerError(f"{why}: {error}; {at}") from error
+        except Refused as error:
+            raise UserError(f"{error}: give every node the same {SECRET}") from error
+        except RuntimeError as error:
+            ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
+            raise TrainerError(ended) from error
+
+
+def _secret() -> bytes:
+    """Return what this run's nodes prove to each other that they know. UserError where there is none."""
+    secret = os.environ.get(SECRET, "")
+    if len(secret) < _LEAST_SECRET:
+        told = f"has {len(secret)} characters" if secret else "is not set"
+        raise UserError(
+            f"ranks of several nodes need a secret that they prove to each other: {SECRET} {told}, and at least "
+            f"{_LEAST_SECRET} are needed. Set it to the same on every node: `openssl rand -hex 32` makes one"
+        )
+    return secret.encode()
+
+
+def _key(rank: int) -> str:
+    return f"offload_trainer/rank {rank}"
+
+
+def _address() -> str:
+    """Return this node's address, as text, in the network that leads to the first node's or that is named."""
+    if name := os.environ.get(_INTERFACE):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            try:
+                told = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError as error:
+                raise UserError(f"{_INTERFACE}={name}: no such network with an IPv4 address is here") from error
+            return socket.inet_ntoa(told[20:24])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store.add("come", 1)
-        while (come := store.add("come", 0)) < world:
-            if store.check([_NOT_COMING]):
-                node, told = store.get(_NOT_COMING).decode().split(" ", 1)
-                known = node == os.environ.get("GROUP_RANK")  # said on this node, by the rank itself
-                raise Elsewhere(told, code=LOST) if known else TrainerError(f"node {node} does not come: {told}")
-            if time.monotonic() > until:
-                raise TrainerError(f"{why}: {come} of {world} are here")
-            time.sleep(_AGAIN)
-    except RuntimeError as error:
-        ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
-        raise TrainerError(ended) from error
-    return store, rank, world
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sent:
+            sent.connect(address)  # nothing is sent
+            return str(sent.getsockname()[0])
+    except OSError as error:
+        raise TrainerError(f"the address of the first node, {host}, is not to be reached: {error.strerror}") from error
+
+
+def _parsed_address(told: bytes, *, of: int) -> tuple[str, int]:
+    """Return (host, port) of what the store says, which anybody may have written there."""
+    found = re.fullmatch(r"([0-9a-f.:]{2,45}) ([0-9]{1,5})", told[:64].decode(errors="replace"))
+    if not found:
+        raise TrainerError(f"the launcher's store gives no address of rank {of}: another program has written to it")
+    return found[1], int(found[2])
+
+
+def _look_for_notes(store: dist.Store, secret: bytes) -> None:
+    """Raise what a rank that does not come has told of itself."""
+    if not store.check([_NOT_COMING]):
+        return
+    proof, _, note = store.get(_NOT_COMING)[:10_000].partition(b" ")
+    if not compare_digest(proof, _sign(note, secret)):
+        raise UserError(
+            "a rank does not come, and its note is not signed with this run's secret: give every node the same "
+            f"{SECRET}"
+        )
+    node, _, told = note.decode().partition(" ")
+    known = node == os.environ.get("GROUP_RANK")  # said on this node, by the rank itself
+    raise Elsewhere(told, code=LOST) if known else TrainerError(f"node {node} does not come: {told}")
+
+
+def _sign(note: bytes, secret: bytes) -> bytes:
+    return digest(secret, b"note " + note, "sha256").hex().encode()
 
 
 def tell_not_coming(why: str) -> None:
     """To ranks of other nodes, which wait for this one to `join`; where there is a launcher's store to tell it by."""
-    if _several() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ.get("WORLD_SIZE", "1"))
+    if _joined or not several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
+    note = f"{os.environ.get('GROUP_RANK')} {why}".encode()
     with suppress(RuntimeError):  # their node has ended
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_TELLING)))
-        store.set(_NOT_COMING, f"{os.environ.get('GROUP_RANK')} {why}")
+        store.set(_NOT_COMING, _sign(note, os.environ.get(SECRET, "").encode()) + b" " + note)
+
+
+# -- who is there ------------------------------------------------------------------------------------------------------
 
 
 def place_here() -> tuple[int, int]:
     """(rank, world); (0, 1) where no ranks have been joined."""
-    return (dist.get_rank(), dist.get_world_size()) if _several() else (0, 1)
+    return (_joined.rank, _joined.world) if _joined else (0, 1)
 
 
 def nodes() -> tuple[range, ...]:
@@ -106,22 +256,68 @@ def nodes() -> tuple[range, ...]:
     return tuple(range(first, first + each) for first in range(0, world, each))
 
 
-def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, backend: str = "gloo") -> Any:
-    """The one of several groups of ranks that this rank is in, or one of all. All ranks call, alike.
+def group_of(members: Sequence[Sequence[int]] = (), *, in_step: bool = True, gpus: bool = False) -> Any:
+    """Return the one of several groups of ranks that this rank is in, or one of all. All ranks call, alike.
 
-    `in_step`: what is sent there is sent within a step, and not waited for as long as a start. `backend`: "nccl" for
+    `in_step`: what is sent there is sent within a step, and not waited for as long as a start. `gpus`: over NCCL, for
     what is on GPUs.
     """
-    patience = timedelta(seconds=STALLED + _LATER) if in_step else _SETTING_UP
-    if not members:
-        return dist.new_group(backend=backend, timeout=patience)
-    made, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members], backend=backend, timeout=patience)
-    return made
+    assert _joined is not None
+    patience = STALLED + _LATER if in_step else _SETTING_UP
+    if gpus:
+        join_torch("nccl")
+        every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
+        limit = timedelta(seconds=patience)
+        return dist.new_subgroups_by_enumeration(every, backend="nccl", timeout=limit)[0]
+    every = [list(ranks) for ranks in members] or [list(range(_joined.world))]
+    return _mesh_of(next(ranks for ranks in every if _joined.rank in ranks), patience=patience)
+
+
+def _mesh_of(members: Sequence[int], *, patience: float) -> Mesh:
+    assert _joined is not None
+    with _noticing():
+        return _joined.listener.mesh(members, patience=patience, within=_SETTING_UP, look=_joined.everybody.check)
+
+
+# -- torch.distributed -------------------------------------------------------------------------------------------------
+
+
+def join_torch(backend: str) -> None:
+    """Set up torch.distributed, once, for what moves tensors itself: NCCL, DeepSpeed. All ranks call it.
+
+    On one node its store is memory that only these processes can open. Between nodes it is the launcher's, as it is to
+    every program that torchrun starts.
+    """
+    if dist.is_initialized():
+        return
+    rank, world = place_here()
+    store: dist.Store
+    if _joined is not None and len(_joined.here) < world:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+    else:
+        store = dist.FileStore(_private_file(), world) if _joined else dist.HashStore()
+        for name in (_INTERFACE, "NCCL_SOCKET_IFNAME"):  # what gloo and NCCL open is on the loopback
+            os.environ.setdefault(name, "lo")
+    limit = timedelta(seconds=_SETTING_UP)
+    store.set_timeout(limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+
+
+def _private_file() -> str:
+    """Return the path, on every rank, of a file that has no name and that no other user can open."""
+    own = os.memfd_create("offload-trainer") if place_here()[0] == 0 else -1  # open as long as rank 0 lives
+    if own >= 0:
+        os.fchmod(own, 0o600)
+    process, descriptor = share_from_zero([os.getpid(), own])
+    return f"/proc/{process}/fd/{descriptor}"
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _noticing() -> Iterator[None]:
-    """What torch raises where another rank is gone: Elsewhere, since that one has told why."""
+    """What is raised where another rank is gone becomes Elsewhere, since that one has told why."""
     try:
         yield
     except RuntimeError as error:
@@ -130,26 +326,48 @@ def _noticing() -> Iterator[None]:
 
 def meet(*, stalled: float = STALLED) -> None:
     """Return once all ranks are here. TrainerError on rank 0, which names the one that is not after so many seconds."""
-    if not _several():
-        return
-    first, began = dist.get_rank() == 0, time.monotonic()
+    if _joined:
+        with naming_the_late(stalled):
+            _joined.everybody.barrier(patience=patience_in_step(stalled))
+
+
+def patience_in_step(stalled: float) -> float:
+    """Return the seconds that this rank waits for the others: rank 0 is the first to give up, and says why."""
+    return stalled + (0 if place_here()[0] == 0 else _LATER)
+
+
+@contextmanager
+def naming_the_late(stalled: float) -> Iterator[None]:
+    """Raise TrainerError on rank 0, which names who has not come in time, and Elsewhere where another rank has gone."""
     try:
         with _noticing():
-            dist.monitored_barrier(timeout=timedelta(seconds=stalled + (0 if first else _LATER)))
+            yield
     except Elsewhere as error:
-        if first and time.monotonic() - began >= stalled:
+        if isinstance(error.__cause__, Late) and place_here()[0] == 0:
             raise TrainerError(
                 f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
-                f"{str(error.__cause__).splitlines()[0]}; {AGAIN}"
+                f"{error.__cause__}; {AGAIN}"
             ) from error
         raise
 
 
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the memory of `values` (1-D, contiguous, on the CPU)."""
+    return memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def spread(values: torch.Tensor, *, source: int, group: Any = None) -> None:
     """Fill `values` (1-D, contiguous) with what they are on rank `source`."""
-    if _several() and values.numel():
-        with _noticing():
+    if not _joined or not values.numel():
+        return
+    group = _joined.everybody if group is None else group
+    with _noticing():
+        if not isinstance(group, Mesh):
             dist.broadcast(values.view(torch.uint8), src=source, group=group)
+        elif group.rank == source:
+            group.exchange([(peer, _bytes_of(values)) for peer in group.others], [])
+        else:
+            group.exchange([], [(source, _bytes_of(values))])
 
 
 def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
@@ -158,9 +376,14 @@ def join_parts(values: torch.Tensor, number: int, *, group: Any) -> None:
     On a GPU it is queued on the current stream.
     """
     parts = values.view(torch.uint8)
-    size = parts.numel() // dist.get_world_size(group)
     with _noticing():
-        dist.all_gather_into_tensor(parts, parts[number * size : (number + 1) * size], group=group)
+        if not isinstance(group, Mesh):
+            mine = parts.chunk(dist.get_world_size(group))[number]
+            dist.all_gather_into_tensor(parts, mine, group=group)
+            return
+        pieces = dict(zip(group.members, parts.chunk(len(group.members)), strict=True))
+        own = _bytes_of(pieces[group.rank])
+        group.exchange([(peer, own) for peer in group.others], [(p, _bytes_of(pieces[p])) for p in group.others])
 
 
 def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
@@ -170,52 +393,75 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
     """
     come = torch.empty_like(parts)
     with _noticing():
-        dist.all_to_all_single(come.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
+        if not isinstance(group, Mesh):
+            dist.all_to_all_single(come.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), group=group)
+            return come
+        out = {member: parts[number].view(-1) for number, member in enumerate(group.members)}
+        into = {member: come[number].view(-1) for number, member in enumerate(group.members)}
+        into[group.rank].copy_(out[group.rank])
+        group.exchange(
+            [(peer, _bytes_of(out[peer])) for peer in group.others],
+            [(peer, _bytes_of(into[peer])) for peer in group.others],
+        )
     return come
 
 
 def trade(
-    out: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], *, group: Any
+    out: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], *, group: Mesh
 ) -> Callable[[], None]:
     """Begin to send each of `out` to its rank, and to fill each of `into` from its; what is given waits for all of it.
 
     1-D, contiguous, on the CPU. Between two ranks they arrive in the order in which they are sent, those of no elements
     not at all.
     """
-    begun = []
-    with _noticing():
-        for rank, values in into:
-            if values.numel():
-                begun.append(dist.irecv(values.view(torch.uint8), rank, group=group))
-        for rank, values in out:
-            if values.numel():
-                begun.append(dist.isend(values.view(torch.uint8), rank, group=group))
+    parts = ([(rank, _bytes_of(values)) for rank, values in way if values.numel()] for way in (out, into))
+    begun = group.begin(*parts)
 
     def wait() -> None:
         with _noticing():
-            for one in begun:
-                assert one is not None
-                one.wait()
+            begun.result()
 
     return wait
 
 
-def add_up(values: torch.Tensor, *, group: Any) -> None:
+def add_up(values: torch.Tensor, *, group: Mesh) -> None:
     """Set `values` (on the CPU) to the sum over all ranks: exact where at most one of them has another than 0."""
+    told = torch.empty((len(group.members), values.numel()), dtype=values.dtype)
+    mine = group.members.index(group.rank)
+    told[mine] = values.reshape(-1)
     with _noticing():
-        dist.all_reduce(values, group=group)
+        group.exchange(
+            [(peer, _bytes_of(told[mine])) for peer in group.others],
+            [(peer, _bytes_of(told[number])) for number, peer in enumerate(group.members) if peer != group.rank],
+        )
+    values.copy_(told.sum(0).reshape(values.shape))
 
 
-def share(value: Any, *, source: int, group: Any) -> Any:
-    """The value of rank `source`, on every rank of a group."""
-    box = [value]
+def share(value: Any, *, source: int, group: Mesh | None, kind: Any = Any) -> Any:
+    """Return the value of rank `source`, on every rank of a group (None: of all): JSON, read back as a `kind`."""
+    group = _joined.everybody if _joined and group is None else group
+    if group is None:
+        return value
     with _noticing():
-        dist.broadcast_object_list(box, src=source, group=group)
-    return box[0]
+        return _read(group.broadcast(_told(value) if group.rank == source else b"", source=source), kind)
 
 
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _told(value: Any) -> bytes:
+    """Return a value as JSON: of plain kinds, paths, and dataclasses of those."""
+    return json.dumps(value, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    return {one.name: getattr(value, one.name) for one in fields(value)}
+
+
+def _read(told: bytes, kind: Any) -> Any:
+    try:
+        return parsed(told, kind, finite=False)
+    except ValueError as error:
+        raise TrainerError(f"another rank has told what this one cannot read: {shown(str(error))}") from error
 
 
 @dataclass(frozen=True)
@@ -223,7 +469,7 @@ class Group:
     """Who does something together: all ranks, over connections that only one thread uses; or this process alone."""
 
     rank: int = 0
-    process_group: Any = None  # None: alone
+    mesh: Mesh | None = None  # None: alone
 
     def first(self, work: Callable[[], object]) -> None:
         """Do `work` on rank 0 only. A failure there is every rank's failure."""
@@ -233,32 +479,35 @@ class Group:
                 work()
             except Exception as error:
                 failed = error
-        told = _from_zero(_told(failed), self.process_group)
+        told = share(_failure(failed), source=0, group=self.mesh) if self.mesh else None
         if failed is not None:
             raise failed
         _raise_elsewhere([told])
 
-    def each(self, work: Callable[[], T]) -> list[T]:
-        """Do `work` on every rank; returns what each made of it, in their order. A failure of one is every rank's."""
+    def each(self, work: Callable[[], T], kind: Any = Any) -> list[T]:
+        """Do `work` on every rank; return what each made of it, a `kind`, in their order.
+
+        A failure of one is every rank's.
+        """
         failed: Exception | None = None
         mine: list[T] = []
         try:
             mine.append(work())
         except Exception as error:
             failed = error
-        told = _gathered((_told(failed), mine), self.process_group)
+        told = _gathered([_failure(failed), mine], self.mesh, tuple[Any, list[kind]])
         if failed is not None:
             raise failed
         _raise_elsewhere([wrong for wrong, _ in told])
         return [value for _, values in told for value in values]
 
 
-def _told(failed: Exception | None) -> tuple[int, str] | None:
-    """What other ranks are told of a failure: its exit code and its words."""
-    return None if failed is None else (getattr(failed, "exit_code", LOST), str(failed))
+def _failure(failed: Exception | None) -> list[Any] | None:
+    """Return what other ranks are told of a failure: its exit code and its words."""
+    return None if failed is None else [getattr(failed, "exit_code", LOST), str(failed)]
 
 
-def _raise_elsewhere(told: Sequence[tuple[int, str] | None]) -> None:
+def _raise_elsewhere(told: Sequence[Sequence[Any] | None]) -> None:
     for wrong in told:
         if wrong is not None:
             raise Elsewhere(wrong[1], code=wrong[0])
@@ -269,15 +518,12 @@ ALONE = Group()
 
 def everybody() -> Group:
     """All ranks, in the thread that trains."""
-    return Group(dist.get_rank(), dist.group.WORLD) if _several() else ALONE
+    return Group(_joined.rank, _joined.everybody) if _joined else ALONE
 
 
 def beside() -> Group:
     """All ranks, for one thread beside the one that trains. All ranks call it, in the thread that trains."""
-    if not _several():
-        return ALONE
-    with _noticing():
-        return Group(dist.get_rank(), dist.new_group(backend="gloo", timeout=_SETTING_UP))
+    return Group(_joined.rank, group_of(in_step=False)) if _joined else ALONE
 
 
 def on_rank_zero(work: Callable[[], object]) -> None:
@@ -287,18 +533,12 @@ def on_rank_zero(work: Callable[[], object]) -> None:
 
 def on_some(work: Callable[[], object], *, mine: bool) -> None:
     """Do `work` on the ranks of which it is `mine`. A failure on one is every rank's failure."""
-    failed: Exception | None = None
-    if mine:
-        try:
+
+    def maybe() -> None:
+        if mine:
             work()
-        except Exception as error:
-            failed = error
-    told = gather(None if failed is None else (getattr(failed, "exit_code", LOST), str(failed)))
-    if failed is not None:
-        raise failed
-    for failure in told:
-        if failure is not None:
-            raise Elsewhere(failure[1], code=failure[0])
+
+    everybody().each(maybe)
 
 
 def rank_zero_first(work: Callable[[], T]) -> T:
@@ -306,42 +546,31 @@ def rank_zero_first(work: Callable[[], T]) -> T:
 
     Or half done, where nodes have no such directory in common.
     """
-    if _several():
+    if _joined:
         on_rank_zero(work)
         rank, each = place_here()[0], len(nodes()[0])
         on_some(work, mine=rank > 0 and rank % each == 0)
     return work()
 
 
-def share_from_zero(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    return _from_zero(value, everybody().process_group)
+def share_from_zero(value: Any, kind: Any = Any) -> Any:
+    """Return rank 0's value, on every rank: JSON, read back as a `kind`."""
+    return share(value, source=0, group=None, kind=kind)
 
 
-def _from_zero(value: Any, process_group: Any) -> Any:
-    if process_group is None:
-        return value
-    box = [value]
-    with _noticing():
-        dist.broadcast_object_list(box, src=0, group=process_group)
-    return box[0]
+def gather(value: Any, kind: Any = Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks, on every rank: JSON, read back as a `kind`."""
+    return _gathered(value, everybody().mesh, kind)
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks, on every rank."""
-    return _gathered(value, everybody().process_group)
-
-
-def _gathered(value: Any, process_group: Any) -> list[Any]:
-    if process_group is None:
+def _gathered(value: Any, mesh: Mesh | None, kind: Any) -> list[Any]:
+    if mesh is None:
         return [value]
-    box: list[Any] = [None] * dist.get_world_size(process_group)
     with _noticing():
-        dist.all_gather_object(box, value, group=process_group)
-    return box
+        return [_read(told, kind) for told in mesh.all_gather(_told(value))]
 
 
-def wait_for_all(*, group: Any = None) -> None:
-    if _several():
+def wait_for_all(*, group: Mesh | None = None) -> None:
+    if _joined:
         with _noticing():
-            dist.barrier(group)
+            (group or _joined.everybody).barrier()

@@ -7,7 +7,7 @@ the same command is given again, at times with another placement or number of ra
 within 30 s, with the reason told; each checkpoint that has a manifest must be whole. When a run gets to its end, its
 losses, norms and rates, and the files of its last checkpoint must be those of one rank that was left alone.
 
-Ranks are forks, and so is their launcher (`launch`), which does what torchrun does with ranks that end.
+Ranks are forks, and so is their launcher (`launch`), which does with ranks that end what the program's own does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import secrets
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -39,6 +39,8 @@ from trials import (
     what_was_hit,
 )
 
+from offload_trainer.mesh import RUN
+from offload_trainer.run.launcher import Ended, _told
 from offload_trainer.run.watch import LAUNCHER, begin_launchers_watch
 from offload_trainer.streams import write_now
 
@@ -66,16 +68,8 @@ WEIGHTS = (6, 2, 1, 2, 2)
 
 
 @dataclass
-class Ended:
-    """How a rank ended, as torchrun tells of it."""
-
-    exitcode: int
-    timestamp: float
-
-
-@dataclass
 class Launcher:
-    """Ranks of one command, started and ended as torchrun does, whose own takes seconds to begin."""
+    """Ranks of one command, started and ended as the program's own launcher does, whose ranks take seconds to begin."""
 
     words: Sequence[str]
     count: int
@@ -85,14 +79,11 @@ class Launcher:
     pid: int = field(default_factory=os.getpid)
 
     def carry_out(self) -> int:
-        bound = socket.socket()  # open until all have ended, so that nobody else is given its port
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store's own has it
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
+        run = secrets.token_hex(16)
         for rank in range(self.count):
             pid = os.fork()
             if not pid:
-                return self._become(rank, port)
+                return self._become(rank, run)
             self.ranks[pid] = rank
         begin_launchers_watch(lambda line: write_now(f"offload-train: {line}"))
         signal.signal(signal.SIGTERM, self._pass_on)
@@ -104,23 +95,23 @@ class Launcher:
         while self.ranks:
             pid, status = os.waitpid(-1, 0)
             rank, code = self.ranks.pop(pid), os.waitstatus_to_exitcode(status)
-            if code and not ended:
+            if code and not ended and not self.stopped:
                 self._end()
             if code:
                 ended[rank] = Ended(code, time.monotonic())
         return self._code(ended)
 
-    def _become(self, rank: int, port: int) -> int:
+    def _become(self, rank: int, run: str) -> int:
         from offload_trainer.cli import main
 
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": port, LAUNCHER: self.pid}
+        place |= {RUN: run, LAUNCHER: self.pid}
         os.environ |= {name: str(value) for name, value in place.items()}
         return main(list(self.words))
 
     def _pass_on(self, number: int, _: object) -> None:
         self.stopped = number
-        self._end()
+        self._send(number)
 
     def _end(self) -> None:
         self._send(signal.SIGTERM)
@@ -132,11 +123,7 @@ class Launcher:
                 os.kill(pid, number)
 
     def _code(self, ended: dict[int, Ended]) -> int:
-        from offload_trainer.run.torchrun import _told, first_failure
-
-        if self.stopped:
-            return 128 + self.stopped
-        return _told(first_failure(ended), list(self.words)) if ended else 0  # type: ignore[arg-type]
+        return _told(ended, list(self.words), stopped=self.stopped)
 
 
 class Ranks(Command):

@@ -1,13 +1,14 @@
 """Two nodes on one machine, network namespaces with a link between them, against one rank: the same bits.
 
-    python soak/two_nodes.py FOLDER [--each 1|2] [--steps 20] [--mbit N] [--params gpu|cpu|nvme] [--lose]
+    python soak/two_nodes.py FOLDER [--each 1|2] [--steps 20] [--mbit N] [--params gpu|cpu|nvme] [--lose | --refuse]
 
 torchrun is started in each of two namespaces, which see each other through a pair of veth alone, each with a drive
 directory of its own. GPT-2, tied, with dropout, in bf16, half the state on the drive: it trains, one node's ranks are
 killed after a checkpoint, the same command goes on, and losses, norms and the last checkpoint must be one rank's. Then
 a checkpoint of the nodes is gone on from by one rank, and one of that rank by the nodes. The bytes that leave a node in
 a step are read from the link's counters and held against the plan's. With `--lose` instead the link is cut, and in
-another run all of node 1 is stopped (SIGSTOP): who goes on ends, and says why. Needs root and `ip`.
+another run all of node 1 is stopped (SIGSTOP): who goes on ends, and says why. With `--refuse` the nodes know different
+secrets: both end before anything is written, and say so. Needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,19 +75,27 @@ def command(folder: Path, output: Path, *, node: int, steps: int, ranks: int, pa
     ]
 
 
-def start(folder: Path, output: Path, *, each: int, steps: int, params: str) -> list[subprocess.Popen[bytes]]:
+def start(
+    folder: Path,
+    output: Path,
+    *,
+    each: int,
+    steps: int,
+    params: str,
+    secrets: Sequence[str] = ("what both nodes know",) * 2,
+) -> list[subprocess.Popen[bytes]]:
     """torchrun on both nodes."""
     started = []
-    for node, (space, link) in enumerate(zip(SPACES, LINKS, strict=True)):
+    for node, space in enumerate(SPACES):
         words = command(folder, output, node=node, steps=steps, ranks=2 * each, params=params)
-        torchrun = ["ip", "netns", "exec", space, sys.executable, "-m", "offload_trainer.run.torchrun"]
+        torchrun = ["ip", "netns", "exec", space, sys.executable, "-m", "torch.distributed.run"]
         torchrun += ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(each)]
         torchrun += ["--master-addr", ADDRESSES[0], "--master-port", PORT, "-m", "offload_trainer"]
         with open(folder / f"told-{node}", "ab") as told:
             started.append(
                 subprocess.Popen(
                     [*torchrun, *words],
-                    env=os.environ | {"GLOO_SOCKET_IFNAME": link, "TORCH_CPP_LOG_LEVEL": "FATAL"},
+                    env=os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL", "OFFLOAD_TRAINER_SECRET": secrets[node]},
                     stdout=told,
                     stderr=told,
                     start_new_session=True,
@@ -151,6 +160,27 @@ def lose(folder: Path, alone: Path, *, each: int, steps: int, params: str) -> No
         compare(f"{name} and resumed", run, alone, step=steps)
 
 
+def refused(folder: Path, *, each: int, steps: int, params: str) -> None:
+    """Nodes that know different secrets end before anything is written, and both say so; listeners are named."""
+    started = start(folder, folder / "refused", each=each, steps=steps, params=params, secrets=("a" * 16, "b" * 16))
+    codes = finished(started)
+    words = [(folder / f"told-{node}").read_text() for node in (0, 1)]
+    assert all(codes), codes
+    assert not (folder / "refused").exists()
+    for told in words:
+        line = next(line for line in told.splitlines() if line.startswith("offload-train: "))
+        print(f"another secret: exit codes {codes}: {line}", flush=True)
+        assert "give every node the same OFFLOAD_TRAINER_SECRET" in line
+
+
+def listeners(node: int) -> list[str]:
+    """Where processes listen in a node's namespace."""
+    told = subprocess.run(
+        ["ip", "netns", "exec", SPACES[node], "ss", "-Hltn"], check=True, capture_output=True, text=True
+    )
+    return sorted(line.split()[3] for line in told.stdout.splitlines())
+
+
 def finished(started: list[subprocess.Popen[bytes]]) -> list[int]:
     return [one.wait(900) for one in started]
 
@@ -188,16 +218,24 @@ def main() -> int:
     parser.add_argument("--mbit", type=int)
     parser.add_argument("--params", default="cpu")
     parser.add_argument("--lose", action="store_true")
+    parser.add_argument("--refuse", action="store_true")
     wish = parser.parse_args()
     folder, how = wish.folder.absolute(), {"steps": wish.steps, "params": wish.params}
     folder.mkdir(parents=True)
     alone, several = folder / "alone", folder / "several"
-    one_rank(folder, alone, **how)
+    if not wish.refuse:
+        one_rank(folder, alone, **how)
     with network(wish.mbit):
+        if wish.refuse:
+            refused(folder, each=wish.each, **how)
+            return 0
         if wish.lose:
             lose(folder, alone, each=wish.each, **how)
             return 0
         started = start(folder, several, each=wish.each, **how)
+        wait_for(several, 1, started)
+        for node in (0, 1):
+            print(f"node {node} listens at {', '.join(listeners(node))}", flush=True)
         moved = bytes_of_a_step(several, started, first=3, last=wish.steps - 4)
         signal_all(started[1], signal.SIGKILL)  # as where it loses power but for connections, which the kernel closes
         print(f"killed node 1 after step {len(lines(several))}: exit codes {finished(started)}", flush=True)

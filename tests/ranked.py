@@ -21,7 +21,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from bench_of_engines import Step, batches, engine, masters, train
 from conftest import Run, start
 from counted import masked
@@ -30,6 +29,7 @@ from safetensors.torch import save_file
 
 import offload_trainer.plan.layout as layout
 from offload_trainer import ranks
+from offload_trainer.mesh import RUN
 from offload_trainer.offloading.state import TieredSnapshot
 from offload_trainer.ranks import gather, place_here, wait_for_all
 from offload_trainer.storage.transfer import ThreadedTransfers
@@ -177,13 +177,12 @@ def call_ranks(
     *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
 ) -> list[Run]:
     """`offload-train WORDS --output OUTPUT` by so many ranks, `last` added to the last one's. No launcher is there."""
-    bound, port = held_port()
-    with bound, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         told = [Path(folder) / f"told-{rank}" for rank in range(count)]
         forks = []
         for rank, path in enumerate(told):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place |= {RUN: folder}
             given = [*script, *words, "--output", output, *(last if rank == count - 1 else ())]
             forks.append(start(*given, stdout=path, stderr=path, **{key: str(value) for key, value in place.items()}))
         codes = [fork.wait(300) for fork in forks]
@@ -191,8 +190,10 @@ def call_ranks(
 
 
 def join(rank: int, count: int, folder: Path, *, nodes: int = 1) -> None:
-    os.environ["LOCAL_RANK"] = str(rank % (count // nodes))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    """Become one of the ranks that meet under the name of a folder, as if they were on so many nodes."""
+    place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": rank % (count // nodes)}
+    os.environ |= {name: str(value) for name, value in place.items()} | {RUN: str(folder)}
+    ranks.join()
 
 
 if __name__ == "__main__":
@@ -204,4 +205,3 @@ if __name__ == "__main__":
     for told in json.loads((folder / "cases.json").read_text()):
         Case(**told).run()
     ranks.wait_for_all()
-    dist.destroy_process_group()

@@ -100,4 +100,3 @@ if __name__ == "__main__":
         ranked.Case(**case).run()
         (Path(case["out"]) / f"ahead-{rank}.json").write_text(json.dumps(kept))
         ranks.wait_for_all()
-    torch.distributed.destroy_process_group()

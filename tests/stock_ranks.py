@@ -31,8 +31,10 @@ from safetensors.torch import save_file
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.deepspeed import DeepSpeedEngine
 from offload_trainer.machine.probe import probe_machine
+from offload_trainer.mesh import RUN
 from offload_trainer.model.source import resolve_model
 from offload_trainer.plan.choose import make_plan
+from offload_trainer.ranks import join, join_torch
 from offload_trainer.settings import load_config
 
 ACCUMULATE = 2
@@ -106,12 +108,11 @@ def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor], ranks: int) ->
 
 def main() -> None:
     folder, rank, ranks, steps = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # of no use: they meet at a file
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), RUN: str(folder)}
     count_collectives()
     use_fp32_products(torch.bfloat16)  # as a run does
-    meeting = f"file://{folder}/meeting"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    join()
+    join_torch("gloo")
     engine = build(folder, ["--accumulate", str(ACCUMULATE), f"optim.eps={EPS}", "--lr", str(LR), *sys.argv[5:]])
     data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]  # as in a run
     calls.clear()

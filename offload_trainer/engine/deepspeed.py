@@ -31,12 +31,12 @@ from offload_trainer.offloading.checkpointed import keep_inputs
 from offload_trainer.optim.state_files import EngineState, StateNow, read_engine_state, read_tensors, state_files
 from offload_trainer.plan.formats import ADAMW
 from offload_trainer.plan.zero import Placement, decay_groups
-from offload_trainer.ranks import gather
+from offload_trainer.ranks import gather, join_torch
 from offload_trainer.telemetry.meters import PhaseClock
 
 
 def start_processes() -> tuple[int, int]:
-    """Join the process group (one process: a group of its own); returns (rank, world)."""
+    """Set up torch.distributed, with a store of this run's own, and DeepSpeed over it; returns (rank, world)."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -49,6 +49,7 @@ def start_processes() -> tuple[int, int]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+        join_torch(backend)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
 

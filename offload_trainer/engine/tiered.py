@@ -99,7 +99,7 @@ class TieredEngine:
     def _share_rows(self) -> DividedAttention:
         """Neighbours have a piece each of the same rows. All ranks call it."""
         groups = [range(first, first + self._together) for first in range(0, self._node.world, self._together)]
-        group = group_of(groups, backend="nccl" if self._place.type == "cuda" else "gloo")
+        group = group_of(groups, gpus=self._place.type == "cuda")
         send = partial(all_to_all, group=group)
         return share_rows(self._module.model, send=send, count=self._together)
 
@@ -158,8 +158,10 @@ class TieredEngine:
         if self._node.world == 1:
             return mine
         self._node.meet()  # who stalls is named
-        told = gather([one.cpu() if isinstance(one, torch.Tensor) else one for one in mine])
-        return [its[number] for number in range(len(mine)) for its in told]
+        told = gather([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
+        like = [one.dtype if isinstance(one, torch.Tensor) else None for one in mine]
+        every = [(its[number], like[number]) for number in range(len(mine)) for its in told]
+        return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]
 
     def _rules(self, lr: float) -> dict[str, Hyper]:
         """What each weight's update is computed from in this step."""

@@ -1,6 +1,6 @@
 """Fetch units of weights from host memory as shards that the ranks of a node all-gather between their devices.
 
-    RAM ──each rank its part──> its device ──all-gather (NCCL; gloo where CPUs compute)──> every device
+    RAM ──each rank its part──> its device ──all-gather (NCCL; sockets where CPUs compute)──> every device
 
 A unit that not all ranks need next (`offloading/rounds`) is copied whole. Ranks gather the same units in the same
 order, on a separate thread and over separate connections.

@@ -2,7 +2,7 @@
 
     memory   the same bytes in every rank of the node; each writes what is its own
     meet     what ranks wrote before it, all read after it
-    spread   what one rank's device holds, to all devices: NCCL between GPUs, gloo where CPUs stand for them
+    spread   what one rank's device holds, to all devices: NCCL between GPUs, sockets where CPUs stand for them
     across   what one rank has written into its node's memory, to the ranks of the same number on the other nodes
     trade    what ranks have for each other, in host memory
     joining  what the devices of a node's ranks have a part of each, whole on all of them
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from offload_trainer import ranks
 from offload_trainer.offloading.rounds import Beside, Exchange, Rounds, exchange_of
@@ -43,7 +42,7 @@ class Node:
         self._stalled = stalled
         self._between_gpus: Any = None
         self._rounds: Rounds | None = None
-        self._trading = ranks.group_of() if self.world > 1 else None
+        self._trading: Any = ranks.group_of() if self.world > 1 else None
         several = len(self.nodes) > 1
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
         self._across = ranks.group_of(self.all_alike) if several else None
@@ -110,8 +109,7 @@ class Node:
 
     def exchange(self) -> Exchange:
         """What one thread of each rank can tell the others', who wait for it as they do where they `meet`. All call."""
-        board = self.memory(8 * self.world).view(torch.int64)
-        return exchange_of(board, rank=self.rank, here=self.here, stalled=self._stalled)
+        return exchange_of(stalled=self._stalled)
 
     def align(self) -> None:
         """What ranks told each other in rounds is done when this returns: before they wait for each other otherwise."""
@@ -122,17 +120,12 @@ class Node:
         if self._rounds is not None:
             self._rounds.close()
 
-    def once(self, work: Callable[[], T]) -> T:
-        """What `work` gives, done by the first rank of each node while the others wait.
-
-        A failure there is every rank's.
-        """
+    def once(self, work: Callable[[], None]) -> None:
+        """Do `work` on the first rank of each node while the others wait. A failure there is every rank's."""
         if self.world == 1:
-            return work()
-        found: list[T] = []
-        ranks.on_some(lambda: found.append(work()), mine=self.is_first)
-        (result,) = ranks.share(found, source=self.here.start, group=self._inside)
-        return result
+            work()
+        else:
+            ranks.on_some(work, mine=self.is_first)
 
     def each(self, work: Callable[[], T]) -> T:
         """What `work` gives here, done by every rank. A failure of one is every rank's."""
@@ -151,7 +144,7 @@ class Node:
         if self.world == 1:
             return
         if values.is_cuda and self._between_gpus is None:
-            self._between_gpus = dist.new_group(backend="nccl")
+            self._between_gpus = ranks.group_of(in_step=False, gpus=True)
         between = self._between_gpus if values.is_cuda else beside.group if beside else None
         ranks.spread(values, source=source, group=between)
 
@@ -160,7 +153,7 @@ class Node:
 
         For a thread of each rank, over connections of its own. All ranks of all nodes call this.
         """
-        group = ranks.group_of(self.nodes, backend="nccl" if gpus else "gloo")
+        group = ranks.group_of(self.nodes, gpus=gpus)
         return lambda values, number: ranks.join_parts(values, number, group=group)
 
     @property

@@ -10,19 +10,14 @@ others do, with fetches in between that those have not told yet. It has to do th
 
 from __future__ import annotations
 
-import time
+import struct
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
-from offload_trainer.errors import AGAIN, Elsewhere, TrainerError
-from offload_trainer.ranks import LOST, group_of
+from offload_trainer.ranks import group_of, naming_the_late, patience_in_step, wait_for_all
 from offload_trainer.storage.transfer import Future, Workers, ending
 
 _MEET = -1
-_LATER = 30  # seconds: rank 0 can name who is missing, and is the first to give up
+_NUMBER = struct.Struct("!q")
 
 Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
 
@@ -73,32 +68,18 @@ class Rounds:
         self._thread.close(patience=1.0)
 
 
-def exchange_of(board: torch.Tensor, *, rank: int, here: range, stalled: float) -> Exchange:
-    """Rounds between all ranks, over connections of their own (gloo).
+def exchange_of(*, stalled: float) -> Exchange:
+    """Rounds between all ranks, over connections of their own.
 
-    `board`: an int64 for each rank, which those of the node see: how many rounds it has come to. Raises TrainerError on
-    rank 0, which names those `here` that have not come after `stalled` seconds; Elsewhere where another rank has ended.
+    Raises TrainerError on rank 0, which names those that have not come after `stalled` seconds; Elsewhere where another
+    rank has ended.
     """
-    world = board.numel()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stalled + (_LATER if rank else 0)))
-    given, told = torch.zeros(1, dtype=torch.int64), [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    mesh, patience = group_of(), patience_in_step(stalled)
 
     def exchange(mine: int) -> list[int]:
-        began = time.monotonic()
-        board[rank] += 1
-        given.fill_(mine)
-        try:
-            dist.all_gather(told, given, group=group)
-        except RuntimeError as error:
-            if rank == 0 and time.monotonic() - began >= stalled:
-                behind = [f"Rank {other}" for other in here if board[other] < board[rank]]
-                missing = ", ".join(behind) or "a rank of another node"
-                raise TrainerError(
-                    f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run "
-                    f"ends: {missing} failed to come; {AGAIN}"
-                ) from error
-            raise Elsewhere(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
-        return [int(one) for one in told]
+        with naming_the_late(stalled):
+            told = mesh.all_gather_equal(_NUMBER.pack(mine), patience=patience)
+        return [int(_NUMBER.unpack(one)[0]) for one in told]
 
     return exchange
 
@@ -109,11 +90,8 @@ class Beside:
     def __init__(self, *, across: Sequence[Sequence[int]] = ()) -> None:
         """`across`: ranks that send each other what is on their nodes, some together each, where that is done too."""
         self.across = group_of(across) if across else None
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.group = group_of(in_step=False)
 
     def meet(self) -> None:
         """Every rank's thread has come this far when this returns. Elsewhere where one has ended."""
-        try:
-            dist.barrier(group=self.group)
-        except RuntimeError as error:
-            raise Elsewhere(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
+        wait_for_all(group=self.group)

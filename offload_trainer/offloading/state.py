@@ -220,7 +220,7 @@ class TieredSnapshot:
             write_engine_state(directory, self.state)
 
         group.first(begin)
-        pieces = group.each(lambda: self._write_pages(directory, entries))
+        pieces = group.each(lambda: self._write_pages(directory, entries), dict[str, list[Piece]])
         group.first(end)  # the update waits for pages, so they go first
         if group.rank:
             return {}

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from offload_trainer.run.watch import ON_AGAIN
 
 _EVERY, _LOST = 5.0, 60.0  # seconds from one beat to the next; without one
-_ENDED = "ended"
+_ENDED = b"ended"
 
 
 class Store(Protocol):
@@ -57,7 +57,7 @@ class _Beats:
     def __init__(self, store: Store, nodes: Sequence[range], *, number: int) -> None:
         self._store, self._nodes, self._number = store, nodes, number
         self._count = 0
-        self._heard = {other: ("", time.monotonic()) for other in range(len(nodes)) if other != number}
+        self._heard = {other: (b"", time.monotonic()) for other in range(len(nodes)) if other != number}
         self.answered = time.monotonic()  # when the store did last
         self.over = threading.Event()
 
@@ -66,12 +66,12 @@ class _Beats:
         self._store.set(f"beat/{self._number}", str(self._count))
 
     def tell_the_end(self) -> None:
-        self._store.set(f"beat/{self._number}", _ENDED)
+        self._store.set(f"beat/{self._number}", _ENDED.decode())
 
     def listen(self) -> str | None:
         """Which node is lost, in words."""
         for other, (last, since) in self._heard.items():
-            told = self._store.get(f"beat/{other}").decode()
+            told = self._store.get(f"beat/{other}")  # compared, and never interpreted: others can write there
             if told not in (last, _ENDED):
                 self._heard[other] = told, time.monotonic()
             elif told != _ENDED and time.monotonic() - since >= _LOST:

@@ -118,7 +118,7 @@ def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[Workplace]) -> 
             place = instead[number] if instead else None
             lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
             leases.append(stack.enter_context(lease))
-    swaps: list[Path] = gather([lease.path for lease in leases])[first]
+    swaps: list[Path] = gather([lease.path for lease in leases], list[Path])[first]
     if rank != first and isinstance(setup.planned.plan.sizes, TierSizes):
         for swap in swaps:
             stack.callback(os.close, hold(swap))

@@ -1,13 +1,12 @@
 """What a process must be before torch is imported: its threads, its place among the ranks, its silence.
 
-`--gpus N` starts N ranks of the same command under torchrun; a process that torchrun has started finds its rank in
-the environment. One process is a group of one.
+`--gpus N` starts N ranks of the same command (`run/launcher.py`); a process that a launcher has started, this one or
+torchrun, finds its rank in the environment. One process is a group of one.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,14 +14,15 @@ from offload_trainer import numa
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.run.watch import LAUNCHER, begin_watch
+from offload_trainer.run.launcher import run_ranks
+from offload_trainer.run.watch import begin_watch
 from offload_trainer.streams import write_now
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # read when CUDA is first used
 
 
 def ranks_of_environment() -> tuple[int, int]:
-    """(rank, world) as torchrun says; (0, 1) without it."""
+    """(rank, world) as the launcher says; (0, 1) without one."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -53,14 +53,8 @@ def prepare_process(config: TrainConfig) -> int:
         os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
     if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
         os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
-    if alone:  # at whichever port is free when it listens: nobody else has to know it
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }
+    if alone:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     return threads
 
 
@@ -76,7 +70,7 @@ def _is_of_hub(name: str) -> bool:
 
 
 def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
-    """Replace this process by torchrun with `count` ranks of the same command, where more than one is wanted.
+    """Where more than one rank is wanted, run `count` of the same command, and end with their exit code.
 
     UserError, once and not from each rank, where the engine that trains with several is not installed.
     """
@@ -84,16 +78,6 @@ def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
         return
     if engine == "deepspeed" and not is_installed("deepspeed"):
         raise UserError(lacks("--engine deepspeed", "deepspeed"))
-    command = [
-        sys.executable,
-        *("-m", "offload_trainer.run.torchrun", "--standalone", "--nproc-per-node", str(count)),
-        *("-m", "offload_trainer", "train", *words),
-    ]
-    if engine == "tiered":  # who is missing is told by the rank that finds out, and not by torch's log as well
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup; torchrun would end its ranks all the same
-        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    os.environ[LAUNCHER] = str(os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, command)
+    sys.exit(run_ranks(words, count=count))

@@ -22,7 +22,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -184,8 +184,8 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
         return None
     found: list[PageFiles] = []
     on_rank_zero(lambda: found.extend(_taken_over(setup, stack, begins=begins)))
-    told: list[PageFiles] = share_from_zero([replace(one, places=()) for one in found])
-    return next(iter(found or told), None)
+    told = share_from_zero([(one.train, one.newest, one.pages) for one in found], list[tuple[TrainState, Newest, int]])
+    return next(iter(found or [PageFiles((), *one) for one in told]), None)
 
 
 def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> list[PageFiles]:

@@ -7,6 +7,7 @@ Nothing is written before the plan has passed; torch is imported only here and b
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from offload_trainer.errors import Elsewhere, Interrupted, UserError
 from offload_trainer.export.final import done_before, write_final
 from offload_trainer.model.source import DTYPES
 from offload_trainer.plan.choose import engine_of
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.plan import Plan
 from offload_trainer.ranks import join, on_rank_zero, on_some, place_here, share_from_zero
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
@@ -129,7 +132,8 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     rank, found = place_here()[0], list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))
-    config, plan, machine = share_from_zero((here.config, here.plan, here.machine))
+    config = TrainConfig.model_validate_json(share_from_zero(json.dumps(here.config.model_dump(exclude_unset=True))))
+    plan, machine = share_from_zero((here.plan, here.machine), tuple[Plan, MachineProfile])
     planned = Planned(_with_drives_of(here.config, config), plan, machine, as_wished(here.source, config))
     log.say(plan.describe())
     on_rank_zero(lambda: refuse(planned))
@@ -148,8 +152,9 @@ def _join(config: TrainConfig, *, world: int) -> tuple[range, ...]:
     tiered, wished = engine_of(config).name == "tiered", config.placement.gpus
     if tiered and wished not in (1, world):
         raise UserError(f"--gpus {wished}, and the launcher has started {world}: leave one of the two numbers out")
-    if world > 1 and tiered:
+    if world > 1:
         join()
+    if world > 1 and tiered:
         return node_ranks()
     if world > 1:
         from offload_trainer.engine.deepspeed import start_processes
@@ -173,7 +178,7 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
     """From the lock on the run directory to the end of the run."""
     chosen: list[Path | None] = []
     on_rank_zero(lambda: chosen.append(find_resume(setup.planned.config.save.resume, output=setup.output)))
-    (resume,) = share_from_zero(chosen)
+    (resume,) = share_from_zero(chosen, list[Path | None])
     if resume:
         on_rank_zero(partial(_check, resume, setup.record, setup.log))
     with ExitStack() as stack:
@@ -255,7 +260,7 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
                 _check(chosen, setup.record, setup.log)
 
     on_rank_zero(on_zero)
-    return share_from_zero(chosen), lock
+    return share_from_zero(chosen, Path | None), lock
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:

@@ -26,19 +26,21 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from offload_trainer.mesh import RUN
+
 LAUNCHER = "OFFLOAD_TRAINER_LAUNCHER"  # in the environment: its process, which may be gone before a rank can look
 
 _EVERY = 1.0  # seconds from one look to the next
 _LOOKS = 10  # at which a rank must have been stopped, in a row
 _INTO_KERNEL = 10  # looks from one at the ranks' threads to the next
-_GRACE = 30  # looks after SIGTERM for want of a launcher; as many seconds as torchrun gives ranks that it ends
+_GRACE = 30  # looks after SIGTERM for want of a launcher; as many seconds as a launcher gives ranks that it ends
 _GONE = ("Z", "X")
 ON_AGAIN = "The same command goes on"  # from where the launcher says, once all have ended
 
 
 def _name(rank: str) -> str:
-    """Of a rank's process, at most 15 characters: which it is, and the port that all of its run have alike."""
-    return f"rank {rank}:{os.environ['MASTER_PORT']}"
+    """Return a rank's process name, at most 15 characters: its number, and what all ranks of its run share."""
+    return f"rank {rank}:{os.environ.get(RUN) or os.environ['MASTER_PORT']:.6}"
 
 
 def begin_watch(say: Callable[[str], None], *, hung: float = 0) -> None:
@@ -57,7 +59,7 @@ class _Watch:
     def __init__(self, say: Callable[[str], None], *, hung: float = 0) -> None:
         self._say, self._hung = say, hung
         self._rank, self._launcher = int(os.environ["RANK"]), int(os.environ.get(LAUNCHER, os.getppid()))
-        self._is_theirs = "TORCHELASTIC_RUN_ID" in os.environ  # a shell may go, and its children go on
+        self._is_theirs = bool({LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ))  # a shell may go, and leave them
         self._stopped: dict[int, int] = {}  # looks in a row, by process
         self._waits: dict[_Wait, int] = {}  # looks in a row
 
@@ -197,7 +199,7 @@ class _LaunchersWatch:
     def look_on(self) -> None:
         while True:
             time.sleep(_EVERY)
-            ranks = (child for child in _children(os.getpid()) if re.fullmatch(r"rank [0-9]+:[0-9]+", child[1]))
+            ranks = (child for child in _children(os.getpid()) if re.fullmatch(r"rank [0-9]+:[0-9a-f]+", child[1]))
             self._look({pid: (name.partition(":")[0], state) for pid, name, state in ranks})
 
     def _look(self, found: dict[int, tuple[str, str]]) -> None:

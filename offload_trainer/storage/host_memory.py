@@ -68,6 +68,7 @@ def memory_file(size: int) -> int:
     """
     try:
         descriptor = os.memfd_create("offload-trainer")
+        os.fchmod(descriptor, 0o600)  # the kernel gives it to everybody
         os.ftruncate(descriptor, -(-size // PAGE) * PAGE)
     except OSError as error:
         raise TrainerError(f"{format_bytes(size)} of shared memory cannot be had: {error.strerror}") from error

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "offload_trainer"
 HOUSE = (
     ("packages", "units", "streams", "numa"),
     ("errors",),
-    ("readback", "places", "signals"),
+    ("readback", "places", "signals", "mesh"),
     ("identity", "config"),
     ("schedule", "manifest", "plan"),
     ("settings",),
@@ -48,6 +48,7 @@ LIBRARY_FREE = {
     "readback",
     "places",
     "signals",
+    "mesh",
     "config",
     "schedule",
     "plan",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -131,7 +130,7 @@ def test_auto_never_picks_what_is_not_installed() -> None:
 
 def test_several_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "is_installed", lambda name: False)
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="--engine deepspeed needs deepspeed"):
         launch.start_ranks([], count=2, engine="deepspeed")

@@ -11,7 +11,7 @@ from bench_of_engines import model_directory
 from conftest import start
 from ranked import Case, run_ranks
 
-from offload_trainer.ranks import LOST
+from offload_trainer.errors import LOST
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from offload_trainer import ranks
-from offload_trainer.errors import Elsewhere, TrainerError
+from offload_trainer.errors import Elsewhere, TrainerError, UserError
 from offload_trainer.run import beats as module
 from offload_trainer.run.beats import _Beats, _go_on
 
@@ -76,15 +76,19 @@ def test_a_node_that_has_ended_says_so(store: dist.TCPStore, said: list[str]) ->
 
 
 def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the launcher's store; on its own node it has said so itself."""
+    """Through the launcher's store, signed; on its own node it has said so itself."""
     _server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "WORLD_SIZE": "4"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_server.port), "RANK": "1", "LOCAL_RANK": "1"}
+    place |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", ranks.SECRET: "what both nodes know"}
     place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     ranks.tell_not_coming("--lrr: there is no such flag")
     with pytest.raises(Elsewhere):
-        ranks._when_all_have_come()
+        ranks.join()
     monkeypatch.setenv("GROUP_RANK", "0")
     with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: there is no such flag$"):
-        ranks._when_all_have_come()
+        ranks.join()
+    monkeypatch.setenv(ranks.SECRET, "what another node knows")
+    with pytest.raises(UserError, match="its note is not signed"):
+        ranks.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import time
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import COMMAND, KILL, TINY, Run, call, run_script, start
+from conftest import COMMAND, KILL, TINY, Run, call, start
 from ranked import held_port
 
 from offload_trainer import ranks
-from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.errors import LOST, TrainerError, UserError
 from offload_trainer.run import nodes as module
 from offload_trainer.run.nodes import refuse_unseen
 
@@ -43,6 +44,7 @@ class Nodes:
             drive = folder / f"drive-{rank // each}"
             drive.mkdir(exist_ok=True)
             place = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each}
+            place |= {ranks.SECRET: "what both nodes know"}
             named = ["--nvme", drive] if drives[rank // each] else []
             env = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             self.told.append(folder / f"told-{rank}")
@@ -105,29 +107,11 @@ def test_killed_and_resumed_with_the_bits_of_one_rank(tmp_path: Path, drive: Pat
         rank.send_signal(KILL)
     go.touch()
     codes = nodes.wait()
-    assert codes == [ranks.LOST] * 2 + [-KILL] * 2, nodes.text
+    assert codes == [LOST] * 2 + [-KILL] * 2, nodes.text
     by_one = call(*words, *one, output=cut(output, tmp_path / "by one"))
     assert_same(by_one, alone)
     goes_on(words, output, folder=tmp_path / "again", alone=alone)
     goes_on(words, cut(alone.output, tmp_path / "back"), folder=tmp_path / "other", alone=alone)
-
-
-ALONE = """
-import os, socket
-from offload_trainer import ranks
-from offload_trainer.run.launch import prepare_process
-from offload_trainer.settings import load_config
-
-prepare_process(load_config([]))
-other = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-ranks.join()
-"""
-
-
-def test_a_process_alone_asks_for_no_port_that_another_has_meanwhile(tmp_path: Path) -> None:
-    (tmp_path / "alone.py").write_text(ALONE)
-    done = run_script(tmp_path / "alone.py")
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_port_that_is_held_is_the_stores_and_nobody_elses() -> None:
@@ -145,12 +129,43 @@ def test_a_port_that_is_held_is_the_stores_and_nobody_elses() -> None:
 def test_a_node_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     bound, port = held_port()
     with bound:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", ranks.SECRET: "s" * 16}
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         monkeypatch.setattr(ranks, "_JOINING", 0.5)
-        with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node"):
-            ranks._when_all_have_come()
+        with pytest.raises(TrainerError, match=f"after 0.5 s not all ranks .* to 127.0.0.1:{port}: a node.* 1/2"):
+            ranks.join()
+
+
+@pytest.mark.parametrize("secret", ["", "too short"])
+def test_nodes_without_a_secret_are_refused(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(ranks.SECRET, secret)
+    with pytest.raises(UserError, match=f"{ranks.SECRET} (is not set|has 9 characters), and at least 16 are needed"):
+        ranks.join()
+
+
+def test_nodes_of_other_secrets_are_refused(tmp_path: Path) -> None:
+    """Through a launcher's store, which tells the first node that the second does not come."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = []
+    for node in range(NODES):
+        place = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": NODES, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, ranks.SECRET: f"the secret of node {node}"}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
+        told.append(tmp_path / f"told-{node}")
+        env = {name: str(value) for name, value in place.items()}
+        words = [*WORDS, *by(2), "--output", tmp_path / "out"]
+        told.append(start(COMMAND, *words, stdout=told[-1], stderr=told[-1], **env))  # type: ignore[arg-type]
+    codes = [one.wait(300) for one in told[1::2]]  # type: ignore[union-attr]
+    first, second = (path.read_text() for path in told[::2])  # type: ignore[union-attr]
+    assert codes == [2, 2], f"{first}\n{second}"
+    assert f"give every node the same {ranks.SECRET}" in first
+    assert "a rank does not come, and its note is not signed with this run's secret" in first
+    assert re.search("rank 0 at 127.0.0.1:[0-9]+ does not accept this rank's proof that it knows the run's", second)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_directory_that_others_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

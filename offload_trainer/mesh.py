@@ -1,0 +1,444 @@
+"""Sockets between the ranks of a run that no other user can read or write, and the bytes that travel over them.
+
+    ranks of one node       Unix sockets: the kernel tells each end which user is at the other
+    ranks of other nodes    TCP: each end proves that it knows the run's secret, which is never sent
+
+A connection of another user, or without the proof, is closed before anything of it is interpreted. The proof covers
+the address that was dialled, so a stranger who relays it from another address fails. After it the bytes are neither
+encrypted nor signed: whoever can listen on the wires between nodes reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import queue
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+from offload_trainer.errors import TrainerError
+
+RUN = "OFFLOAD_TRAINER_RUN"  # in the environment: a name that the launcher has given this run alone
+
+Parts = Sequence[tuple[int, memoryview]]  # (rank, bytes)
+
+_HELLO = struct.Struct("!II")  # the number of the mesh, the rank that dials
+_SIZE = struct.Struct("!Q")  # travels ahead of each part
+_NONCE = _PROOF = 32  # bytes
+_PATIENCE = 10.0  # seconds for one handshake
+_AGAIN = 0.05  # seconds between two attempts to reach a rank that does not listen yet
+_MOST_STRANGERS = 64  # handshakes at the same time
+_MOST_BYTES = 1 << 30  # of one message whose size the other end chooses
+
+
+class Gone(RuntimeError):
+    """Another rank has ended, or has not come in time."""
+
+
+class Late(Gone):
+    """Ranks have not come in time."""
+
+    def __init__(self, missing: Sequence[int]) -> None:
+        self.missing = tuple(missing)
+        super().__init__(f"{', '.join(f'Rank {rank}' for rank in missing)} failed to come")
+
+
+class Mesh:
+    """One connection between every two of its ranks. Each method is collective and belongs to one thread at a time."""
+
+    def __init__(self, rank: int, peers: Mapping[int, socket.socket], *, patience: float) -> None:
+        """`patience`: the seconds that an operation waits for the other ranks."""
+        self.rank, self.members = rank, tuple(sorted([rank, *peers]))
+        self._peers, self._patience = dict(peers), patience
+        self._number = {connection.fileno(): peer for peer, connection in peers.items()}
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Parts, Parts]] | None = None
+        self._in_use = threading.Lock()
+        for connection in peers.values():
+            connection.setblocking(False)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(self._peers)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data`, of whatever size, in the order of ranks."""
+        sizes = [_checked(*_SIZE.unpack(size)) for size in self.all_gather_equal(_SIZE.pack(len(data)))]
+        return self._gather(data, sizes, patience=None)
+
+    def all_gather_equal(self, data: bytes, *, patience: float | None = None) -> list[bytes]:
+        """Do the same with data of one size on all ranks. Raise Late with the ranks that have not come in time."""
+        return self._gather(data, [len(data)] * len(self.members), patience=patience)
+
+    def _gather(self, data: bytes, sizes: Sequence[int], *, patience: float | None) -> list[bytes]:
+        found = {member: bytearray(size) for member, size in zip(self.members, sizes, strict=True)}
+        found[self.rank][:] = data
+        out = [(peer, memoryview(data)) for peer in self.others]
+        self.exchange(out, [(peer, memoryview(found[peer])) for peer in self.others], patience=patience)
+        return [bytes(one) for one in found.values()]
+
+    def broadcast(self, data: bytes, *, source: int) -> bytes:
+        """Return the `data` of rank `source`."""
+        if self.rank == source:
+            for part in (_SIZE.pack(len(data)), data):
+                self.exchange([(peer, memoryview(part)) for peer in self.others], [])
+            return data
+        size = bytearray(_SIZE.size)
+        self.exchange([], [(source, memoryview(size))])
+        found = bytearray(_checked(*_SIZE.unpack(size)))
+        self.exchange([], [(source, memoryview(found))])
+        return bytes(found)
+
+    def barrier(self, *, patience: float | None = None) -> None:
+        """Return once all ranks have called it."""
+        self.all_gather_equal(b"\0", patience=patience)
+
+    def exchange(self, out: Parts, into: Parts, *, patience: float | None = None) -> None:
+        """Send each of `out` to its rank while each of `into` is filled from its rank.
+
+        Between two ranks parts arrive in the order in which they are sent; those without bytes are not sent.
+        """
+        if self._jobs is not None:  # operations that were begun come first
+            self.begin(out, into).result()
+        else:
+            self._move(out, into, seconds=self._patience if patience is None else patience)
+
+    def begin(self, out: Parts, into: Parts) -> Future[None]:
+        """Do the same in a thread, in the order of calls."""
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_carry_out, args=(self._jobs, self._move, self._patience), daemon=True).start()
+        future: Future[None] = Future()
+        self._jobs.put((future, out, into))
+        return future
+
+    def check(self) -> None:
+        """Raise Gone where another rank has ended."""
+        poll = select.poll()
+        for connection in self._peers.values():
+            poll.register(connection, select.POLLRDHUP)
+        for descriptor, _ in poll.poll(0):
+            raise Gone(f"rank {self._number[descriptor]} has closed its connection")
+
+    def close(self) -> None:
+        """Let the other ranks see that nothing more comes."""
+        for connection in self._peers.values():
+            connection.close()
+
+    def _move(self, out: Parts, into: Parts, *, seconds: float) -> None:
+        assert self._in_use.acquire(blocking=False), "two threads use one mesh"
+        try:
+            self._move_all(_queues(out, sends=True), _queues(into, sends=False), until=time.monotonic() + seconds)
+        except BaseException:  # half of a message may be under way, which must not become the head of another
+            self.close()
+            raise
+        finally:
+            self._in_use.release()
+
+    def _move_all(self, out: dict[int, _Queue], into: dict[int, _Queue], *, until: float) -> None:
+        for peer in list(out):  # most messages are small, and there is room for them
+            self._send(peer, out)
+        poll = select.poll()
+        watched = {peer: self._peers[peer].fileno() for peer in {*out, *into}}
+        for peer, descriptor in watched.items():
+            poll.register(descriptor, _events(peer, out, into))
+        while out or into:
+            ready = poll.poll(max(0.0, until - time.monotonic()) * 1000)
+            if not ready and time.monotonic() >= until:
+                raise Late(sorted(into or out))
+            for descriptor, event in ready:
+                peer = self._number[descriptor]
+                failed = event & (select.POLLHUP | select.POLLERR)
+                if peer in into and (failed or event & select.POLLIN):
+                    self._receive(peer, into)
+                elif peer in out and failed:
+                    raise Gone(f"the connection to rank {peer} is closed")
+                if peer in out and event & select.POLLOUT:
+                    self._send(peer, out)
+                if events := _events(peer, out, into):
+                    poll.modify(descriptor, events)
+                else:
+                    poll.unregister(descriptor)
+
+    def _send(self, peer: int, out: dict[int, _Queue]) -> None:
+        parts = out[peer]
+        try:
+            while parts:
+                sent = self._peers[peer].send(parts[0])
+                if sent < len(parts[0]):
+                    parts[0] = parts[0][sent:]
+                    return
+                parts.popleft()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Gone(f"the connection to rank {peer} is closed: {error.strerror}") from error
+        del out[peer]
+
+    def _receive(self, peer: int, into: dict[int, _Queue]) -> None:
+        parts = into[peer]
+        try:
+            while parts:
+                got = self._peers[peer].recv_into(parts[0])
+                if not got:
+                    raise Gone(f"rank {peer} has closed its connection")
+                if got < len(parts[0]):
+                    parts[0] = parts[0][got:]
+                    continue
+                whole = parts.popleft().obj
+                if isinstance(whole, _Size) and bytes(whole) != whole.expected:
+                    sent, wanted = _SIZE.unpack(whole)[0], _SIZE.unpack(whole.expected)[0]
+                    raise RuntimeError(f"rank {peer} sends {sent} bytes where {wanted} are expected")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Gone(f"the connection to rank {peer} is closed: {error.strerror}") from error
+        del into[peer]
+
+
+_Queue = deque[memoryview]
+
+
+class _Size(bytearray):
+    """Room for the size that travels ahead of a part."""
+
+    def __init__(self, expected: bytes) -> None:
+        super().__init__(len(expected))
+        self.expected = expected
+
+
+def _queues(parts: Parts, *, sends: bool) -> dict[int, _Queue]:
+    """Return what is to be sent to, or filled from, each rank: sizes and parts in turn."""
+    made: dict[int, _Queue] = {}
+    for peer, part in parts:
+        if len(part):
+            size = _SIZE.pack(len(part))
+            made.setdefault(peer, deque()).extend((memoryview(size if sends else _Size(size)), part))
+    return made
+
+
+def _events(peer: int, out: Mapping[int, _Queue], into: Mapping[int, _Queue]) -> int:
+    return (select.POLLIN if peer in into else 0) | (select.POLLOUT if peer in out else 0)
+
+
+def _checked(size: int) -> int:
+    if size > _MOST_BYTES:
+        raise RuntimeError(f"a message of {size} bytes, and at most {_MOST_BYTES} are taken")
+    return size
+
+
+def _carry_out(
+    jobs: queue.SimpleQueue[tuple[Future[None], Parts, Parts]], move: Callable[..., None], patience: float
+) -> None:
+    while True:
+        future, out, into = jobs.get()
+        try:
+            move(out, into, seconds=patience)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Where the other ranks reach this one, and how it reaches them, as long as the process lives."""
+
+    def __init__(
+        self, run: str, rank: int, *, here: Sequence[int], secret: bytes = b"", host: str | None = None
+    ) -> None:
+        """`run`: a name that only this run has on its machine; `here`: the ranks of this node.
+
+        `secret` is what the ranks of all nodes know; `host` the address at which those of other nodes reach this one.
+        """
+        self._run, self._rank, self._here, self._secret = run, rank, here, secret
+        self._made = 0
+        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self._news = threading.Condition()
+        self._handshakes = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self.addresses: dict[int, tuple[str, int]] = {}  # of ranks of other nodes
+        unix = socket.socket(socket.AF_UNIX)
+        try:
+            unix.bind(_name(run, rank))
+        except OSError as error:
+            raise TrainerError(f"another process listens in the place of rank {rank} of this run") from error
+        self._listening = [unix]
+        if host is not None:
+            self._listening.append(socket.create_server((host, 0), family=_family(host)))
+        for listening in self._listening:
+            listening.listen(1024)
+            threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the ranks of other nodes reach this one."""
+        name = self._listening[-1].getsockname()
+        return name[0], name[1]
+
+    def mesh(
+        self,
+        members: Sequence[int],
+        *,
+        patience: float,
+        within: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> Mesh:
+        """Connect `members`, this rank among them. All ranks of the run call it, in the same order.
+
+        Raise Late where they are not connected `within` so many seconds. `look` is called while it waits.
+        """
+        number, self._made = self._made, self._made + 1
+        until, peers = time.monotonic() + within, dict[int, socket.socket]()
+        for peer in sorted(members):
+            if peer < self._rank:
+                peers[peer] = self._dial(peer, number, until=until, look=look)
+        for peer in members:
+            if peer > self._rank:
+                peers[peer] = self._take(peer, number, until=until, look=look)
+        return Mesh(self._rank, peers, patience=patience)
+
+    def close(self) -> None:
+        for listening in self._listening:
+            listening.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
+            listening.close()
+
+    def _dial(self, peer: int, number: int, *, until: float, look: Callable[[], None]) -> socket.socket:
+        near = peer in self._here
+        while True:
+            connection = socket.socket(socket.AF_UNIX if near else _family(self.addresses[peer][0]))
+            connection.settimeout(_PATIENCE)
+            try:
+                connection.connect(_name(self._run, peer) if near else self.addresses[peer])
+                break
+            except OSError as error:
+                connection.close()
+                look()
+                if time.monotonic() > until:
+                    raise Late([peer]) from error
+                time.sleep(_AGAIN)
+        hello = _HELLO.pack(number, self._rank)
+        if not near:
+            _convince(connection, hello, self._secret, f"rank {peer} at {':'.join(map(str, self.addresses[peer]))}")
+        elif (user := _user_of(connection)) != os.geteuid():
+            raise TrainerError(f"user {user} listens in the place of rank {peer} of this run: nothing is sent there")
+        else:
+            connection.sendall(hello)
+        return connection
+
+    def _take(self, peer: int, number: int, *, until: float, look: Callable[[], None]) -> socket.socket:
+        while True:
+            with self._news:
+                if (number, peer) in self._arrived or self._news.wait_for(
+                    lambda: (number, peer) in self._arrived, timeout=2 * _AGAIN
+                ):
+                    return self._arrived.pop((number, peer))
+            look()
+            if time.monotonic() > until:
+                raise Late([peer])
+
+    def _accept(self, listening: socket.socket) -> None:
+        near = listening.family == socket.AF_UNIX
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                if listening.fileno() < 0:
+                    return
+                time.sleep(_AGAIN)  # no descriptor is free
+                continue
+            if near and _user_of(connection) != os.geteuid():
+                connection.close()
+            elif self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Keep a connection once it has said whose it is; close one that does not prove it."""
+        try:
+            connection.settimeout(_PATIENCE)
+            near = connection.family == socket.AF_UNIX
+            hello = _received(connection, _HELLO.size) if near else _convinced(connection, self._secret)
+        except (OSError, ValueError):
+            connection.close()
+            return
+        finally:
+            self._handshakes.release()
+        with self._news:
+            self._arrived.setdefault(_HELLO.unpack(hello), connection)
+            self._news.notify_all()
+
+
+def _name(run: str, rank: int) -> str:
+    """Return a socket's abstract name: it lies in no directory, and is gone with its process."""
+    return f"\0offload-trainer/{hashlib.sha256(run.encode()).hexdigest()[:32]}/{rank}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Return the user at the other end of a Unix socket, as the kernel noted it when that end was made."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", told)[1])
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    data, until = bytearray(), time.monotonic() + _PATIENCE
+    while len(data) < size:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionError("closed")
+        data += more
+    return bytes(data)
+
+
+def _proof(secret: bytes, role: bytes, *told: bytes) -> bytes:
+    return hmac.digest(secret, role + b"".join(told), "sha256")
+
+
+def _place(name: tuple[object, ...]) -> bytes:
+    return f" {name[0]} {name[1]}".encode()
+
+
+def _convinced(connection: socket.socket, secret: bytes) -> bytes:
+    """Return the hello of who has dialled and knows the secret, and prove that this end does. ValueError without."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    ours = secrets.token_bytes(_NONCE)
+    connection.sendall(ours)
+    theirs, proof, hello = (_received(connection, size) for size in (_NONCE, _PROOF, _HELLO.size))
+    told = ours, theirs, hello, _place(connection.getsockname())
+    if not hmac.compare_digest(proof, _proof(secret, b"dials", *told)):
+        raise ValueError("no proof")
+    connection.sendall(_proof(secret, b"answers", *told))
+    return hello
+
+
+def _convince(connection: socket.socket, hello: bytes, secret: bytes, who: str) -> None:
+    """Prove to who was dialled that this end knows the secret, and ask for the same. TrainerError without."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        theirs, ours = _received(connection, _NONCE), secrets.token_bytes(_NONCE)
+        told = theirs, ours, hello, _place(connection.getpeername())
+        connection.sendall(ours + _proof(secret, b"dials", *told) + hello)
+        proof = _received(connection, _PROOF)
+    except OSError as error:
+        raise Refused(f"{who} does not accept this rank's proof that it knows the run's secret") from error
+    if not hmac.compare_digest(proof, _proof(secret, b"answers", *told)):
+        raise Refused(f"{who} does not prove that it knows the run's secret")
+
+
+class Refused(TrainerError):
+    """Two ends that do not know the same secret."""

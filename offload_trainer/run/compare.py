@@ -12,10 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from offload_trainer.errors import UserError
-from offload_trainer.readback import file_bytes, parsed
+from offload_trainer.readback import file_bytes, one_line, parsed, read_yaml
 from offload_trainer.telemetry.charts import Series
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 from offload_trainer.telemetry.report import (
@@ -86,14 +84,16 @@ def write_page(path: Path, runs: Sequence[Compared]) -> None:
 
 def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     try:
-        sections = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+        sections = read_yaml(directory / "config.yaml")
         plan = parsed(file_bytes(directory / "plan.json"), dict)
         config = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
         return directory, config, {**plan["chosen"], **(plan["chosen"]["sizes"] or {}), "plan": plan}
     except OSError as error:
         raise UserError(f"{directory} holds no run: {error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"{directory}: its config.yaml or plan.json is not what a run writes") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{directory}: its config.yaml or plan.json is not what a run writes: {one_line(error)}"
+        ) from error
 
 
 def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str, Any]) -> Compared:

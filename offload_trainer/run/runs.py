@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from offload_trainer.errors import UserError
+from offload_trainer.readback import read_yaml
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.storage.lease import PAGES, folders_in
 from offload_trainer.storage.locks import NoLocks, open_lock, take
@@ -65,8 +64,8 @@ def _run(directory: Path) -> Run:
 
 def _steps(config: Path) -> int | None:
     try:
-        told = yaml.safe_load(config.read_text(encoding="utf-8"))["train"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        told = read_yaml(config)["train"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return told if isinstance(told, int) else None
 

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, TypeVar
 
@@ -69,24 +70,36 @@ FileName = Annotated[str, AfterValidator(_plain_name)]  # relative, without ".."
 
 
 def read_back(
-    path: Path, kind: type[Kind], *, fix: str, most_bytes: int = MOST_BYTES, links: bool = False, finite: bool = True
+    path: Path,
+    kind: type[Kind],
+    *,
+    fix: str,
+    most_bytes: int = MOST_BYTES,
+    links: bool = False,
+    finite: bool = True,
+    opener: Callable[[Path], int] | None = None,
 ) -> Kind:
     """The JSON in `path` as a `kind`: a dataclass, or any type that pydantic knows.
 
-    `links` follows a link at the end of the path, `finite` refuses NaN and infinities. Raises UserError with the
-    file, what is wrong and `fix`, which says what to do.
+    `links` follows a link at the end of the path, `finite` refuses NaN and infinities, `opener` as in `file_bytes`.
+    Raises UserError with the file, what is wrong and `fix`, which says what to do.
     """
     try:
-        return parsed(file_bytes(path, most=most_bytes, links=links), kind, finite=finite)
+        return parsed(file_bytes(path, most=most_bytes, links=links, opener=opener), kind, finite=finite)
     except FileNotFoundError as error:
         raise UserError(f"{shown(str(path))} cannot be read: it is not there. {fix}") from error
     except ValueError as error:
         raise UserError(f"{shown(str(path))} cannot be read: {error}. {fix}") from error
 
 
-def file_bytes(path: Path, *, most: int = MOST_BYTES, links: bool = False) -> bytes:
-    """All of a regular file. ValueError where it is none, cannot be read, or is larger than `most`; never waits."""
-    descriptor = open_file(path, links=links)
+def file_bytes(
+    path: Path, *, most: int = MOST_BYTES, links: bool = False, opener: Callable[[Path], int] | None = None
+) -> bytes:
+    """All of a regular file. ValueError where it is none, cannot be read, or is larger than `most`; never waits.
+
+    `opener` opens it in place of `open_file`.
+    """
+    descriptor = opener(path) if opener else open_file(path, links=links)
     try:
         size = os.fstat(descriptor).st_size
         if size > most:
@@ -126,6 +139,25 @@ def open_given(path: Path) -> BinaryIO:
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{shown(str(path))} cannot be read: {told}") from error
+
+
+def refuse_pipes(directory: Path) -> None:
+    """UserError where a directory holds anything but files and directories: a library may wait for it for ever."""
+    try:
+        modes = {path: _mode(path) for path in sorted(directory.iterdir())}
+    except OSError as error:
+        raise UserError(f"{shown(str(directory))} cannot be read: {error.strerror}") from error
+    for path, mode in modes.items():
+        if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise UserError(f"{shown(str(path))} is not a regular file; move it away")
+
+
+def _mode(path: Path) -> int:
+    """The mode of what a path leads to; 0 where that is nothing."""
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return 0
 
 
 def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:

@@ -20,6 +20,7 @@ from offload_trainer.telemetry.report import (
     median_phases,
     read_evaluations,
     read_metrics,
+    refuse_foreign,
     steady,
     write_comparison,
 )
@@ -74,7 +75,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_page(path: Path, runs: Sequence[Compared]) -> None:
-    """The same as a page, with the losses in one chart and the steps as bars."""
+    """Write the same as a page, with the losses in one chart and the steps as bars.
+
+    UserError where `path` is there already, and no page of this program.
+    """
+    refuse_foreign(path)
     losses = [
         Series(run.name, [(float(row.step), row.loss) for row in run.rows if row.loss is not None]) for run in runs
     ]

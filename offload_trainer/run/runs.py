@@ -47,6 +47,13 @@ def runs_in(directory: Path) -> list[Run]:
 
 
 def _run(directory: Path) -> Run:
+    try:
+        return _read(directory)
+    except UserError as error:  # the others are listed all the same
+        return Run(str(directory), step=0, steps=None, loss=None, validation_loss=None, saved=None, state=str(error))
+
+
+def _read(directory: Path) -> Run:
     metrics, validations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     checkpoints = complete_checkpoints(directory / "checkpoints")
     step, steps = metrics[-1].step if metrics else 0, _steps(directory / "config.yaml")

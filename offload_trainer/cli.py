@@ -142,19 +142,28 @@ def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_
 
 
 def _print_plan(words: list[str], *, as_json: bool) -> Plan:
-    """Of a run that could start here; UserError for one that could not."""
+    """Print the plan of a run that could start here; UserError for one that could not.
+
+    What is in a run directory that nobody has named is only a note: another run will be given another directory.
+    """
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
 
     prepare_process(config)
     _quiet()
     from offload_trainer.run.planning import plan_run
-    from offload_trainer.run.train import check_start, refuse
+    from offload_trainer.run.train import check_start, refuse, refuse_output
 
     planned = plan_run(config, longest=True)
     _show(planned.plan, as_json=as_json)
     refuse(planned)
     check_start(planned, say=_say)
+    try:
+        refuse_output(planned)
+    except UserError as error:
+        if "output" in config.save.model_fields_set or config.save.resume not in ("auto", "never"):
+            raise
+        _say(f"note: training with these words would be refused: {error}")
     return planned.plan
 
 
@@ -193,6 +202,9 @@ def _tune(words: list[str]) -> None:
     steps = take_count(words, "--trial-steps", otherwise=6)
     config = load_config(words)
     from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.recipes import refuse_taken, write_new
+
+    refuse_taken(path)
 
     prepare_process(config)
     _quiet()
@@ -205,7 +217,7 @@ def _tune(words: list[str]) -> None:
     _say(plan.describe())
     plan.refuse(force=config.placement.force)
     trials = tune(words, plan.tunable, phase=steered_phase(plan), steps=steps, say=_say)
-    path.write_text(dump_config(load_config([*words, *trials[0].words.split()])), encoding="utf-8")
+    write_new(path, dump_config(load_config([*words, *trials[0].words.split()])))
     as_planned = next(trial for trial in trials if not trial.words)
     try:
         keep_ratios(planned.machine, ratios(plan, as_planned))

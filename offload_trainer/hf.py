@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
 from offload_trainer.offloading.parameter import OffloadedParameter
+from offload_trainer.readback import file_bytes
 from offload_trainer.session.keys import SessionKeys
 from offload_trainer.session.listing import listed
 from offload_trainer.session.optimizer import OffloadedOptimizer
@@ -226,7 +227,7 @@ def what_lacks(folder: Path, *, state: bool) -> str | None:
     `state`: whether there must be a session's too.
     """
     try:
-        json.loads((folder / _TRAINER_STATE).read_text())
+        json.loads(file_bytes(folder / _TRAINER_STATE, links=True))
     except (OSError, ValueError):
         return f"its {_TRAINER_STATE} is missing or cut short, so it was not written to its end"
     if state and not (folder / STATE).is_dir():

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import EXACT, LENIENT, Count, Crc32, FileName, Steps, as_kind, read_back
+from offload_trainer.readback import EXACT, LENIENT, Count, Crc32, FileName, Steps, as_kind, open_file, read_back
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
@@ -76,7 +76,7 @@ def _difference(checkpoint: Path, name: str, expected: StoredFile) -> str | None
         found = crc32_of(path)
     except FileNotFoundError:
         return f"{name} is missing"
-    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle of links
         return f"{name} cannot be read: {getattr(error, 'strerror', error)}"
     return None if found == expected.crc32 else f"{name} has CRC-32 {found}, the manifest says {expected.crc32}"
 
@@ -84,7 +84,7 @@ def _difference(checkpoint: Path, name: str, expected: StoredFile) -> str | None
 def crc32_of(path: Path) -> int:
     """Of a whole file, which does not stay in the page cache: it would push out what is needed again."""
     crc = 0
-    with open(path, "rb") as file:
+    with open(open_file(path, links=True), "rb") as file:
         while block := file.read(1 << 24):
             crc = zlib.crc32(block, crc)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

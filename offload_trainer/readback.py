@@ -1,6 +1,9 @@
-"""JSON that is read back: what the program wrote before, and what lies beside weights and tokens.
+"""Open and read files: JSON and YAML within limits, and anything else only if it is a regular file.
 
     file ── bytes within a limit ── JSON within limits ── the kind that is wanted ──> value, or one UserError
+                                 └─ YAML within limits ──> plain values
+
+A pipe or a device would block whoever opens it, so every file that is read is opened here.
 
 A file may be torn, of another version, another program's, or made to do harm: whatever it holds, nothing else comes of
 it than the value of that kind or one sentence that names the file, what is wrong, and what to do.
@@ -13,9 +16,11 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
+import yaml
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, Strict, TypeAdapter, ValidationError
 
 from offload_trainer.errors import UserError
@@ -25,6 +30,7 @@ Kind = TypeVar("Kind")
 MOST_BYTES = 64 << 20  # a manifest of 100,000 weights has 20 MB
 _DEEPEST = 64  # of what is written here, a plan within run.json is the deepest: 7
 _MOST_DIGITS = 100  # transformers writes 31 for a tokenizer without a limit; counts have bounds of their own
+_MOST_YAML = 1 << 20  # bytes, which take seconds: a configuration that names 10,000 files
 _SHOWN = 300  # characters of something from a file, in a message
 
 # Of a record's class: keys that it does not know are an error, or passed over.
@@ -64,24 +70,36 @@ FileName = Annotated[str, AfterValidator(_plain_name)]  # relative, without ".."
 
 
 def read_back(
-    path: Path, kind: type[Kind], *, fix: str, most_bytes: int = MOST_BYTES, links: bool = False, finite: bool = True
+    path: Path,
+    kind: type[Kind],
+    *,
+    fix: str,
+    most_bytes: int = MOST_BYTES,
+    links: bool = False,
+    finite: bool = True,
+    opener: Callable[[Path], int] | None = None,
 ) -> Kind:
     """The JSON in `path` as a `kind`: a dataclass, or any type that pydantic knows.
 
-    `links` follows a link at the end of the path, `finite` refuses NaN and infinities. Raises UserError with the
-    file, what is wrong and `fix`, which says what to do.
+    `links` follows a link at the end of the path, `finite` refuses NaN and infinities, `opener` as in `file_bytes`.
+    Raises UserError with the file, what is wrong and `fix`, which says what to do.
     """
     try:
-        return parsed(file_bytes(path, most=most_bytes, links=links), kind, finite=finite)
+        return parsed(file_bytes(path, most=most_bytes, links=links, opener=opener), kind, finite=finite)
     except FileNotFoundError as error:
         raise UserError(f"{shown(str(path))} cannot be read: it is not there. {fix}") from error
     except ValueError as error:
         raise UserError(f"{shown(str(path))} cannot be read: {error}. {fix}") from error
 
 
-def file_bytes(path: Path, *, most: int = MOST_BYTES, links: bool = False) -> bytes:
-    """All of a regular file. ValueError where it is none, cannot be read, or is larger than `most`; never waits."""
-    descriptor = open_file(path, links=links)
+def file_bytes(
+    path: Path, *, most: int = MOST_BYTES, links: bool = False, opener: Callable[[Path], int] | None = None
+) -> bytes:
+    """All of a regular file. ValueError where it is none, cannot be read, or is larger than `most`; never waits.
+
+    `opener` opens it in place of `open_file`.
+    """
+    descriptor = opener(path) if opener else open_file(path, links=links)
     try:
         size = os.fstat(descriptor).st_size
         if size > most:
@@ -114,6 +132,34 @@ def open_file(path: Path, *, links: bool = False) -> int:
     return descriptor
 
 
+def open_given(path: Path) -> BinaryIO:
+    """Open a file that the user named, without a buffer; links are followed. UserError where it cannot be read."""
+    try:
+        return open(open_file(path, links=True), "rb", buffering=0)
+    except (OSError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{shown(str(path))} cannot be read: {told}") from error
+
+
+def refuse_pipes(directory: Path) -> None:
+    """UserError where a directory holds anything but files and directories: a library may wait for it for ever."""
+    try:
+        modes = {path: _mode(path) for path in sorted(directory.iterdir())}
+    except OSError as error:
+        raise UserError(f"{shown(str(directory))} cannot be read: {error.strerror}") from error
+    for path, mode in modes.items():
+        if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise UserError(f"{shown(str(path))} is not a regular file; move it away")
+
+
+def _mode(path: Path) -> int:
+    """The mode of what a path leads to; 0 where that is nothing."""
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return 0
+
+
 def parsed(text: bytes | str, kind: type[Kind], *, finite: bool = True) -> Kind:
     """JSON as a `kind`. ValueError, in words of one line, where it is not JSON, beyond the limits, or another kind."""
     try:
@@ -142,6 +188,49 @@ def as_kind(value: Any, kind: type[Kind]) -> Kind:
         return made
     except ValidationError as error:
         raise ValueError(_complaint(error)) from error
+
+
+class LimitedYaml(yaml.SafeLoader):
+    """PyYAML's safe loader without aliases, tags and endless numbers: values are no larger than their text."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise self._refused("anchors and aliases (& and *) are not read: write the value where it belongs", event)
+        if event.tag is not None:
+            raise self._refused(f"tags such as {shown(event.tag)} are not read", event)
+        if self._depth == _DEEPEST:
+            raise self._refused(_TOO_DEEP, event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if len(node.value) > _MOST_DIGITS and node.tag.endswith((":int", ":float")):
+            raise self._refused(f"a number of {len(node.value)} characters", node)
+        return node
+
+    def _refused(self, told: str, at: Any) -> yaml.YAMLError:
+        return yaml.composer.ComposerError(None, None, told, at.start_mark)
+
+
+def read_yaml(path: Path, loader: type[LimitedYaml] = LimitedYaml) -> Any:
+    """Return the value in a YAML file. ValueError where it cannot be read, FileNotFoundError where nothing is there."""
+    return parsed_yaml(file_bytes(path, most=_MOST_YAML, links=True), loader)
+
+
+def parsed_yaml(text: bytes | str, loader: type[LimitedYaml] = LimitedYaml) -> Any:
+    """Return the value of a YAML text. ValueError, in words of one line, where it is not YAML or beyond the limits."""
+    try:
+        return yaml.load(text.decode("utf-8") if isinstance(text, bytes) else text, loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date that does not exist
+        raise ValueError(f"not YAML: {one_line(error)}") from error
 
 
 def is_there(path: Path) -> bool:

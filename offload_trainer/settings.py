@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import combination_mistakes
+from offload_trainer.readback import LimitedYaml, parsed_yaml, read_yaml
 from offload_trainer.units import is_utf8, shown
 
 
@@ -86,12 +88,12 @@ _Dumper.add_representer(str, _quoted_text)
 _TOKENS_OR_ROWS = ("tokens_per_step", "micro_batch", "accumulate")  # the first, or the other two
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(LimitedYaml):
     """YAML without its surprises: 1e-4 is a number, `off` is a word, and a key given twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in sorted({key for key in keys if keys.count(key) > 1}):
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key in sorted(key for key, times in keys.items() if times > 1):
             raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -137,10 +139,10 @@ class _Draft:
         value: Any = text
         if annotation is not str:
             try:
-                value = yaml.load(text, _Loader)
-            except yaml.YAMLError as error:
+                value = parsed_yaml(text, _Loader)
+            except ValueError as error:
                 if text[:1] + text[-1:] in ("[]", "{}", '""', "''"):
-                    self.mistakes.append(f"{spelled}: not YAML: {' '.join(str(error).split())}")
+                    self.mistakes.append(f"{spelled}: {error}")
                     return
                 value = text
         if _overrides_key(section, name):
@@ -222,12 +224,9 @@ def _gone(spelled: str, key: str) -> str:
 
 def _read_file(path: Path, draft: _Draft) -> None:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        draft.mistakes.append(f"{path}: {error.strerror}")
-        return
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        draft.mistakes.append(f"{path}: not YAML: {' '.join(str(error).split())}")
+        content = read_yaml(path, _Loader)
+    except (OSError, ValueError) as error:
+        draft.mistakes.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
         return
     if content is None:
         return

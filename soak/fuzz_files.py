@@ -3,7 +3,7 @@
     python soak/fuzz_files.py --each 2000 --seed 1 [KIND ...]
 
 Whatever a file holds: one clean line is said of it or it is taken, nothing outside its directory is opened, and it
-takes no more than seconds and some memory. Kinds: manifest, run, state, store, sidecar, machine, index.
+takes no more than seconds of CPU time and some memory. Kinds: manifest, run, state, store, sidecar, machine, index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from fuzz_kinds import KINDS, Kind
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage.removal import scratch
 
-SECONDS = 20.0  # for one file
+SECONDS = 20.0  # of CPU time, for one file: a busy machine takes nothing from it
+HANGING = 600.0  # seconds of the clock, for one file: whatever waits uses no CPU time
 MEMORY = 1 << 30  # bytes, more than before
 NOBODY = 65534
 ODD: list[Any] = [
@@ -209,18 +211,21 @@ class Watch:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Violation after SECONDS."""
-
-    def late(*_: object) -> None:
-        raise Violation(f"took more than {SECONDS:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
+    """Raise Violation after SECONDS of CPU time, or HANGING seconds of the clock."""
+    limits = (
+        (signal.SIGPROF, signal.ITIMER_PROF, SECONDS, f"took more than {SECONDS:.0f} s of CPU time"),
+        (signal.SIGALRM, signal.ITIMER_REAL, HANGING, f"waited for more than {HANGING:.0f} s"),
+    )
+    with ExitStack() as stack:
+        for number, timer, seconds, told in limits:
+            stack.callback(signal.signal, number, signal.signal(number, partial(_late, told)))
+            signal.setitimer(timer, seconds)
+            stack.callback(signal.setitimer, timer, 0)
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+
+
+def _late(told: str, *_: object) -> None:
+    raise Violation(told)
 
 
 @contextmanager

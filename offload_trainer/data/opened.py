@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
+from offload_trainer.readback import open_given
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 _DAMAGED = (EOFError, zlib.error, lzma.LZMAError)
@@ -73,10 +74,10 @@ class _Arrows(io.RawIOBase):
 def opened(path: Path, *, seen: Callable[[bytes], object]) -> Iterator[BinaryIO]:
     """The bytes of `path`, unpacked. Once all are read, `seen` has had every byte of the file.
 
-    OSError where it cannot be read, UserError where it cannot be unpacked.
+    OSError where it cannot be read, UserError where it is no regular file or cannot be unpacked.
     """
-    with path.open("rb", buffering=0) as file:
-        raw: Any = io.BufferedReader(_Seen(cast(BinaryIO, file), seen), 1 << 18)
+    with open_given(path) as file:
+        raw: Any = io.BufferedReader(_Seen(file, seen), 1 << 18)
         try:
             yield _unpacked(raw, packing_of(path))
             while raw.read(1 << 18):  # what a decompressor needed no more

@@ -29,7 +29,7 @@ from offload_trainer.data.pieces import Cutter, Piece
 from offload_trainer.data.shards import Tokens, joined
 from offload_trainer.data.sources import find_sources
 from offload_trainer.data.sums import new_sum, source_sums
-from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete
+from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, refuse_not_owned
 from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.storage.locks import NoLocks, turn
@@ -113,10 +113,12 @@ def _tokenised(
     if rows is not None:
         content = [fingerprint, separator, *rows.key(tokenizer)]
     target = cache / f"{name}-{_digest([FORMAT, sums, *content])}.bin"
+    refuse_not_owned(target)
     with nullcontext() if is_complete(target) else _only_writer(target, say=say):
         if is_complete(target):
+            found = TokenFile.open(target, owned=True)
             say(f"tokens: {target}, already there")
-            return TokenFile.open(target)
+            return found
         size = format_bytes(sum(source.stat().st_size for source in sources))
         say(f"tokenising {size} of text in {len(sources)} file(s) into {target}")
         with TokenWriter(
@@ -135,7 +137,7 @@ def _tokenised(
                 write_rows(writer, records, rows, tokenizer=tokenizer, end_of_text=separator, say=say)
             if not writer.tokens:
                 raise UserError(f"{', '.join(section.path)}: there is no text in it; correct the path")
-    return TokenFile.open(target)
+    return TokenFile.open(target, owned=True)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from offload_trainer.data.hub import HUB, hub_files
 from offload_trainer.data.opened import PACKED, kind_of, refuse_without_library
 from offload_trainer.data.tables import TABLES
 from offload_trainer.errors import UserError
-from offload_trainer.readback import file_bytes, one_line, parsed
+from offload_trainer.readback import file_bytes, one_line, open_given, parsed
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # packed as well
@@ -175,7 +175,7 @@ def _refuse_other(path: Path) -> None:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path}: a pipe or a device can be read only once: write the text into a file")
-        with path.open("rb") as file:
+        with open_given(path) as file:
             head = file.read(_HEAD)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import file_bytes, parsed
+from offload_trainer.readback import file_bytes, open_given, parsed
 from offload_trainer.storage.durable import write_text
+from offload_trainer.storage.owned import MODE, open_owned
 from offload_trainer.units import format_bytes
 
 _SETTLED_NS = 2 * 10**9
@@ -47,7 +48,7 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
     if fresh:
         try:
             memory.parent.mkdir(parents=True, exist_ok=True)
-            write_text(memory, json.dumps(about))
+            write_text(memory, json.dumps(about), mode=MODE)
         except OSError:
             pass  # then they are computed again
     return [about[str(source.resolve())]["sum"] for source in sources]
@@ -75,7 +76,7 @@ def _state(source: Path) -> dict[str, Any]:
 def _sum(path: Path) -> str:
     found = new_sum()
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_given(path) as file:
             while block := file.read(_BLOCK):
                 found.update(block)
     except OSError as error:
@@ -86,6 +87,6 @@ def _sum(path: Path) -> str:
 def _remembered(memory: Path) -> dict[str, Any]:
     """What was written there, or nothing where it cannot be read: it only saves time."""
     try:
-        return parsed(file_bytes(memory, links=True), dict[str, Any])
+        return parsed(file_bytes(memory, opener=open_owned), dict[str, Any])
     except (FileNotFoundError, ValueError):
         return {}

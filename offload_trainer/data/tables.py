@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.readback import open_given
 
 TABLES = (".parquet", ".arrow")
 _ROWS = 256  # made into records at a time
@@ -32,6 +33,7 @@ def read_rows(
 
     name = str(source) if str(source).isprintable() else ascii(str(source))
     number = 0
+    open_given(source).close()  # pyarrow would wait for a pipe
     try:
         for batch in _batches(source, partial(_chosen, wanted=wanted, strings=strings)):
             for start in range(0, batch.num_rows, _ROWS):
@@ -41,7 +43,7 @@ def read_rows(
     except pyarrow.ArrowException as error:
         kind = source.suffix.lower().removeprefix(".")
         raise UserError(f"{name} cannot be read as {kind}: {str(error).splitlines()[0][:200]}") from error
-    with source.open("rb") as file:
+    with open_given(source) as file:
         while block := file.read(_BLOCK):
             seen(block)
 

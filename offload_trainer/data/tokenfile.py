@@ -22,6 +22,7 @@ import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, BinaryIO, Literal
@@ -31,13 +32,15 @@ from pydantic import Field, with_config
 
 from offload_trainer.data.bare import BLOCK, bare_dtype, refuse_foreign, scan
 from offload_trainer.errors import AGAIN, TrainerError, UserError
-from offload_trainer.readback import LENIENT, Count, Crc32s, Line, is_there, open_file, read_back
+from offload_trainer.readback import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
 from offload_trainer.storage.durable import sync_directory
+from offload_trainer.storage.owned import MODE, open_owned
 from offload_trainer.units import format_bytes
 
 _SCAN_TOKENS = 1 << 24
 _TEMPORARY = re.compile(r"\.bin(\.json)?\.[0-9a-f]{8}\.tmp$")
 _AGAIN = "delete the file and its sidecar, and the same command makes them again"
+_ELSEWHERE = "Delete both it and its sidecar, or name a cache of your own with data.cache=DIR"
 _RESTORE = f"it has changed since the run opened it. Put back what it was, and {AGAIN}"
 
 
@@ -49,6 +52,13 @@ def sidecar_path(path: Path) -> Path:
 def is_complete(path: Path) -> bool:
     """Whether a writer finished `path`: the sidecar is its last act."""
     return path.exists() and sidecar_path(path).exists()
+
+
+def refuse_not_owned(path: Path) -> None:
+    """UserError where a token file of the cache, or its sidecar, is there and may be another user's work."""
+    for one in (path, sidecar_path(path)):
+        if is_there(one):
+            _opened(one, owned=True).close()
 
 
 def said_tokenizer(path: Path) -> str | None:
@@ -94,21 +104,22 @@ class TokenFile:
         return (self.path,)
 
     @classmethod
-    def open(cls, path: Path, *, dtype: str = "auto") -> TokenFile:
+    def open(cls, path: Path, *, dtype: str = "auto", owned: bool = False) -> TokenFile:
         """Open a token file. One whose sums no sidecar has is read once, all of it.
 
-        `dtype`: uint16 or uint32 for a file without a sidecar; auto: as its values show. Raises UserError: an
+        `dtype`: uint16 or uint32 for a file without a sidecar; auto: as its values show. `owned`: of the cache, where
+        others may write too, and refused unless it is this user's (storage/owned.py). Raises UserError: an
         unreadable sidecar, no tokens, a size that is not what the sidecar says or that is not whole ids, another
         `dtype` than the sidecar's, or, without one, ids that may be either or are neither.
         """
         sidecar = sidecar_path(path)
-        fields = _read_sidecar(sidecar) if is_there(sidecar) else {}
+        fields = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
         told = fields.get("dtype", dtype)
         if dtype not in ("auto", told):
             raise UserError(
                 f"data.token_dtype={dtype}, but {sidecar} says {told}; leave the key out, or correct that file"
             )
-        file = _opened(path)
+        file = _opened(path, owned=owned)
         size = os.fstat(file.fileno()).st_size
         width = 4 if told == "uint32" else 2
         if size == 0 or size % width:
@@ -208,18 +219,21 @@ class _Sidecar:
     crc32: Crc32s = field(default_factory=list)
 
 
-def _read_sidecar(path: Path) -> dict[str, Any]:
+def _read_sidecar(path: Path, *, owned: bool = False) -> dict[str, Any]:
     fix = "Correct it, or delete it and its .bin and make them again"
-    return asdict(read_back(path, _Sidecar, links=True, fix=fix))
+    if owned:
+        fix = _ELSEWHERE
+    return asdict(read_back(path, _Sidecar, links=True, opener=open_owned if owned else None, fix=fix))
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path, *, owned: bool) -> BinaryIO:
     try:
-        return open(open_file(path, links=True), "rb", buffering=0)
+        return open(open_owned(path) if owned else open_file(path, links=True), "rb", buffering=0)
     except FileNotFoundError as error:
         raise UserError(f"{path} is not there") from error
     except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}; a token file is a file of ids") from error
+        fix = f". {_ELSEWHERE}" if owned else "; a token file is a file of ids"
+        raise UserError(f"{path} cannot be read: {error}{fix}") from error
 
 
 class TokenWriter:
@@ -304,7 +318,7 @@ class TokenWriter:
         sidecar = sidecar_path(self.path)
         # A sidecar of other content must not stand beside the new ids even for a moment. An equal one may:
         # that is another process preparing the same text, which must not lose its finished pair.
-        if sidecar.exists() and sidecar.read_bytes() != content:
+        if is_there(sidecar) and not _holds(sidecar, content):
             sidecar.unlink()
         _publish(self._file, self.path)
         temporary = _open_temporary(sidecar)
@@ -332,10 +346,18 @@ class TokenWriter:
         )
 
 
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return file_bytes(path) == content
+    except (OSError, ValueError):
+        return False
+
+
 def _open_temporary(path: Path) -> BinaryIO:
     """A new file beside `path`, its own for each process, so that renaming it is atomic; locked while it is written."""
     while True:
-        file = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp").open("xb")
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        file = open(temporary, "xb", opener=partial(os.open, mode=MODE))  # noqa: SIM115 - closed by whoever writes
         with contextlib.suppress(OSError):  # a filesystem without locks: then no one else gets one either
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:  # else another process took it for dead before it was locked

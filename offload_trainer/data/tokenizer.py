@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_trainer.errors import UserError
+from offload_trainer.readback import file_bytes, refuse_pipes
 
 _OTHERS_READ = (
     *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),
@@ -27,6 +28,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     is_directory = directory.is_dir()
     if not is_directory and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):
         raise UserError(f"no such directory: {name}; set data.tokenizer to builtin, a directory or a hub id")
+    if is_directory:
+        refuse_pipes(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             directory if is_directory else _downloaded(name), trust_remote_code=trust_remote_code
@@ -95,11 +98,12 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 def read_template(path: Path) -> str:
     """A chat template's text. UserError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"data.chat_template: {path} cannot be read: {error.strerror}") from error
+        return file_bytes(path, links=True).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"data.chat_template: {path} is not UTF-8, so it is no Jinja template") from error
+    except (OSError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"data.chat_template: {path} cannot be read: {told}") from error
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.gguf_pieces import is_pieces, kind_of, scores, space_before
-from offload_trainer.readback import read_back
+from offload_trainer.readback import file_bytes, read_back
 
 if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf
@@ -78,7 +78,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, model: Path, *, config: Config) -> li
     writer.add_add_bos_token(starts)
     writer.add_add_eos_token(ends)
     template = model / "chat_template.jinja"
-    chat = template.read_text() if template.exists() else named.get("chat_template")
+    chat = file_bytes(template, links=True).decode() if template.exists() else named.get("chat_template")
     if chat:
         writer.add_chat_template(chat)
     return notes

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from pydantic import with_config
-from safetensors.torch import load_file
 
 from offload_trainer.checkpoint import (
     RESIDENT,
@@ -60,7 +59,10 @@ class Source:
     def with_buffers(self) -> Source:
         """The same with the buffers that lie beside config.json, behind the weights."""
         path = self.model / BUFFERS
-        held = load_file(path) if path.exists() else {}
+        held = {}
+        if is_there(path):
+            with TensorFileReader(path) as file:
+                held = {name: file.read(name) for name in file.entries}
         shapes = dict(self.shapes) | {name: tuple(buffer.shape) for name, buffer in held.items()}
         return replace(
             self,

@@ -21,9 +21,10 @@ from offload_trainer.errors import UserError
 from offload_trainer.places import cache_directory
 from offload_trainer.plan.machine import DriveFacts, DriveRates, Links, MachineProfile, Rates, Ratio
 from offload_trainer.plan.ratios import correction
-from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, parsed, shown
+from offload_trainer.readback import LENIENT, Kind, Line, as_kind, file_bytes, is_there, parsed, shown
 from offload_trainer.storage.durable import make_directories, write_text
 from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.owned import MODE, open_owned
 from offload_trainer.storage.removal import reason
 from offload_trainer.streams import write_now
 
@@ -79,7 +80,7 @@ class _OfMachine:
 def _read() -> _Kept:
     """What is kept, which may be nothing. ValueError where it cannot be read."""
     try:
-        return parsed(file_bytes(cache_file()), _Kept)
+        return parsed(file_bytes(cache_file(), opener=open_owned), _Kept)
     except FileNotFoundError:
         return _Kept()
 
@@ -99,7 +100,7 @@ def _changed() -> Iterator[dict[str, Any]]:
         except ValueError:
             stored = asdict(_Kept())
         yield stored
-        write_text(path, json.dumps(stored, indent=1))
+        write_text(path, json.dumps(stored, indent=1), mode=MODE)
 
 
 def refuse_unwritable() -> None:
@@ -109,6 +110,12 @@ def refuse_unwritable() -> None:
         make_directories(path.parent)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+        if is_there(path):
+            os.close(open_owned(path))
+    except ValueError as error:
+        raise UserError(
+            f"{path}: {error}; move it away, or name another directory with OFFLOAD_TRAINER_CACHE"
+        ) from error
     except OSError as error:
         raise UserError(
             f"{path}: rates cannot be kept there: {reason(error)}; name another directory with OFFLOAD_TRAINER_CACHE"

@@ -29,7 +29,9 @@ from transformers.core_model_loading import (
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.initial import meta_model
-from offload_trainer.readback import one_line, read_back
+from offload_trainer.readback import one_line, read_back, shown
+
+_MOST_LAYERS = 10_000  # each is a module; models of 1,000 have been published
 
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], torch.Tensor]
@@ -108,10 +110,21 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """Read a model directory's config.json, which may contain Infinity (Mamba's time steps).
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or names more layers than can be built.
     """
-    fix = "It is no model's configuration; save or download it again"
-    return read_back(directory / "config.json", dict[str, Any], links=True, finite=False, fix=fix)
+    path, fix = directory / "config.json", "It is no model's configuration; save or download it again"
+    values = read_back(path, dict[str, Any], links=True, finite=False, fix=fix)
+    refuse_endless(values, str(path))
+    return values
+
+
+def refuse_endless(values: Mapping[Any, Any], told: str) -> None:
+    """Raise UserError for a number of layers that transformers would never finish to make modules of."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            refuse_endless(value, told)
+        elif str(key).endswith(("layer", "layers")) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise UserError(f"{told}: {shown(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
 
 
 def _as_it_is(name: str) -> Callable[[Read], dict[str, torch.Tensor]]:

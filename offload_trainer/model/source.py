@@ -29,6 +29,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.activations import Counted, count_activations
 from offload_trainer.model.attention import repeat_keys_where_needed
 from offload_trainer.model.beside import check_beside, copy_beside
+from offload_trainer.model.conversions import read_model_config, refuse_endless
 from offload_trainer.model.initial import (
     NamedTensor,
     initial_weights,
@@ -60,6 +61,7 @@ from offload_trainer.storage.dtypes import DTYPES
 
 BUFFERS = "buffers.safetensors"  # beside a run's config.json
 _UNLIMITED = 2048  # tokens of a row, where a model says nothing
+_MOST_WEIGHTS = 10**13  # whose pages a plan counts in minutes
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
     if section.overrides and not random:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
     _override(config, section.overrides)
+    refuse_endless(config.to_dict(), section.name)
     try:
         # None: transformers takes SDPA, or eager where a model does not have it.
         config._attn_implementation = None if section.attention == "auto" else section.attention
@@ -178,6 +181,12 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
     except Exception as error:  # of transformers' constructors, which check little
         hint = " (model.attention=auto?)" if section.attention == "sdpa" else ""
         raise UserError(f"--model {section.name}: {one_line(error)}{hint}") from error
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if total > _MOST_WEIGHTS:
+        raise UserError(
+            f"--model {section.name}: its configuration makes {total:.2g} weights, and at most {_MOST_WEIGHTS:.0e} are "
+            "planned: correct its vocab_size or the width of its layers"
+        )
     if packed:
         refuse_crossing(model, trust_remote_code=section.trust_remote_code)
     if pieces:
@@ -228,6 +237,7 @@ def _config(section: ModelSection, directory: Path | None) -> Any:
     if directory is None:
         preset = dict(PRESETS[section.name])
         return AutoConfig.for_model(preset.pop("model_type"), **preset)
+    read_model_config(directory)  # what transformers would wait for, or never finish, is refused first
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # of transformers' classes, each with checks of its own or none

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.initial import parameters_without_memory
-from offload_trainer.readback import one_line
+from offload_trainer.readback import one_line, refuse_pipes
 
 _LIKELIEST = 50  # tokens that are drawn from
 
@@ -68,6 +68,7 @@ def empty_model(directory: Path) -> Any:
     """The model of a configuration, its parameters one NaN each, tied ones the same, its buffers as transformers
     computes them.
     """
+    refuse_pipes(directory)
     try:
         config = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:

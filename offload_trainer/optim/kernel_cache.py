@@ -23,6 +23,7 @@ from offload_trainer.places import cache_directory
 from offload_trainer.readback import file_bytes
 from offload_trainer.storage.durable import make_directories, write_bytes, write_text
 from offload_trainer.storage.locks import NoLocks, turn
+from offload_trainer.storage.owned import MODE, open_owned
 from offload_trainer.storage.removal import is_ours, scratch
 from offload_trainer.streams import write_now
 
@@ -94,8 +95,8 @@ def kept(name: str, key: str, make: Callable[[Path], bytes]) -> Path:
             with _one_at_a_time(file.parent / "turn"):
                 if not _is_whole(file):  # while this process waited another has made it
                     content = make(file.parent)
-                    write_bytes(file, content)
-                    write_text(_sum_of(file), sum_of(content))
+                    write_bytes(file, content, mode=MODE)
+                    write_text(_sum_of(file), sum_of(content), mode=MODE)
     except OSError as error:
         raise TrainerError(f"{file}: cannot be built: {error.strerror}; {_ELSEWHERE}") from error
     return file
@@ -138,10 +139,8 @@ def _sum_of(library: Path) -> Path:
 def _is_whole(library: Path) -> bool:
     """Whether it is there as this user has built it."""
     try:
-        for path in (library, _sum_of(library)):
-            if not is_ours(path.lstat().st_uid, path.parent):
-                return False
-        return hashlib.sha256(file_bytes(library)).hexdigest().encode() == file_bytes(_sum_of(library))
+        told = file_bytes(_sum_of(library), opener=open_owned)
+        return hashlib.sha256(file_bytes(library, opener=open_owned)).hexdigest().encode() == told
     except (OSError, ValueError):
         return False
 

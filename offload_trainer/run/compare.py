@@ -12,16 +12,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from offload_trainer.errors import UserError
-from offload_trainer.readback import file_bytes, parsed
+from offload_trainer.readback import file_bytes, one_line, parsed, read_yaml
 from offload_trainer.telemetry.charts import Series
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 from offload_trainer.telemetry.report import (
     median_phases,
     read_evaluations,
     read_metrics,
+    refuse_foreign,
     steady,
     write_comparison,
 )
@@ -76,7 +75,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_page(path: Path, runs: Sequence[Compared]) -> None:
-    """The same as a page, with the losses in one chart and the steps as bars."""
+    """Write the same as a page, with the losses in one chart and the steps as bars.
+
+    UserError where `path` is there already, and no page of this program.
+    """
+    refuse_foreign(path)
     losses = [
         Series(run.name, [(float(row.step), row.loss) for row in run.rows if row.loss is not None]) for run in runs
     ]
@@ -86,14 +89,16 @@ def write_page(path: Path, runs: Sequence[Compared]) -> None:
 
 def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     try:
-        sections = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+        sections = read_yaml(directory / "config.yaml")
         plan = parsed(file_bytes(directory / "plan.json"), dict)
         config = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
         return directory, config, {**plan["chosen"], **(plan["chosen"]["sizes"] or {}), "plan": plan}
     except OSError as error:
         raise UserError(f"{directory} holds no run: {error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"{directory}: its config.yaml or plan.json is not what a run writes") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{directory}: its config.yaml or plan.json is not what a run writes: {one_line(error)}"
+        ) from error
 
 
 def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str, Any]) -> Compared:

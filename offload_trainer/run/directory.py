@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import stat
 import sys
 import time
 import traceback
@@ -24,13 +25,20 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import UserError, explain
+from offload_trainer.readback import is_there
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.storage.durable import make_directories, remove_abandoned, write_text
+from offload_trainer.storage.durable import make_directories, open_to_append, remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.removal import reason
 from offload_trainer.streams import write_now
 from offload_trainer.units import shown
 
+# What a run writes in its directory, but for checkpoints and weights, which are looked at by themselves.
+WRITTEN = (
+    *("config.yaml", "plan.json", "machine.json", "environment.json", "deepspeed.json", "trackers.json"),
+    *("log.txt", "metrics.jsonl", "evaluations.jsonl", "report.html", "export.json"),
+)
+_MARK = ".lock"
 _TRIES, _INSTANT = 20, 0.05  # seconds: twenty looks of others, one after the other
 
 
@@ -91,6 +99,25 @@ def refuse_second(output: Path) -> None:
         os.close(lock)
 
 
+def refuse_strangers(output: Path) -> None:
+    """UserError where a run would replace or append to what no run has written: somebody's own files."""
+    there = [name for name in WRITTEN if is_there(output / name)]
+    odd = [name for name in there if not stat.S_ISREG((output / name).lstat().st_mode)]
+    if odd:
+        raise UserError(
+            f"{output / odd[0]} is a link, a directory or no regular file, and a run writes a file of that name: move "
+            "it away, or name another --output"
+        )
+    if is_there(output / "model"):
+        there.append("model")
+    if there and not is_there(output / _MARK):
+        raise UserError(
+            f"{output} holds {', '.join(there)}, which a run there would replace, and no {_MARK}, so no run has "
+            "written that: name another --output, or move it away. If it is a copy of a run, make an empty "
+            f"{output / _MARK}"
+        )
+
+
 @contextmanager
 def held(output: Path, log: Log) -> Iterator[int]:
     """The run directory, made if it is missing, for this run alone; gives the descriptor of its lock.
@@ -115,11 +142,11 @@ def held(output: Path, log: Log) -> Iterator[int]:
 
 def _open_lock(output: Path, *, create: bool) -> int | None:
     try:
-        return open_lock(output / ".lock", create=create)
+        return open_lock(output / _MARK, create=create)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{output / '.lock'} cannot be a run's lock: {reason(error)}; move it away") from error
+        raise UserError(f"{output / _MARK} cannot be a run's lock: {reason(error)}; move it away") from error
 
 
 def _take_in_the_end(lock: int, output: Path) -> None:
@@ -142,7 +169,7 @@ def _take(lock: int, output: Path, *, shared: bool = False) -> None:
 @contextmanager
 def run_directory(output: Path, log: Log, *, lock: int) -> Iterator[None]:
     """The run directory that is `held`, while the run lives: every line goes to its log, and why the run ended."""
-    with open(output / "log.txt", "ab", buffering=0) as log.file:
+    with open(open_to_append(output / "log.txt"), "ab", buffering=0) as log.file:
         try:
             with _ends_told(log), _noted_as_alive(lock, log):
                 remove_leftovers(output / "checkpoints")

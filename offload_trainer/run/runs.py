@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from offload_trainer.errors import UserError
+from offload_trainer.readback import read_yaml
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.storage.lease import PAGES, folders_in
 from offload_trainer.storage.locks import NoLocks, open_lock, take
@@ -48,6 +47,13 @@ def runs_in(directory: Path) -> list[Run]:
 
 
 def _run(directory: Path) -> Run:
+    try:
+        return _read(directory)
+    except UserError as error:  # the others are listed all the same
+        return Run(str(directory), step=0, steps=None, loss=None, validation_loss=None, saved=None, state=str(error))
+
+
+def _read(directory: Path) -> Run:
     metrics, validations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     checkpoints = complete_checkpoints(directory / "checkpoints")
     step, steps = metrics[-1].step if metrics else 0, _steps(directory / "config.yaml")
@@ -65,8 +71,8 @@ def _run(directory: Path) -> Run:
 
 def _steps(config: Path) -> int | None:
     try:
-        told = yaml.safe_load(config.read_text(encoding="utf-8"))["train"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        told = read_yaml(config)["train"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return told if isinstance(told, int) else None
 

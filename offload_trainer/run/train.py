@@ -34,7 +34,15 @@ from offload_trainer.run.alike import refuse_other_data, refuse_other_programs
 from offload_trainer.run.beats import beating
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
 from offload_trainer.run.data import check_data, epoch_line, first_row, prepare_data, unknown_identity
-from offload_trainer.run.directory import Log, held, keep_model, refuse_second, run_directory, write_known
+from offload_trainer.run.directory import (
+    Log,
+    held,
+    keep_model,
+    refuse_second,
+    refuse_strangers,
+    run_directory,
+    write_known,
+)
 from offload_trainer.run.launch import ranks_of_environment
 from offload_trainer.run.nodes import refuse_node, refuse_unseen
 from offload_trainer.run.page_files import clear_drives, drop, keep, take_over
@@ -49,19 +57,34 @@ from offload_trainer.trainer import Job
 
 
 def refuse(planned: Planned) -> None:
-    """UserError for a plan that must not start."""
+    """UserError for a plan that must not start, wherever it writes."""
     config, plan = planned.config, planned.plan
+    plan.refuse(force=config.placement.force)
     reason = plan.cannot_save
-    resumes = find_resume(config.save.resume, output=planned.output)
-    if reason and resumes:
+    if not reason:
+        return
+    if resumes := find_resume(config.save.resume, output=planned.output):
         raise UserError(
             f"{plan.homes} cannot continue {resumes}: {reason}. Use --optimizer cpu, or name another --output"
         )
-    if reason and config.save.every != 0:
+    if config.save.every != 0:
         raise UserError(
             f"{plan.homes}: no exact checkpoints here: {reason}. Add --save-every 0 to train without them (the "
             "weights are exported at the end), or use --engine tiered"
         )
+
+
+def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
+    """UserError for what can be known to go wrong before text is tokenised: what is not there, or no text."""
+    refuse_missing(planned.config.save.all_trackers)
+    check_data(planned.config.data, planned.source, say=say)
+
+
+def refuse_output(planned: Planned) -> None:
+    """UserError where the run directory holds what this run can neither go on from nor replace."""
+    config = planned.config
+    refuse_strangers(planned.output)
+    resumes = find_resume(config.save.resume, output=planned.output)
     here = complete_checkpoints(planned.output / "checkpoints")
     newer = [path.name for path in here if resumes and step_of(path) > step_of(resumes)]
     if newer:
@@ -73,15 +96,6 @@ def refuse(planned: Planned) -> None:
         raise UserError(
             f"--resume never, but {config.save.output} holds checkpoints that it would mix with: name another --output"
         )
-    plan.refuse(force=config.placement.force)
-
-
-def check_start(planned: Planned, *, say: Callable[[str], None]) -> None:
-    """UserError for what can be known to go wrong before text is tokenised: what is not there, another's state."""
-    config = planned.config
-    refuse_missing(config.save.all_trackers)
-    check_data(config.data, planned.source, say=say)
-    resumes = find_resume(config.save.resume, output=planned.output)
     if resumes:
         check_identity(resumes, planned_identity(planned) | unknown_identity(config.data), layout_of(planned))
 
@@ -119,6 +133,7 @@ def _train_as_rank(
     on_rank_zero(lambda: refuse_second(Path(config.save.output)))
     planned = _plan_together(config, nodes=nodes, log=log)
     on_rank_zero(lambda: check_start(planned, say=lambda _: None))
+    on_rank_zero(lambda: refuse_output(planned))
     if not planned.plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
@@ -253,6 +268,7 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
         nonlocal chosen, lock
         lock = stack.enter_context(held(setup.output, setup.log))
         refuse(setup.planned)
+        refuse_output(setup.planned)
         chosen = find_resume(setup.planned.config.save.resume, output=setup.output)
         if chosen != resume:
             setup.log.say(f"another run has ended in {setup.output} meanwhile: looking again")

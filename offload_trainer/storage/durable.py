@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import shutil
+import stat
+from functools import partial
 from pathlib import Path
 
 from offload_trainer.errors import UserError
+from offload_trainer.readback import open_given
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
 REPLACED = "replaced"  # in a workplace: what stood under the final name, where two names cannot be exchanged
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """`write_bytes` of UTF-8."""
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(), mode=mode)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` at once: readers see the old bytes or the new, also after a power cut."""
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Replace `path` at once: readers see the old bytes or the new, also after a power cut.
+
+    `mode`: its permissions, of which the user's umask takes some away.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # _TEMPORARY finds it
     try:
         temporary.unlink(missing_ok=True)  # a process of this number was killed here, or somebody has put a link there
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -53,6 +60,21 @@ def _is_alive(process: int) -> bool:
     return os.path.exists(f"/proc/{process}")
 
 
+def open_to_append(path: Path) -> int:
+    """Return a descriptor that appends to `path`, made if it is missing. UserError for a link, a pipe or a device."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+            raise UserError(f"{path}: a link or a pipe is not written to; move it away") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: not a regular file, and not written to; move it away")
+    return descriptor
+
+
 def make_directories(path: Path) -> None:
     """`path` and what is missing above it, each of them on the disk when this returns. OSError as mkdir's."""
     missing = []
@@ -68,7 +90,7 @@ def make_directories(path: Path) -> None:
 def sync_file(path: Path) -> None:
     """Make what was written to it last; nothing where there is no such file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return
     try:
@@ -80,7 +102,7 @@ def sync_file(path: Path) -> None:
 def copy_tree(source: Path, destination: Path) -> None:
     """Copy the files below `source` into the new directory `destination`, which is on the disk when this returns.
 
-    Modes are the user's umask's. UserError for a link.
+    Modes are the user's umask's. UserError for a link, a pipe or a device.
     """
     destination.mkdir()
     for path in sorted(source.iterdir()):
@@ -89,7 +111,7 @@ def copy_tree(source: Path, destination: Path) -> None:
         if path.is_dir():
             copy_tree(path, destination / path.name)
             continue
-        with open(path, "rb") as given, open(destination / path.name, "wb") as file:
+        with open_given(path) as given, open(destination / path.name, "wb") as file:
             shutil.copyfileobj(given, file)
             file.flush()
             os.fsync(file.fileno())

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.readback import open_file
 from offload_trainer.storage.crc import combined
 
 SAFETENSORS_DTYPES = {
@@ -258,10 +259,10 @@ class TensorFileReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            self._file = open(open_file(path, links=True), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
             with safe_open(path, framework="pt"):
                 pass  # sizes, places and names fit each other and the file
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{path} is not a whole safetensors file: {error}") from error
         length = int.from_bytes(self._file.read(8), "little")
         header = json.loads(self._file.read(length))

@@ -15,6 +15,8 @@ from statistics import median
 from string import Template
 from typing import Any, TypeVar
 
+from offload_trainer.errors import UserError
+from offload_trainer.readback import is_there, open_file
 from offload_trainer.storage.durable import write_text
 from offload_trainer.telemetry.charts import Series, bars, lines
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
@@ -23,6 +25,7 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 _Record = TypeVar("_Record")
 
 _TIERS = {"ram": "RAM", "gpu": "GPU", "drives": "drives"}  # keys of StepRecord.memory, as a person calls them
+_HEAD = 4096  # bytes in which a page says who wrote it
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
@@ -89,6 +92,19 @@ def write_comparison(
     _write(path, title=title, facts={}, sections=sections)
 
 
+def refuse_foreign(path: Path) -> None:
+    """UserError where something is at `path` that is no page of this program."""
+    if not is_there(path):
+        return
+    try:
+        with open(open_file(path), "rb") as file:
+            ours = b'<meta name="generator" content="offload-trainer">' in file.read(_HEAD)
+    except ValueError:
+        ours = False
+    if not ours:
+        raise UserError(f"{path}: already there, and no report of this program; name another file, or move it away")
+
+
 Rows = Sequence[Sequence[str]]
 
 
@@ -103,9 +119,12 @@ def _write(path: Path, *, title: str, facts: Mapping[str, str], sections: Sequen
 def _read(path: Path, parse: Callable[[str], _Record]) -> list[_Record]:
     records = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open(open_file(path, links=True), "rb") as file:
+            text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     for line in text.splitlines():
         try:
             records.append(parse(line))

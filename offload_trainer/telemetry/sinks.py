@@ -14,8 +14,8 @@ from pathlib import Path
 from pydantic import with_config
 
 from offload_trainer.errors import TrainerError, reason
-from offload_trainer.readback import LENIENT, Steps, parsed
-from offload_trainer.storage.durable import write_bytes
+from offload_trainer.readback import LENIENT, Steps, open_given, parsed
+from offload_trainer.storage.durable import open_to_append, write_bytes
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 from offload_trainer.telemetry.screen import Screen, four_digits
 from offload_trainer.telemetry.trackers import Trackers
@@ -43,7 +43,8 @@ class JsonLines:
 
     def truncate_after(self, step: int) -> None:
         """Keep the lines of steps up to `step`; torn lines go too. Atomic: the file is the old or the new."""
-        kept = [line + b"\n" for line in self.path.read_bytes().splitlines() if _is_up_to(line, step)]
+        with open_given(self.path) as file:
+            kept = [line + b"\n" for line in file.read().splitlines() if _is_up_to(line, step)]
         write_bytes(self.path, b"".join(kept))
         os.close(self._fd)  # it is still the old file
         self._fd = self._opened()
@@ -53,7 +54,7 @@ class JsonLines:
         os.close(self._fd)
 
     def _opened(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        return open_to_append(self.path)
 
 
 @with_config(LENIENT)

@@ -81,6 +81,66 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def test_the_work_of_others_in_a_shared_cache_is_not_taken(
+    source: Path, tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums match, and its name: only its owner, and who may change it, tell that it is another's."""
+    cache = tmp_path / "shared"
+    cache.mkdir()
+    cache.chmod(0o1777)
+    made = prepared(source, tokenizer=tokenizer, cache=cache)
+    path, sidecar = made.path, sidecar_path(made.path)
+    (memory,) = cache.glob("*.sums.json")
+    assert {file.stat().st_mode & 0o777 for file in (path, sidecar, memory)} == {0o644}
+    tokenizer.calls = 0
+    for name in (path, sidecar):
+        name.chmod(0o664)
+        with pytest.raises(UserError, match=rf"{name.name} cannot be read: others may change it \(mode 664"):
+            prepared(source, tokenizer=tokenizer, cache=cache)
+        name.chmod(0o644)
+        moved = name.rename(tmp_path / "moved")
+        name.symlink_to(moved)
+        with pytest.raises(UserError, match=r"it is a link\. .*data\.cache=DIR"):
+            prepared(source, tokenizer=tokenizer, cache=cache)
+        moved.replace(name)
+    assert len(prepared(source, tokenizer=tokenizer, cache=cache)) == len(made)
+    if os.geteuid() == 0:
+        for name in (path, sidecar):
+            os.chown(name, 65534, 65534)
+            with pytest.raises(UserError, match=r"it belongs to another user \(number 65534\), and is not trusted"):
+                prepared(source, tokenizer=tokenizer, cache=cache)
+            os.chown(name, 0, 0)
+    assert tokenizer.calls == 0
+
+
+def test_what_others_say_of_a_texts_sum_is_not_believed(
+    source: Path, tokenizer: CountingTokenizer, tmp_path: Path
+) -> None:
+    os.utime(source, (1, 1))
+    cache = tmp_path / "shared"
+    made = prepared(source, tokenizer=tokenizer, cache=cache)
+    (memory,) = cache.glob("*.sums.json")
+    known = json.loads(memory.read_text())
+    for about in known.values():
+        about |= {"sum": "00" * 16, "at": about["at"] + 10**12}
+    memory.write_text(json.dumps(known))
+    memory.chmod(0o666)
+    assert prepared(source, tokenizer=tokenizer, cache=cache).path == made.path
+    assert json.loads(memory.read_text()).keys() == known.keys()
+
+
+def test_a_umask_that_lets_the_group_write_is_not_followed(
+    source: Path, tokenizer: CountingTokenizer, tmp_path: Path
+) -> None:
+    before = os.umask(0o002)
+    try:
+        for _ in range(2):
+            prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "cache").iterdir()} == {0o644}
+
+
 def test_documents_become_their_tokens_with_end_of_text_behind_each(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer
 ) -> None:

@@ -118,7 +118,7 @@ def test_the_command_that_is_told_makes_lines_of_it(name: str, content: str, tmp
         find_sources([str(tmp_path / name)])
     command = re.search(r"python -c .*? > data\.jsonl", str(caught.value))
     assert command
-    made = subprocess.run(["sh", "-c", command[0].replace("python", sys.executable, 1)], cwd=tmp_path, timeout=60)
+    made = subprocess.run(["sh", "-c", command[0].replace("python", sys.executable, 1)], cwd=tmp_path, timeout=600)
     assert made.returncode == 0
     lines = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     assert [line["text"] for line in lines] == ["one\ntwo", "é"]

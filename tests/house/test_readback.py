@@ -207,6 +207,23 @@ def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
     assert again.rates.corrections == {"tiered.update": 1.5}
 
 
+def test_rates_that_others_may_have_written_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
+    cache.keep_rates(MACHINE)
+    assert cache.with_cached_rates(MACHINE).rates.memory == MACHINE.rates.memory
+    cache.cache_file().chmod(0o666)
+    (note,) = cache.with_cached_rates(MACHINE).notes
+    assert "others may change it (mode 666; chmod go-w), and it is not trusted" in note
+    with pytest.raises(UserError, match="others may change it"):
+        cache.refuse_unwritable()
+    cache.cache_file().chmod(0o644)
+    cache.refuse_unwritable()
+    if os.geteuid() == 0:
+        os.chown(cache.cache_file(), 65534, 65534)
+        (note,) = cache.with_cached_rates(MACHINE).notes
+        assert "it belongs to another user (number 65534), and is not trusted" in note
+
+
 def test_entries_of_other_machines_and_versions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     other = {"rates": {"warp": 9}, "more": [1]}
@@ -286,6 +303,65 @@ ELSEWHERE = {
     "storage/tensorfile.py": "a header that the safetensors library has checked",
     "readback.py": "",
 }
+
+
+# Which modules open files otherwise than through `readback` and `durable.open_to_append`, and why none of them waits.
+OPENING = {
+    "checkpoint.py": "files that it has just written",
+    "data/conversation_rows.py": "the package's own",
+    "data/tables.py": "what pyarrow reads, opened by open_given before",
+    "data/tokenfile.py": "new files, and O_NONBLOCK",
+    "data/tokenizer.py": "copyfile, which refuses pipes",
+    "export/directory.py": "files that it has just written",
+    "export/gguf.py": "a file that it has just written",
+    "machine/probe.py": "the kernel's",
+    "model/beside.py": "copyfile, of what was read before",
+    "numa.py": "the kernel's",
+    "offloading/node.py": "another rank's memory",
+    "offloading/page_account.py": "the kernel's",
+    "offloading/page_index.py": "new, in a private directory",
+    "optim/kernel_cache.py": "the package's own, and what the compiler has made",
+    "optim/nvrtc.py": "the package's own",
+    "plan/machine.py": "the package's own",
+    "readback.py": "the opener",
+    "run/doctor.py": "the kernel's",
+    "run/recipes.py": "the package's own, and a new file",
+    "run/tune.py": "in a private directory",
+    "run/watch.py": "the kernel's",
+    "storage/durable.py": "new files, directories, and O_NONBLOCK",
+    "storage/locks.py": "O_NONBLOCK, and regular files only",
+    "storage/record.py": "for reading and writing, which no pipe waits for",
+    "storage/removal.py": "directories, and O_NONBLOCK",
+    "storage/tensorfile.py": "new files, and what open_file has looked at",
+    "storage/transfer.py": "for reading and writing, which no pipe waits for",
+    "streams.py": "/dev/null",
+    "telemetry/meters.py": "the kernel's",
+    "telemetry/report.py": "the package's own",
+}
+_OPENS = {"open", "read_text", "read_bytes", "safe_open", "load_file", "copyfile", "fromfile", "memmap", "OSFile"}
+_OPENERS = {"open_file", "open_owned", "open_to_append"}
+
+
+def _opens(call: ast.Call) -> bool:
+    """Whether a call opens a file by its name, as far as its own words tell."""
+    function, given = call.func, call.args[0] if call.args else None
+    name = getattr(function, "id", getattr(function, "attr", ""))
+    owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    if name not in _OPENS or owner in ("TokenFile", "self._cache"):
+        return False
+    through = isinstance(given, ast.Call) and getattr(given.func, "id", "") in _OPENERS
+    return not through and getattr(given, "id", "") != "descriptor"
+
+
+def test_every_file_goes_through_the_one_opener() -> None:
+    """A pipe in place of a file blocks whoever opens it otherwise."""
+    package = Path(offload_trainer.__file__).parent
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(isinstance(node, ast.Call) and _opens(node) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert found == OPENING.keys()
 
 
 def test_all_json_of_ours_goes_through_the_one_reader() -> None:

@@ -1,6 +1,8 @@
 """Configuration: strict, all mistakes at once, and answered without torch."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -176,6 +178,52 @@ def test_files_that_are_no_configuration(text: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(text)
     assert str(file) in "\n".join(mistakes(str(file)))
+
+
+BOMBS = {
+    "aliases": ("".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "anchors and aliases"),
+    "an alias in itself": ("optim: &a\n  lr: *a\n", "anchors and aliases"),
+    "brackets": ("[" * 100_000, "deeper than 64 levels"),
+    "braces": ("{a: " * 5000, "deeper than 64 levels"),
+    "blocks": ("- " * 5000, "deeper than 64 levels"),
+    "a large file": ("#" * (1 << 20) + "\n", "has 1048577 bytes"),
+    "a long integer": ("train: {steps: " + "9" * 5000 + "}", "a number of 5000 characters"),
+    "a number in sixties": ("optim: {lr: " + ":".join("1" * 300) + ".5}", "a number of 601 characters"),
+    "a tag": ("optim: {lr: !!timestamp a}", "tags such as .*timestamp are not read"),
+    "no UTF-8": ("\udcff", "byte 0 is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_file_that_would_take_all_memory_or_time_is_one_mistake(name: str, tmp_path: Path) -> None:
+    text, wrong = BOMBS[name]
+    file = tmp_path / "a.yaml"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    (told,) = mistakes(str(file))
+    assert told.startswith(str(file))
+    assert re.search(wrong, told)
+    assert len(told) < 500
+
+
+def test_a_key_given_twice_is_found_among_many(tmp_path: Path) -> None:
+    """In time that grows with their number: its square would be a minute."""
+    file = tmp_path / "a.yaml"
+    file.write_text("model:\n  overrides:\n" + "".join(f"    k{n}: 1\n" for n in [*range(30_000), 7]))
+    (told,) = mistakes(str(file))
+    assert "'k7' is given twice" in told
+
+
+@pytest.mark.parametrize("word", ["optim.lr=&a 1", "optim.lr=!!timestamp a", "train.steps=" + "9" * 5000])
+def test_a_word_is_read_within_the_same_limits(word: str) -> None:
+    (told,) = mistakes(word)
+    assert "is not allowed" in told
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for name, wrong in {"pipe.yaml": "not a regular file", ".": "it is a directory", "/dev/zero": "not a reg"}.items():
+        (told,) = mistakes(str(tmp_path / name))
+        assert wrong in told
 
 
 def test_missing_file() -> None:

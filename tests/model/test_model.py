@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,13 +139,43 @@ def test_frozen_parameters_stay_frozen() -> None:
         (ModelSection(name="gpt3"), "did you mean gpt2"),
         (ModelSection(name="./nowhere"), "neither a preset"),
         (ModelSection(overrides={"n_layers_typo": 3}), "has no n_layers_typo"),
+        (ModelSection(overrides={"n_layer": 10**9}), "n_layer is 1000000000, and at most 10000 layers"),
+        (ModelSection(overrides={"vocab_size": 10**15}), "makes 2.6e+17 weights, and at most 1e+13"),
         (ModelSection(freeze=("nothing_like_this",)), "no parameter matches"),
         (ModelSection(freeze=("(",)), "not a regular expression"),
     ],
 )
 def test_refused_models(section: ModelSection, expected: str) -> None:
-    with pytest.raises(UserError, match=expected.replace("(", r"\(")):
+    with pytest.raises(UserError, match=re.escape(expected)):
         resolve_model(section, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "gpt2", "n_layer": 10**9, "n_embd": 64, "n_head": 2}, "n_layer is 1000000000"),
+        ({"model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "gpt2", "vocab_size": 10**15, "n_embd": 64, "n_head": 2}, "and at most 1e+13 are planned"),
+    ],
+)
+def test_a_configuration_that_no_machine_could_build_is_refused(
+    config: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    """And at once: transformers would make lists and modules of all the layers."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=re.escape(expected)):
+        resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "pipe"])
+def test_a_configuration_that_cannot_be_read(content: str, tmp_path: Path) -> None:
+    if content == "pipe":
+        os.mkfifo(tmp_path / "config.json")
+    else:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json cannot be read: .*It is no model's configuration"):
+        resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
 
 
 def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:

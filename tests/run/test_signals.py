@@ -143,7 +143,7 @@ class _Swallows:
 
 def swallow_and_wait(number: int) -> None:
     """Returns if no signal is heard."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     _Swallows(number)
     while time.monotonic() < deadline:
         pass

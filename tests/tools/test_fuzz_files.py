@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +25,13 @@ def watch() -> Watch:
     return Watch()
 
 
+def test_a_file_may_take_any_time_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only CPU time counts: a process that gets none of it for long is not late."""
+    monkeypatch.setattr(fuzz_files, "SECONDS", 0.05)
+    with fuzz_files.bounded():
+        time.sleep(0.5)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_a_file_holds(
     name: str, watch: Watch, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -35,7 +44,7 @@ def test_whatever_a_file_holds(
 
 
 def test_the_fuzzer_sees_what_must_not_happen(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback, a message of several screens or with escapes, a file outside, hours."""
+    """A traceback, a message of several screens or with escapes, a file outside, hours, a wait without end."""
     (tmp_path / "secret").write_text("")
     folder = tmp_path / "inside"
     folder.mkdir()
@@ -49,10 +58,13 @@ def test_the_fuzzer_sees_what_must_not_happen(watch: Watch, tmp_path: Path, monk
         "not one clean line": lambda: raising(UserError("\x1b[2J")),
         "secret": lambda: (tmp_path / "secret").read_text(),
         "took more": lambda: [None for _ in iter(int, 1)],
+        "waited": signal.pause,
     }.items():
         with monkeypatch.context() as patch:
             if wrong == "took more":
                 patch.setattr(fuzz_files, "SECONDS", 0.05)
+            if wrong == "waited":
+                patch.setattr(fuzz_files, "HANGING", 0.05)
             with pytest.raises(Violation, match=wrong):
                 fuzz_one(Kind("any", folder, ["a.json"], use=use), random.Random(3), watch)
         watch.outside.clear()

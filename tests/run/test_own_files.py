@@ -1,0 +1,204 @@
+"""Files of the user's own where a run or a report would write, and what is no file where one is read."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, ask
+from safetensors.torch import save_file
+
+from offload_trainer.data.documents import read_records
+from offload_trainer.data.sums import source_sums
+from offload_trainer.data.tokenizer import load_tokenizer, read_template
+from offload_trainer.errors import UserError
+from offload_trainer.manifest import crc32_of
+from offload_trainer.model.speaker import empty_model
+from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory
+from offload_trainer.run.runs import runs_in
+from offload_trainer.storage.durable import copy_tree, open_to_append, sync_file
+from offload_trainer.storage.tensorfile import TensorFileReader
+from offload_trainer.telemetry.report import read_metrics, refuse_foreign, write_comparison
+from offload_trainer.telemetry.sinks import JsonLines
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- the user's own ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "model/config.json"])
+def test_a_file_that_a_run_would_replace_is_the_users_own(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"holds {name.partition('/')[0]}, which a run there would replace"):
+        refuse_strangers(tmp_path)
+    with held(tmp_path, Log(loud=False)):
+        refuse_strangers(tmp_path)  # what lies beside the mark is a run's
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: p.symlink_to("elsewhere"), os.mkfifo, Path.mkdir], ids=["link", "fifo", "dir"]
+)
+def test_what_is_no_file_is_in_the_way_of_any_run(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    refuse_strangers(tmp_path)
+    make(tmp_path / "log.txt")
+    with pytest.raises(UserError, match=r"log\.txt is a link, a directory or no regular file"):
+        refuse_strangers(tmp_path)
+
+
+def test_what_is_not_a_runs_is_nobodys_business(tmp_path: Path) -> None:
+    refuse_strangers(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoints").mkdir()
+    refuse_strangers(tmp_path)
+
+
+def test_the_very_configuration_that_is_trained_with_stays(tmp_path: Path) -> None:
+    """Refused before anything is written; `plan` says so as well where the directory was named."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"# mine\nsave: {{output: {tmp_path}}}\n")
+    before = tree(tmp_path)
+    for words in (["train"], ["plan"]):
+        done = ask(*words, config, *TINY)
+        assert (done.returncode, "holds config.yaml, which a run there would replace" in done.stderr) == (2, True)
+    assert tree(tmp_path) == before
+
+
+def test_a_page_replaces_pages_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        refuse_foreign(page)
+        write_comparison(page, title="Runs", losses=[], phases={}, table=[("a",), ("b",)])
+    page.write_text("<!doctype html><title>mine</title>")
+    with pytest.raises(UserError, match=r"page\.html: already there, and no report of this program"):
+        refuse_foreign(page)
+    page.unlink()
+    page.symlink_to("other.html")
+    (tmp_path / "other.html").write_text("mine")
+    with pytest.raises(UserError, match="already there"):
+        refuse_foreign(page)
+
+
+def test_tune_does_not_replace_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so before it measures for minutes."""
+    (tmp_path / "tuned.yaml").write_text("mine")
+    done = ask("tune", *TINY, "--write", tmp_path / "tuned.yaml")
+    assert (done.returncode, "tuned.yaml: already there" in done.stderr) == (2, True), done.stderr
+    assert (tmp_path / "tuned.yaml").read_text() == "mine"
+
+
+# -- an older run in a directory that nobody named ---------------------------------------------------------------------
+
+
+def test_an_older_run_in_the_default_directory_is_a_note_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is refused, and so is a plan of that directory by its name; a plan that does not fit comes first."""
+    monkeypatch.chdir(tmp_path)
+    first = tmp_path / "runs/default/checkpoints/step-00000002"
+    first.mkdir(parents=True)
+    (first / "MANIFEST.json").write_text('{"format": 2, "step": 2, "identity": {"seed": 7}, "layout": {}, "files": {}}')
+    for command, code in ((["plan"], 0), (["--dry-run"], 0), (["plan", "--output", "runs/default"], 2), ([], 2)):
+        done = ask(*command, *TINY)
+        assert (done.returncode, "belongs to another run" in done.stderr) == (code, True), done.stderr
+    large = ["--model", "gpt2-10b", "--optimizer", "cpu", "--params", "gpu", "--resume", "never"]
+    done = ask("--dry-run", *large)
+    assert (done.returncode, "does not fit" in done.stderr) == (2, True), done.stderr
+
+
+# -- what is no file ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hang() -> Iterator[None]:
+    """Whatever waits for a writer of a pipe ends here."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "a log of steps": ("metrics.jsonl", read_metrics),
+    "a log of steps to go on": ("metrics.jsonl", JsonLines),
+    "weights": ("model.safetensors", TensorFileReader),
+    "a text's sum": ("a.txt", lambda path: source_sums([path], memory=path.with_name("memory"), say=print)),
+    "lines": ("a.jsonl", lambda path: list(read_records(path, wanted=()))),
+    "packed lines": ("a.jsonl.gz", lambda path: list(read_records(path, wanted=()))),
+    "a table": ("a.parquet", lambda path: list(read_records(path, wanted=()))),
+    "a template": ("a.jinja", read_template),
+    "a tokenizer": ("tokenizer.json", lambda path: load_tokenizer(str(path.parent))),
+    "a model to speak": ("config.json", lambda path: empty_model(path.parent)),
+    "a run's model": ("config.json", lambda path: copy_tree(path.parent, path.parent.with_name("copy"))),
+    "a file to append to": ("log.txt", open_to_append),
+}
+
+
+@pytest.mark.usefixtures("hang")
+@pytest.mark.parametrize("what", READERS)
+def test_a_pipe_is_not_waited_for(what: str, tmp_path: Path) -> None:
+    name, read = READERS[what]
+    (tmp_path / "here").mkdir()
+    os.mkfifo(tmp_path / "here" / name)
+    with pytest.raises(UserError, match=r"regular file|a pipe") as refused:
+        read(tmp_path / "here" / name)
+    assert name in str(refused.value)
+
+
+@pytest.mark.usefixtures("hang")
+def test_a_pipe_in_a_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "master.safetensors")
+    with pytest.raises(ValueError, match="not a regular file"):
+        crc32_of(tmp_path / "master.safetensors")
+    with pytest.raises(OSError, match="Invalid"):  # which a pipe cannot
+        sync_file(tmp_path / "master.safetensors")
+
+
+@pytest.mark.usefixtures("hang")
+def test_one_run_with_pipes_or_deep_files_does_not_hide_the_others(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("[" * 5000 if name == "b" else "train: {steps: 3}")
+        (tmp_path / name / "metrics.jsonl").touch()
+    (tmp_path / "a/metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "a/metrics.jsonl")
+    one, two, three = runs_in(tmp_path)
+    assert "metrics.jsonl cannot be read: it is not a regular file" in one.state
+    assert (two.steps, three.steps) == (None, 3)
+
+
+def test_a_link_is_not_appended_to(tmp_path: Path) -> None:
+    target = tmp_path / "mine.txt"
+    target.write_text("mine\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "log.txt").symlink_to(target)
+    log = Log(loud=True)
+    with pytest.raises(UserError, match=r"log\.txt: a link or a pipe is not written to"):  # noqa: SIM117
+        with held(run, log) as lock, run_directory(run, log, lock=lock):
+            log.write("a line")
+    with pytest.raises(UserError, match="a link"):
+        JsonLines(run / "log.txt")
+    assert target.read_text() == "mine\n"
+
+
+def test_tensors_behind_a_link_are_read(tmp_path: Path) -> None:
+    """The hub's files are links."""
+    save_file({"a": torch.ones(2)}, tmp_path / "blob")
+    (tmp_path / "model.safetensors").symlink_to("blob")
+    with TensorFileReader(tmp_path / "model.safetensors") as file:
+        assert file.read("a").tolist() == [1, 1]

@@ -12,7 +12,7 @@ HOUSE = (
     ("packages", "units", "streams", "numa"),
     ("errors",),
     ("readback", "places", "signals"),
-    ("identity", "config"),
+    ("identity", "config", "synonyms"),
     ("schedule", "manifest", "plan"),
     ("settings",),
     ("storage", "ranks"),
@@ -52,7 +52,7 @@ LIBRARY_FREE = {
     "schedule",
     "plan",
 }
-LIBRARY_FREE |= {"settings", "numa"}
+LIBRARY_FREE |= {"settings", "synonyms", "numa"}
 
 
 def modules() -> dict[str, Path]:

@@ -53,6 +53,7 @@ class _Joined:
     here: range  # the ranks of this node
     listener: Listener
     everybody: Mesh
+    store: dist.Store | None  # the launcher's, of several nodes; rank 0 may be the one that keeps it
 
 
 _joined: _Joined | None = None
@@ -74,8 +75,7 @@ def join() -> None:
     first = 0 if each == world else rank - int(os.environ["LOCAL_RANK"])
     here = range(first, first + each)
     meet = _meet_on_one_node if each == world else _meet_on_several
-    listener, everybody = meet(rank, world, here)
-    _joined = _Joined(rank, world, here, listener, everybody)
+    _joined = _Joined(rank, world, here, *meet(rank, world, here))
     signal.signal(signal.SIGTERM, handler)
 
 
@@ -105,17 +105,17 @@ def _listening(rank: int, here: range, *, secret: bytes = b"", host: str | None 
         raise
 
 
-def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh]:
+def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mesh, None]:
     """Connect the ranks of this machine, with nothing that others can open."""
     with _listening(rank, here) as listener:
         try:
-            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING)
+            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING), None
         except Late as error:
             told = f"after {_JOINING:g} s not all ranks of the run have come: {error}"
             raise TrainerError(f"{told}; the launcher, or that rank, says why") from error
 
 
-def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh]:
+def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh, dist.Store]:
     """Connect the ranks of all nodes, which find each other's addresses in the launcher's store.
 
     Anybody can write there, so nothing of it is trusted: whoever is at an address has to prove that it knows the
@@ -146,7 +146,7 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
             for other in set(range(world)) - set(here):
                 listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
             left = max(1.0, until - time.monotonic())
-            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, look=look)
+            return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, look=look), store
         except Late as error:
             at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
             raise TrainerError(f"{why}: {error}; {at}") from error
@@ -282,6 +282,15 @@ def _mesh_of(members: Sequence[int], *, patience: float) -> Mesh:
 # -- torch.distributed -------------------------------------------------------------------------------------------------
 
 
+def launchers_store(*, timeout: float) -> dist.Store:
+    """Return the store of a run of several nodes, over a connection of its own. Anybody may read and write there."""
+    assert _joined is not None
+    assert _joined.store is not None
+    store: dist.Store = _joined.store.clone()  # type: ignore[attr-defined]  # not in its stub
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
 def join_torch(backend: str) -> None:
     """Set up torch.distributed, once, for what moves tensors itself: NCCL, DeepSpeed. All ranks call it.
 
@@ -293,7 +302,7 @@ def join_torch(backend: str) -> None:
     rank, world = place_here()
     store: dist.Store
     if _joined is not None and len(_joined.here) < world:
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+        store = launchers_store(timeout=_JOINING)
     else:
         store = dist.FileStore(_private_file(), world) if _joined else dist.HashStore()
         for name in (_INTERFACE, "NCCL_SOCKET_IFNAME"):  # what gloo and NCCL open is on the loopback

@@ -13,11 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Protocol
 
-from torch.distributed.rendezvous import rendezvous
-
+from offload_trainer.ranks import launchers_store
 from offload_trainer.run.watch import ON_AGAIN
 
 _EVERY, _LOST = 5.0, 60.0  # seconds from one beat to the next; without one
@@ -38,7 +36,7 @@ def beating(nodes: Sequence[range], *, rank: int, say: Callable[[str], None]) ->
     if len(nodes) == 1 or rank not in [its.start for its in nodes]:
         yield
         return
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_LOST)))
+    store = launchers_store(timeout=_LOST)
     beats = _Beats(store, nodes, number=next(number for number, its in enumerate(nodes) if rank in its))
     beats.tell()
     threads = [threading.Thread(target=work, args=(beats, say), daemon=True) for work in (_go_on, _guard)]

@@ -39,7 +39,19 @@ PLACES: dict[str, dict[str, Any]] = {
 Case = tuple[str, Callable[[Any], Any]]  # a name, and what is done to a parameter
 
 # Their results are memory without values, addresses, or the names of classes: only types and shapes are compared.
-_UNSET = ("empty", "resize", "data_ptr", "storage", "__repr__", "__format__", "_make_dep_token", "__hash__", "_cdata")
+_UNSET = (
+    "empty",
+    "resize",
+    "data_ptr",
+    "storage",
+    "__repr__",
+    "__format__",
+    "_make_dep_token",
+    "__hash__",
+    "_cdata",
+    "_prepack",
+    "_nested",
+)
 # They wait for something, end the process, or change what torch does from then on.
 _NOT_TRIED = (
     "_assert",
@@ -51,6 +63,10 @@ _NOT_TRIED = (
     "_sync",
     "_cslt",
     "batch_dim",
+    # They read beyond the memory that they are given, unless their callers compute the arguments.
+    "_reshape_alias",
+    "_weight_norm_interface",
+    "_pdist_backward",
     "quantized_",
 )
 _SIZE = 6
@@ -206,8 +222,8 @@ def _seen(name: str, value: Any) -> Any:
     """What is compared of a result."""
     shapes = any(word in name for word in _UNSET)
     if isinstance(value, torch.Tensor):
-        facts = (str(value.dtype), tuple(value.shape), value.requires_grad)
-        if shapes or value.layout is not torch.strided or value.is_quantized:
+        facts = (str(value.dtype), value.is_nested or tuple(value.shape), value.requires_grad)
+        if shapes or value.is_nested or value.layout is not torch.strided or value.is_quantized:
             return facts
         return (
             *facts,

@@ -57,6 +57,8 @@ _NEW_MEMORY = frozenset(
 # Operations that give the memory of a tensor to something that torch does not follow.
 _RAW_MEMORY = frozenset(["storage", "_typed_storage", "__dlpack__", "__cuda_array_interface__", "_lazy_clone"])
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 # What is asked of a parameter without looking at its values.
 FACTS = frozenset(
     [
@@ -359,6 +361,12 @@ def _follow(view: ParameterView) -> None:
 def _guarded(result: Any, parameters: Sequence[OffloadedParameter]) -> Any:
     """The result; tensors in it that share memory with a parameter become views, and arrays read-only copies."""
     if type(result) is torch.Tensor:
+        if result.layout in _SPARSE:
+            values = result._values() if result.layout is torch.sparse_coo else result.values()
+            for parameter in parameters:
+                if _is_alias_of(values, parameter):
+                    _refuse_giving("a sparse tensor of it", parameter)
+            return result
         for parameter in parameters:
             if _is_alias_of(result, parameter):
                 first = parameter.storage_offset() * parameter.itemsize
@@ -456,13 +464,17 @@ def _refuse_swapping(parameter: OffloadedParameter) -> NoReturn:
     )
 
 
+def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
+    raise UserError(
+        f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it of "
+        "a copy, parameter.detach().clone()"
+    )
+
+
 def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> None:
     """Raise UserError for what gives a parameter's memory to others, or runs code that `lend` cannot follow."""
     if name.partition(".")[0] in _RAW_MEMORY:
-        raise UserError(
-            f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take "
-            "it of a copy, parameter.detach().clone()"
-        )
+        _refuse_giving(name, parameter)
     refuse_recording(parameter.weight)
     if isinstance(func, torch._ops.HigherOrderOperator):
         raise UserError(

@@ -466,8 +466,8 @@ def _refuse_swapping(parameter: OffloadedParameter) -> NoReturn:
 
 def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
     raise UserError(
-        f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it of "
-        "a copy, parameter.detach().clone()"
+        f"{name} would give away the memory of {parameter.weight}, which holds its values only for a moment: take it "
+        "of a copy, parameter.detach().clone()"
     )
 
 

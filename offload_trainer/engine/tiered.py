@@ -242,7 +242,7 @@ def _one_for_each_use(model: nn.Module, *, dtype: torch.dtype, place: torch.devi
         for key, old in module._parameters.items():
             if old is None:
                 continue
-            empty = torch.empty(1, dtype=dtype, device=place).expand(old.shape)
+            empty = torch.empty((), dtype=dtype, device=place).expand(old.shape)
             made[names[old]].append(nn.Parameter(empty, requires_grad=old.requires_grad))
             module._parameters[key] = made[names[old]][-1]
     return made

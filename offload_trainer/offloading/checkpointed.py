@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from offload_trainer.offloading.autograd import current_backward, hooks_of_autograd
 
@@ -104,6 +106,24 @@ class Within:
         if self._others is not None and self._computed != now:
             self._computed = now
             self._others[1](self._first)
+
+
+def recompute_views(places: Places) -> None:
+    """Let selective checkpointing compute views of weights again, whose memory gets other values, and save none."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _CachingTorchDispatchMode) and not hasattr(mode.policy_fn, "without_views_of"):
+            mode.policy_fn = _without_views(mode.policy_fn, places)
+
+
+def _without_views(policy: Callable[..., Any], places: Places) -> Callable[..., Any]:
+    def without_views(context: Any, operation: Any, *args: Any, **words: Any) -> Any:
+        results = context.op_output if isinstance(context.op_output, list | tuple) else [context.op_output]
+        if any(isinstance(one, torch.Tensor) and places.place_of(one) is not None for one in results):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return policy(context, operation, *args, **words)
+
+    without_views.without_views_of = places  # type: ignore[attr-defined]
+    return without_views
 
 
 @dataclass(frozen=True)

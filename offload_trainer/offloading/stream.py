@@ -23,8 +23,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.autograd import as_saved, hooks_of_autograd, in_backward, set_memory, unprotected
-from offload_trainer.offloading.checkpointed import Within
+from offload_trainer.offloading.autograd import (
+    as_saved,
+    hooks_of_autograd,
+    in_backward,
+    keep_by,
+    not_compiled,
+    set_memory,
+    unprotected,
+    without_modes,
+)
+from offload_trainer.offloading.checkpointed import Within, recompute_views
 from offload_trainer.offloading.device import Arrival, Device
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.weights import Weights
@@ -78,7 +87,7 @@ class Stream:
             for unit in units
         }
         self._by_storage = {slot.buffer.untyped_storage().data_ptr(): number for number, slot in enumerate(self._slots)}
-        self._away = torch.full((1,), torch.nan, dtype=weights.dtype, device=device.place)
+        self._away = torch.full((), torch.nan, dtype=weights.dtype, device=device.place)
         self._backward = False
         self._then: bool | None = None
         # (backward?, the unit before, unit) -> the unit needed next, last time; None, None: at the start of a pass
@@ -118,16 +127,18 @@ class Stream:
         """
 
         def hook(*_: Any) -> None:
-            if saves and unprotected():
+            if saves and unprotected() and not in_backward():
                 raise UserError(
                     "a part of an offloaded model was called by itself, and its weights would not stay for the "
                     "backward: call the model as a whole, or do it inside session.micro_batch() or torch.no_grad()"
                 )
+            recompute_views(self)
             for unit in units:
                 self._note_recomputation(unit)
-                self.need(unit)
+                with without_modes():
+                    self.need(unit)
 
-        return hook
+        return not_compiled(hook)
 
     def _note_recomputation(self, unit: int) -> None:
         """What a checkpointed part's recomputation saves are bare views: its units stay until another part begins."""
@@ -193,7 +204,10 @@ class Stream:
     def unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         if not isinstance(saved, _Saved):
             return saved
-        return self.need(saved.unit).as_strided(saved.size, saved.stride, saved.offset)
+        if unprotected() and in_backward():
+            keep_by(self.pack, self.unpack)  # with create_graph this weight is saved again
+        with without_modes():
+            return self.need(saved.unit).as_strided(saved.size, saved.stride, saved.offset)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -291,11 +305,12 @@ class Stream:
             and self._is_to_be_lent(unit, start, bare=bare or (recomputing and unit not in self._recomputed))
         }
         if wanted:
-            self._take_back()
-            for unit, start in wanted.values():
-                for parameter, at, shape in self._parts[unit]:
-                    if at == start:
-                        set_memory(parameter, self._copy(unit, start, shape))
+            with without_modes():
+                self._take_back()
+                for unit, start in wanted.values():
+                    for parameter, at, shape in self._parts[unit]:
+                        if at == start:
+                            set_memory(parameter, self._copy(unit, start, shape))
             self._lent = wanted
         lent = any(name in self._lent for name in places)
         keeping = saved_tensors_hooks(torch.Tensor.detach, as_saved) if lent and bare else nullcontext()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_trainer.offloading.autograd import set_memory
+from offload_trainer.offloading.autograd import not_compiled, set_memory
 from offload_trainer.offloading.renewal import Renewal
 from offload_trainer.offloading.weights import Weights
 
@@ -30,7 +30,7 @@ class Withheld:
     ) -> None:
         """`place`: the device's."""
         self._renewal = renewal
-        self._away = torch.full((1,), torch.nan, dtype=weights.dtype, device=place)
+        self._away = torch.full((), torch.nan, dtype=weights.dtype, device=place)
         self._parts = _on_the_device(weights, parameters)
         self._withheld: set[int] = set()
 
@@ -45,7 +45,7 @@ class Withheld:
         def hook(*_: Any) -> None:
             self.give_back(units)
 
-        return hook
+        return not_compiled(hook)
 
     def begin(self) -> None:
         """An update has begun: take away what it changes."""

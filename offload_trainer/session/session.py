@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import NonFiniteGradient, UserError
+from offload_trainer.offloading.autograd import not_compiled
 from offload_trainer.offloading.model import OffloadedModel
 from offload_trainer.offloading.norms import clip_factor
-from offload_trainer.offloading.parameter import OffloadedParameter
+from offload_trainer.offloading.parameter import OffloadedParameter, forget_writes, refuse_recording, refuse_written
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
 from offload_trainer.plan.plan import Plan
@@ -44,6 +45,7 @@ class Session:
         self.plan = plan
         self.device = next(iter(offloaded.parameters.values()))[0].device
         self._offloaded, self._saves, self._opened = offloaded, saves, opened
+        self._model_parameters = [use for uses in offloaded.parameters.values() for use in uses]
         self._optimizer: OffloadedOptimizer | None = None
         self._pass = ExitStack()
         self._depth = 0  # forwards of the model inside each other
@@ -53,12 +55,13 @@ class Session:
         self._clip = 1.0
         offloaded.before_sums = self._apply_clip
         offloaded.guard_reads()
-        model.register_forward_pre_hook(self._begin_forward, prepend=True)
-        model.register_forward_hook(self._end_forward, always_call=True)
         model.forward = self._around(model.forward)  # PEFT's AdaLoRA calls it without the hooks
         self._equal: set[str] = set()  # keys of a state_dict that is being loaded
         model.register_load_state_dict_pre_hook(self._leave_equal)
         model.register_load_state_dict_post_hook(self._have_equal)
+        model.register_forward_pre_hook(not_compiled(self._begin_forward), prepend=True)
+        model.register_forward_hook(not_compiled(self._end_forward), always_call=True)
+        model.forward = torch.compiler.disable(model.forward)  # its weights come and go, which no graph can hold
         model.state_dict = self._state_dict  # type: ignore[method-assign, assignment]
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -77,6 +80,7 @@ class Session:
 
     def _begin_forward(self, *_: Any) -> None:
         self._refuse_closed()
+        refuse_recording("an offloaded model")
         self._depth += 1
         if self._depth == 1:
             if self._offloaded.activations:
@@ -84,7 +88,7 @@ class Session:
             self._pass.enter_context(self._offloaded.forward(then=torch.is_grad_enabled()))
 
     def _end_forward(self, *_: Any) -> None:
-        self._depth -= 1
+        self._depth = max(self._depth - 1, 0)  # it may have been refused before it was counted
         if self._depth == 0:
             self._pass.close()
 
@@ -218,6 +222,7 @@ class Session:
     def _step(self, rules: dict[str, Hyper]) -> None:
         """NonFiniteGradient, with nothing changed, where a sum holds a NaN or an infinity."""
         self._refuse_closed()
+        refuse_written(self._model_parameters)
         arrived, made = self._offloaded.gradients.arrived, self.optimizer
         if not arrived and not with_gradient(self._parameters()):
             return  # as torch's, where no parameter has a gradient
@@ -305,6 +310,7 @@ class Session:
         UserError for a state that is no plain data; TrainerError where the disk refuses.
         """
         self._refuse_closed()
+        refuse_written(self._model_parameters)
         self._saves.save(Path(directory), self._offloaded, self.optimizer, stateful)
 
     def resume(self, directory: str | Path, *stateful: Stateful) -> int:
@@ -315,7 +321,10 @@ class Session:
         """
         self._refuse_closed()
         self._clear()
-        return self._saves.resume(Path(directory), self._offloaded, self.optimizer, stateful)
+        steps = self._saves.resume(Path(directory), self._offloaded, self.optimizer, stateful)
+        if steps:
+            forget_writes(self._model_parameters)
+        return steps
 
     def export(self, directory: str | Path, *, dtype: str = "bf16", merge: bool = True) -> None:
         """Write the weights as transformers loads them, one at a time: "bf16", "fp16" or "fp32".
@@ -324,6 +333,7 @@ class Session:
         adapters to their weights: the bits of PEFT's merge_and_unload. UserError for others in the model.
         """
         self._refuse_closed()
+        refuse_written(self._model_parameters)
         change = merging(self.model) if merge else None
         step = steps_done(self._offloaded, self._optimizer)
         self._saves.export(Path(directory), self._offloaded, dtype=dtype, change=change, step=step)

@@ -84,6 +84,7 @@ def offload(
     of them; None: the children of each ModuleList and Sequential of modules of one class. `dtype` is by default the
     parameters' own; UserError where they have several. Those with requires_grad=False have neither masters nor moments.
     """
+    _refuse_parts(module)
     parameters = dict(module.named_parameters())
     _refuse_without_values(module)
     words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **_with_nvme(keys)})
@@ -174,6 +175,22 @@ def _folder(stack: ExitStack) -> Path:
     return folder
 
 
+def _refuse_parts(module: nn.Module) -> None:
+    """Raise UserError for parts of a module that would not do here what they do outside."""
+    for name, part in module.named_modules():
+        told = f"{name or 'the module'} ({type(part).__name__})"
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise UserError(
+                f"{told} has max_norm={part.max_norm}, and so writes to its weight in each forward, which an offloaded "
+                "weight does not keep: set max_norm to None, or scale the rows in a forward of your own"
+            )
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            raise UserError(
+                f"{told} is compiled, and its graph would miss that weights come and go: offload the module that was "
+                "given to torch.compile. An offloaded model always runs eagerly"
+            )
+
+
 # -- building --------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +230,7 @@ def _with_memory(model: nn.Module, parts: Parts) -> dict[str, list[nn.Parameter]
         for key, old in module._parameters.items():
             if old is not None:
                 if old not in made:
-                    empty = torch.empty(1, dtype=parts.layout.dtype, device=parts.device.place).expand(old.shape)
+                    empty = torch.empty((), dtype=parts.layout.dtype, device=parts.device.place).expand(old.shape)
                     made[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
                 module._parameters[key] = made[old]
     return {name: [made[old]] for old, name in names.items()}

@@ -1,0 +1,375 @@
+"""What torch can do to an offloaded parameter gives plain torch's bits, or is refused, wherever its values are."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import offload_trainer as ot
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import parameter_operations
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
+HOMES: dict[str, dict[str, Any]] = {
+    "resident": {"params": "gpu"},
+    "in RAM": {"params": "cpu", "unit_buffers": 1},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 1},
+}
+every_home = pytest.mark.parametrize("home", HOMES)
+INPUTS = torch.linspace(-2, 2, 3 * 16).view(3, 16)
+
+
+class Net(nn.Module):
+    """Blocks, a parameter without dimensions that no module of its own uses, and a head that is read by hand."""
+
+    def __init__(self, *, save: str = "") -> None:
+        """`save`: the operations that selective checkpointing saves, "" for none and no checkpointing."""
+        super().__init__()
+        self.save = save
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor(1.25))
+        self.head = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False, context_fn=self.kept) if self.save else block(x))
+        return functional.linear(x * self.scale, self.head.weight)
+
+    def kept(self) -> Any:
+        def policy(context: Any, operation: Any, *args: Any, **words: Any) -> CheckpointPolicy:
+            saved = self.save in str(operation)
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+
+def net(**words: Any) -> Net:
+    torch.manual_seed(3)
+    return Net(**words)
+
+
+def square(model: Any, step: int) -> torch.Tensor:
+    return (model(INPUTS + step) ** 2).mean()
+
+
+def penalised(model: Any, step: int) -> torch.Tensor:
+    """A gradient penalty, as WGAN-GP has it."""
+    inputs = (INPUTS + step).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return ((gradient.norm(dim=1) - 1) ** 2).mean()
+
+
+def penalised_weights(model: Any, step: int) -> torch.Tensor:
+    """A penalty on the gradients of all weights."""
+    gradients = torch.autograd.grad(square(model, step), list(model.parameters()), create_graph=True)
+    return sum(((gradient**2).sum() for gradient in gradients), start=torch.tensor(0.0))
+
+
+def twice_penalised(model: Any, step: int) -> torch.Tensor:
+    """Three backwards deep."""
+    inputs = (INPUTS + step).requires_grad_()
+    (first,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), inputs, create_graph=True)
+    return (second**2).mean()
+
+
+def trained(model: Any, session: ot.Session | None, loss_of: Callable[[Any, int], torch.Tensor]) -> Iterator[Any]:
+    """The losses and norms of three steps, then the weights."""
+    parameters = list(model.parameters())
+    optimizer = session.adamw(lr=1e-2) if session else torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward()
+        yield float(loss.detach())
+        if session:
+            yield float(session.clip_grad_norm_(0.5))
+        else:
+            yield float(nn.utils.clip_grad_norm_(parameters, 0.5, foreach=False))
+        optimizer.step()
+        optimizer.zero_grad()
+    yield [parameter.tolist() for parameter in parameters]
+
+
+@pytest.fixture
+def offloaded(home: str, tmp_path: Path) -> Iterator[tuple[Net, Net, ot.Session]]:
+    model = net()
+    reference = copy.deepcopy(model)
+    with ot.offload(model, nvme=tmp_path, say=lambda line: None, **HOMES[home]) as session:
+        yield model, reference, session
+
+
+Offloaded = tuple[Net, Net, ot.Session]
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[parameter_operations.Sessions]:
+    with pytest.MonkeyPatch.context() as patch, parameter_operations.Sessions() as opened:
+        patch.undo()
+        yield opened
+
+
+TRIED = """aten.lerp aten._foreach_add aten.unbind aten.set_ aten.relu aten.swapaxes nn.init.x torch.Tensor.numpy
+torch.Tensor.data torch.Tensor.__i torch.chunk torch.nn.functional.embedding"""
+
+
+@pytest.mark.parametrize("only", ["set .", *TRIED.split()])
+def test_an_operation_is_plain_torchs_or_refused(only: str, sessions: parameter_operations.Sessions) -> None:
+    """A part of what scripts/parameter_operations.py tries."""
+    tried = list(parameter_operations.cases(only))
+    assert tried
+    for name, case in tried:
+        for place, (parameter, read) in sessions.parameters.items():
+            verdict = parameter_operations.judged(name, case, parameter, read)
+            assert not verdict[0].isupper(), f"{name} {place}: {verdict}"
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "foreach": lambda w: torch._foreach_mul_([w], 0.5),
+    "foreach lerp": lambda w: torch._foreach_lerp_([w], [torch.ones_like(w)], 0.5),
+    "init": lambda w: nn.init.normal_(w),
+    "init by keyword": lambda w: nn.init.kaiming_uniform_(tensor=w),
+    "row": lambda w: w[0].zero_(),
+    "view": lambda w: w.view(-1).mul_(2),
+    "transposed": lambda w: w.T.mul_(2),
+    "reshaped": lambda w: w.reshape(-1).mul_(2),
+    "unbound": lambda w: w.unbind()[1].mul_(2),
+    "chunk": lambda w: w.chunk(2)[1].mul_(2),
+    "view of a view": lambda w: w.detach().view(-1)[3:].mul_(2),
+    "set": lambda w: w.set_(torch.ones(2)),
+    "set_ without": lambda w: w.set_(),
+    "data": lambda w: w.data.clamp_(-0.01, 0.01),
+    "data of a view": lambda w: w.t().data.clamp_(-0.01, 0.01),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "item of data": lambda w: w.data.__setitem__(0, 1.0),
+    "in place": lambda w: w.__imul__(2),
+    "out": lambda w: torch.add(w, 1, out=w),
+    "out of a view": lambda w: torch.add(w, 1, out=w.detach()),
+    "inplace=True": lambda w: functional.relu(w, inplace=True),
+    "dropout": lambda w: functional.dropout(w, 0.5, True, True),
+    "max_norm": lambda w: functional.embedding(torch.tensor([0, 1]), w, max_norm=0.01),
+    "bag": lambda w: functional.embedding_bag(torch.tensor([[0, 1]]), w, max_norm=0.01),
+    "overload": lambda w: torch.ops.aten.mul_.Scalar(w, 2),
+    "packet": lambda w: torch.ops.aten.mul_(w, 2),
+    "swap": lambda w: torch.utils.swap_tensors(w, nn.Parameter(torch.ones(32, 16))),
+    "swap with a view": lambda w: torch.utils.swap_tensors(torch.ones(32, 16), w.detach()),
+    "data set": lambda w: setattr(w.detach(), "data", torch.ones(32, 16)),
+    "apart": lambda w: w.detach_(),
+    "dlpack": lambda w: torch.from_dlpack(w.detach()).zero_(),
+    "storage": lambda w: w.detach().storage().fill_(0),
+}
+
+
+@every_home
+def test_writes_are_refused_and_change_nothing(offloaded: Offloaded) -> None:
+    model, reference, session = offloaded
+    weight = model.blocks[1][0].weight
+    weight.data  # noqa: B018 - it may be in memory of its own, and in its buffer
+    for name, write in WRITES.items():
+        for mode in (torch.no_grad(), torch.enable_grad()):
+            with mode, pytest.raises(ot.UserError, match=r"blocks\.1\.0\.weight"):
+                pytest.fail(f"{name}: {write(weight)}")
+    with pytest.raises(ot.UserError, match="would write"):
+        model.blocks[1][0].reset_parameters()
+    with pytest.raises(ValueError, match="read-only"):
+        weight.detach().numpy()[0] = 9
+    assert list(trained(model, session, square)) == list(trained(reference, None, square))
+
+
+@every_home
+def test_a_write_that_cannot_be_foreseen_stops_the_step(home: str, tmp_path: Path) -> None:
+    """Through a view from before; a save makes all good again."""
+    model = net()
+    reference = copy.deepcopy(model)
+    view = model.blocks[1][0].weight.detach()
+    with ot.offload(model, nvme=tmp_path, say=lambda line: None, **HOMES[home]) as session:
+        optimizer = session.adamw(lr=1e-2)
+        usual = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        for one, its in ((model, optimizer), (reference, usual)):
+            square(one, 0).backward()
+            its.step()
+            its.zero_grad()
+        session.save(tmp_path / "save")
+        square(model, 1).backward()
+        view.mul_(2)
+        for use in (optimizer.step, lambda: square(model, 1), lambda: session.save(tmp_path / "other")):
+            with pytest.raises(ot.UserError, match=r"blocks\.1\.0\.weight was written to .* session\.resume"):
+                use()
+        assert session.resume(tmp_path / "save") == 1
+        for one, its in ((model, optimizer), (reference, usual)):
+            its.zero_grad()
+            square(one, 1).backward()
+            its.step()
+        for name, master in session.named_masters():
+            assert torch.equal(master, reference.get_parameter(name)), name
+
+
+@every_home
+def test_a_view_reads_what_its_parameter_holds_now(offloaded: Offloaded) -> None:
+    """Made outside, and inside a forward; from before a step, and while its weight is away."""
+    model, reference, session = offloaded
+    views: dict[Any, list[torch.Tensor]] = {model: [], reference: []}
+
+    def keep(module: nn.Module, *_: Any) -> None:
+        weight = module[0].weight
+        with torch.no_grad():
+            views[model if module is model.blocks[1] else reference] += [weight.t(), weight.detach()[3:, 2]]
+
+    for one in (model, reference):
+        weight = one.blocks[1][0].weight
+        views[one] += [weight.data, weight.view(-1)[5:], *weight.chunk(2), weight.detach().view(torch.int32)]
+        handle = one.blocks[1].register_forward_pre_hook(keep)
+        square(one, 0)
+        handle.remove()
+    list(trained(model, session, square))
+    list(trained(reference, None, square))
+    assert len(views[model]) == len(views[reference]) == 7
+    for view, expected in zip(views[model], views[reference], strict=True):
+        assert torch.equal(view.clone(), expected)
+    kept = views[model][0]
+    assert torch.equal(copy.deepcopy(kept), views[reference][0])
+    assert repr(kept) == repr(views[reference][0])
+    assert type(kept * 1) is torch.Tensor
+
+
+@every_home
+def test_parameters_without_dimensions(offloaded: Offloaded) -> None:
+    model, reference, session = offloaded
+    assert model.scale.item() == 1.25
+    assert list(trained(model, session, square)) == list(trained(reference, None, square))
+    with torch.no_grad(), pytest.raises(ot.UserError, match="scale"):
+        model.scale.data.clamp_(0, 1)
+
+
+@pytest.mark.parametrize("part", [nn.Embedding(8, 4, max_norm=1.0), nn.EmbeddingBag(8, 4, max_norm=1.0)], ids=repr)
+def test_modules_that_write_to_their_weights_are_refused(part: nn.Module) -> None:
+    with pytest.raises(ot.UserError, match=r"1 \(Embedding\w*\) has max_norm=1\.0"):
+        ot.offload(nn.Sequential(nn.Linear(4, 4), part), say=lambda line: None)
+
+
+# -- backwards -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_of", [penalised, penalised_weights, twice_penalised])
+@every_home
+def test_gradients_of_gradients_without_micro_batch(
+    loss_of: Callable[[Any, int], torch.Tensor], offloaded: Offloaded
+) -> None:
+    model, reference, session = offloaded
+    assert list(trained(model, session, loss_of)) == list(trained(reference, None, loss_of))
+
+
+@every_home
+def test_gradients_that_are_returned(offloaded: Offloaded) -> None:
+    """torch.autograd.grad of parameters; a product with the Hessian; and what its arguments may be."""
+    model, reference, session = offloaded
+
+    def found(one: Net) -> Iterator[Any]:
+        weights = list(one.parameters())
+        yield torch.autograd.grad(square(one, 0), weights)
+        yield torch.autograd.grad(square(one, 0), one.scale)
+        gradients = torch.autograd.grad(square(one, 0), weights, create_graph=True)
+        yield torch.autograd.grad(gradients, weights, grad_outputs=weights)  # along the weights themselves
+        yield torch.autograd.grad(one.scale * 2, [one.scale, one.head.weight], materialize_grads=True)
+        yield torch.autograd.grad(one.head.weight, one.head.weight, torch.ones(16, 16))
+        yield list(torch.autograd.grad(square(one, 0), dict(one.named_parameters())).items())
+        batched = torch.autograd.grad(one(INPUTS)[0], [one.scale], torch.eye(16), is_grads_batched=True)
+        yield [gradient.shape for gradient in batched]
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(one.scale * 2, one.head.weight)
+
+    for ours, expected in zip(found(model), found(reference), strict=True):
+        assert str(ours) == str(expected)
+    assert session._offloaded.taken == 0  # none of it was for a step
+
+
+@pytest.mark.parametrize("save", ["addmm", "tanh", "aten."])
+@every_home
+def test_selective_checkpointing(home: str, save: str, tmp_path: Path) -> None:
+    """Also of all operations, views of weights among them, whose memory gets other values."""
+    model = net(save=save)
+    reference = copy.deepcopy(model)
+    expected = list(trained(reference, None, square))
+    with ot.offload(model, nvme=tmp_path, say=lambda line: None, **HOMES[home]) as session:
+        assert list(trained(model, session, square)) == expected
+
+
+# -- what records or compiles ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["called before", "not called before"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@every_home
+def test_torch_compile(home: str, when: str, called: bool, tmp_path: Path) -> None:
+    """An offloaded model runs eagerly in it; what was compiled itself is refused."""
+    torch._dynamo.reset()
+    model = net()
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager") if when == "before" else None
+    if compiled is not None and called:
+        square(compiled, 0)
+    with ot.offload(model, nvme=tmp_path, say=lambda line: None, **HOMES[home]) as session:
+        if compiled is None:
+            compiled = torch.compile(model, backend="aot_eager")
+        loss_of: Any = lambda _, step: square(compiled, step)  # noqa: E731
+        assert list(trained(model, session, loss_of)) == list(trained(reference, None, square))
+
+
+@pytest.mark.parametrize("compiled", [lambda m: torch.compile(m), lambda m: m.compile() or m], ids=["new", "in place"])
+def test_a_compiled_module_is_refused(compiled: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(ot.UserError, match="is compiled"):
+        ot.offload(compiled(net()), say=lambda line: None)
+
+
+@every_home
+def test_a_function_that_reads_a_parameter_is_compiled(offloaded: Offloaded) -> None:
+    torch._dynamo.reset()
+    model, reference, _ = offloaded
+
+    def function(one: Net, x: torch.Tensor) -> torch.Tensor:
+        return (x @ one.head.weight.t()).cos() * 2
+
+    compiled = torch.compile(function, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(model, INPUTS), function(reference, INPUTS))
+
+
+def by_transform(model: nn.Module) -> Any:
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loss = lambda values, x: torch.func.functional_call(model, values, (x,)).sum()  # noqa: E731
+    return torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, INPUTS)
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        lambda model: torch.jit.trace(model, INPUTS),
+        lambda model: torch.export.export(model, (INPUTS,)),
+        lambda model: torch.fx.experimental.proxy_tensor.make_fx(model)(INPUTS),
+        lambda model: torch.fx.experimental.proxy_tensor.make_fx(lambda x: x * model.scale)(INPUTS),
+        lambda model: torch.vmap(lambda x: x * model.scale)(INPUTS),
+        by_transform,
+    ],
+    ids=["trace", "export", "make_fx", "make_fx of a function", "vmap of a function", "vmap of grad"],
+)
+@every_home
+def test_what_records_a_model_is_refused(recorded: Callable[[nn.Module], Any], offloaded: Offloaded) -> None:
+    model, reference, session = offloaded
+    with pytest.raises(ot.UserError, match=r"was used inside .*, which cannot follow weights"):
+        recorded(model)
+    assert list(trained(model, session, square)) == list(trained(reference, None, square))

@@ -8,13 +8,13 @@ each Tab.) zsh runs the script of bash, by its own bashcompinit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.machine import named_machines
 from offload_trainer.run.recipes import recipes
-from offload_trainer.settings import FLAGS, all_keys, annotation_of
+from offload_trainer.settings import FLAGS, all_keys, annotation_of, literals_of
 from offload_trainer.units import shown
 from offload_trainer.usage import command_names, switches_of, takes_keys
 
@@ -98,7 +98,7 @@ def _values() -> Iterator[str]:
         spelled[flag.key] += [name] if flag.metavar else []
     del spelled["model.overrides"]  # which are the model's own
     for key, names in spelled.items():
-        words = _WORDS.get(key) or tuple(dict.fromkeys(_literals(annotation_of(*key.split(".", 1)))))
+        words = _WORDS.get(key) or tuple(dict.fromkeys(literals_of(annotation_of(*key.split(".", 1)))))
         yield from _case(names, words, files=key in _FILES, directories=key in _DIRECTORIES)
     yield from _case(["--machine"], named_machines(), files=True)
     yield from _case(["--write"], (), files=True)
@@ -109,17 +109,6 @@ def _case(names: list[str], words: Any, *, files: bool = False, directories: boo
     found += [f'$(compgen -P "$given" {"-f" if files else "-d"} -- "$cur")'] if files or directories else []
     if found:
         yield f"        {' | '.join(names)}) COMPREPLY=({' '.join(found)}); return ;;"
-
-
-def _literals(annotation: Any) -> Iterator[str]:
-    """The words that a value of this type may be."""
-    if annotation is bool:
-        yield from ("true", "false")
-    elif get_origin(annotation) is Literal:
-        yield from map(str, get_args(annotation))
-    else:
-        for inner in get_args(annotation):
-            yield from _literals(inner)
 
 
 def _arguments() -> Iterator[str]:

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number as an int: 1e3 is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
@@ -200,6 +207,11 @@ class TrainSection(_Section):
     """How much, how often, and with which seed."""
 
     steps: PositiveInt = Field(300, description="optimizer steps of the whole run")
+    epochs: PositiveFloat | Auto = Field(
+        "auto",
+        description="how often the run visits each training row, for which it works out steps once the text is "
+        "tokenised; 0.5: half of the rows; auto: as steps says",
+    )
     micro_batch: PositiveInt = Field(4, description="rows in one forward and backward, on each rank")
     accumulate: PositiveInt = Field(1, description="micro-batches a step, on each rank")
     tokens_per_step: PositiveInt | Auto = Field(

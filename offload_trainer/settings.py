@@ -8,13 +8,15 @@ Nothing here imports torch: a mistake is answered in well under a second.
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from shlex import quote
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -23,6 +25,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.choose import combination_mistakes
 from offload_trainer.readback import LimitedYaml, parsed_yaml, read_yaml
+from offload_trainer.synonyms import nearest, plain, term_of, value_of
 from offload_trainer.units import is_utf8, shown
 
 
@@ -44,6 +47,7 @@ FLAGS: dict[str, Flag] = {
     "--tokenizer": Flag("data.tokenizer", "NAME"),
     "--seq-len": Flag("data.seq_len", "N"),
     "--steps": Flag("train.steps", "N"),
+    "--epochs": Flag("train.epochs", "N"),
     "--micro-batch": Flag("train.micro_batch", "N"),
     "--accumulate": Flag("train.accumulate", "N"),
     "--seed": Flag("train.seed", "N"),
@@ -134,10 +138,13 @@ class _Draft:
             return
         annotation = annotation_of(section, name)
         if annotation is None and not _overrides_key(section, name):
-            self.mistakes.append(_unknown(spelled, key, known=all_keys()))
+            self.mistakes.append(_no_key(spelled, key, text))
             return
         value: Any = text
-        if annotation is not str:
+        if annotation is str:
+            if (here := value_of(key, text)) and not Path(text).exists():
+                self.mistakes.append(f"{key}: {text!r}: no such path; here it is {here}")
+        else:
             try:
                 value = parsed_yaml(text, _Loader)
             except ValueError as error:
@@ -163,14 +170,36 @@ class _Draft:
         values[name].append(text)
 
     def leave_out_what_words_replace(self) -> None:
-        """Tokens of a step, or its micro-batch and accumulation: the command line's choice is not beside the file's."""
+        """Leave out the file's half of a choice that the command line makes otherwise.
+
+        These are the tokens of a step, or its micro-batch and accumulation; and the steps of a run, or its epochs.
+        """
         train = self.values.get("train", {})
         given = {name for name in _TOKENS_OR_ROWS if f"train.{name}" in self.worded}
         if "tokens_per_step" in given and train["tokens_per_step"] != "auto":
             replaced = set(_TOKENS_OR_ROWS) - given
         else:
             replaced = {"tokens_per_step"} - given if given else set()
+        if "train.epochs" in self.worded and train["epochs"] != "auto" and "train.steps" not in self.worded:
+            replaced |= {"steps"}
+        elif "train.steps" in self.worded and "train.epochs" not in self.worded:
+            replaced |= {"epochs"}
         self.values["train"] = {name: value for name, value in train.items() if name not in replaced}
+
+    def expand_patterns(self) -> None:
+        """Replace patterns such as `books/*.txt` by the files that match, in their names' order."""
+        data = self.values.get("data", {})
+        for name in ("path", "validation_path"):
+            given = data.get(name)
+            if isinstance(given, list):
+                data[name] = [place for each in given for place in _matching(each)]
+
+
+def _matching(given: Any) -> list[Any]:
+    """Return the files that match a pattern; anything else, and a pattern that nothing matches, as it is."""
+    path = Path(given).expanduser() if isinstance(given, str) and any(letter in given for letter in "*?[") else None
+    found = [] if path is None or path.exists() else sorted(glob.glob(str(path), recursive=True))
+    return list(found) or [given]
 
 
 def all_keys() -> Iterator[str]:
@@ -206,16 +235,154 @@ def _is_list(annotation: Any) -> bool:
     return getattr(annotation, "__origin__", None) is tuple
 
 
-def _unknown(spelled: str, word: str, *, known: Iterable[str]) -> str:
-    if word in _NOT_YET:
-        return f"{spelled}: {_NOT_YET[word]}"
-    known = list(known)
-    # A key in the wrong section is a mistake that nearness of spelling does not find.
+def literals_of(annotation: Any) -> Iterator[str]:
+    """Yield the words that a value of this type may be."""
+    if annotation is bool:
+        yield from ("true", "false")
+    elif get_origin(annotation) is Literal:
+        yield from map(str, get_args(annotation))
+    else:
+        for inner in get_args(annotation):
+            yield from literals_of(inner)
+
+
+# -- what a word that there is not should have been --------------------------------------------------------------------
+
+
+def _no_flag(name: str, text: str | None) -> str:
+    """Return the mistake for a flag that there is not, with what to write instead."""
+    key = plain(name)
+    if key in all_keys():
+        return f"{name}: a key is written without dashes: {_written(key, text, as_flag=False)}"
+    return f"{name}: there is no such flag{_hint(key, text, as_flag=True)}"
+
+
+def _no_key(spelled: str, key: str, text: str | None) -> str:
+    """Return the mistake for a key that there is not, with what to write instead."""
+    if key in _NOT_YET:
+        return f"{spelled}: {_NOT_YET[key]}"
+    return f"{spelled}: there is no such key{_hint(plain(key), text, as_flag=False)}"
+
+
+def _hint(word: str, text: str | None, *, as_flag: bool) -> str:
+    """Return what another trainer's word is here, or the name that the word misspells; nothing where neither is known.
+
+    The end of a dotted word says most: `optimizer.lr` is a rate. Where it says nothing, a part before it may.
+    """
+    parts = word.split(".")
+    for start in range(len(parts)):
+        end = ".".join(parts[start:])
+        if told := _other_name(end, text, as_flag=as_flag):
+            return f"; {told}"
+        if same := [key for key in all_keys() if key.rpartition(".")[2] == end]:
+            if as_flag and len(same) == 1:
+                return f"; here it is {_written(same[0], text, as_flag=True)}"
+            closest = sorted(same, key=lambda key: -_ratio(key, word))[: None if len(parts) == 1 else 1]
+            return f"; did you mean {' or '.join(_written(key, None, as_flag=as_flag, bare=True) for key in closest)}?"
+    for part in reversed(parts[:-1]):
+        if part not in TrainConfig.model_fields and (told := _other_name(part, None, as_flag=as_flag)):
+            return f"; {told}"
+    return _misspelt(word, text, as_flag=as_flag)
+
+
+def _misspelt(word: str, text: str | None, *, as_flag: bool) -> str:
+    """Return the name that `word` misspells, as a question; nothing where none is near."""
     leaf = word.rpartition(".")[2]
-    near = [key for key in known if key.rpartition(".")[2] == leaf][:1]
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{spelled}: there is no such key{hint}"
+    leaves = {key.rpartition(".")[2] for key in all_keys()}
+    near = nearest(leaf, [*leaves, *(FLAGS if as_flag else ()), *TrainConfig.model_fields])
+    if near is None:
+        return ""
+    if near in leaves:
+        key = max((key for key in all_keys() if key.endswith(f".{near}")), key=lambda key: _ratio(key, word))
+        near = _written(key, None, as_flag=as_flag, bare=True)
+    told = _other_name(near, text, as_flag=as_flag) if term_of(near) else ""
+    return f"; did you mean {near}?" + (f" {told[0].upper()}{told[1:]}" if told else "")
+
+
+def _other_name(word: str, text: str | None, *, as_flag: bool) -> str:
+    """Return what another trainer's word is here, with its value where that means the same; nothing for other words."""
+    term = term_of(word)
+    if term is None:
+        return ""
+    if term.key in _NOT_YET:
+        return _NOT_YET[term.key]
+    if not term.here:
+        return term.note
+    key, fixed, value = term.here.partition("=")
+    if fixed:
+        off = text is not None and plain(text) in ("false", "no", "off", "0", "none")
+        here = f"{key}=off" if off and value == "on" else f"{key}=false" if off and value == "true" else term.here
+    else:
+        instead = None if text is None else value_of(key, text)
+        given = None if term.note else instead or text
+        here = given if given and "=" in given and given == instead else f"{key}={given}" if given else key
+    key, _, value = here.partition("=")
+    written = _written(key, value if value and _is_allowed(key, value) else None, as_flag=as_flag)
+    return f"here it is {written}" + (f" ({term.note})" if term.note else "")
+
+
+def _written(key: str, value: str | None, *, as_flag: bool, bare: bool = False) -> str:
+    """Return the words that give a key: its flag where there is one and a flag is wanted, else `section.key=value`.
+
+    `bare`: the name alone.
+    """
+    flag = next((name for name, flag in FLAGS.items() if flag.key == key), None) if as_flag else None
+    if bare:
+        return flag or key
+    if flag is not None:
+        metavar = FLAGS[flag].metavar
+        return f"{flag} {quote(value) if value else metavar}" if metavar else flag
+    engine = " --engine deepspeed" if key.startswith("deepspeed.") else ""
+    return f"{key}={_choices(key) if value is None else quote(value)}{engine}"
+
+
+def _choices(key: str) -> str:
+    """Return what a key may be, in short: `adamw|lion`, `N|auto`, `TEXT`."""
+    kind = annotation_of(*key.split(".", 1))
+    open_ended = "N" if _holds(kind, int, float) else "TEXT" if _holds(kind, str) or kind is None else ""
+    return "|".join(dict.fromkeys([*([open_ended] if open_ended else []), *literals_of(kind)]))
+
+
+def _holds(annotation: Any, *kinds: type) -> bool:
+    """Whether a type is one of `kinds` or a union or list with one of them."""
+    if get_origin(annotation) is Literal:
+        return False
+    return annotation in kinds or any(_holds(inner, *kinds) for inner in get_args(annotation) if inner is not ...)
+
+
+def _is_allowed(key: str, text: str) -> bool:
+    """Whether a key takes such a value."""
+    draft = _Draft()
+    draft.put(key, text, spelled=key)
+    try:
+        TrainConfig.model_validate_json(json.dumps(draft.values, default=str))
+    except ValidationError:
+        return False
+    return not draft.mistakes
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+_TEXT = (".txt", ".md", ".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".bin", ".gz", ".bz2", ".xz", ".zst")
+
+
+def _misplaced(word: str) -> str:
+    """Return what to do with a path that stands where a configuration is expected; nothing where it may be one."""
+    path = Path(word).expanduser()
+    if path.suffix in _TEXT or any(letter in word for letter in "*?["):
+        return f"text to train on is named by a flag: --data {quote(word)}"
+    if path.suffix == ".py":
+        return "scripts are run by Python and use the library: docs/library.md"
+    if not path.exists() and "/" in word and path.suffix not in (".yaml", ".yml", ".json"):
+        return "there is no such file; a model or text is named by a flag: --model NAME, --data PATH"
+    if not path.is_dir():
+        return ""
+    if (path / "config.yaml").exists():
+        return f"a run's configuration is {path / 'config.yaml'}"
+    flag, what = ("--model", "a model") if (path / "config.json").exists() else ("--data", "text to train on")
+    return f"{what} is named by a flag: {flag} {quote(word)}"
 
 
 def _gone(spelled: str, key: str) -> str:
@@ -235,7 +402,7 @@ def _read_file(path: Path, draft: _Draft) -> None:
         return
     for section, values in content.items():
         if section not in TrainConfig.model_fields:
-            draft.mistakes.append(_unknown(f"{path}: {section}", str(section), known=TrainConfig.model_fields))
+            draft.mistakes.extend(_no_section(path, str(section), values))
         elif values is not None and not isinstance(values, dict):
             draft.mistakes.append(f"{path}: {section} must hold keys, found {values!r}")
         else:
@@ -245,6 +412,37 @@ def _read_file(path: Path, draft: _Draft) -> None:
         section, _, name = key.partition(".")
         if draft.values.get(section, {}).pop(name, default) != default:
             draft.mistakes.append(_gone(f"{path}: {key}", key))
+
+
+def _no_section(path: Path, section: str, values: Any) -> list[str]:
+    """Return the mistakes for a section that there is not: flat keys and sections are other trainers' too."""
+    if not isinstance(values, dict):
+        text = None if isinstance(values, list) or values is None else str(values)
+        return [_no_key(f"{path}: {section}", section, text)]
+    inner = {f"{section}.{name}": value for name, value in values.items() if not isinstance(value, dict | list)}
+    if nearest(section, TrainConfig.model_fields) in TrainConfig.model_fields or not inner:
+        return [_no_key(f"{path}: {section}", section, None)]
+    return [_no_key(f"{path}: {key}", key, None if value is None else str(value)) for key, value in inner.items()]
+
+
+def values_given(words: list[str], name: str) -> list[str]:
+    """Return the values that `words` give a flag which may be repeated."""
+    queue, found = list(words), list[str]()
+    while queue:
+        flag, equals, text = queue.pop(0).partition("=")
+        if flag == name:
+            found += [text] if equals else [*queue[:1], *_more_values(queue[1:])]
+    return found
+
+
+def _more_values(queue: list[str]) -> list[str]:
+    """Return the words that follow the first value of a flag which may be repeated, up to what cannot be a value."""
+    found = []
+    for word in queue:
+        if word.startswith("-") or "=" in word or word.endswith((".yaml", ".yml")):
+            break
+        found.append(word)
+    return found
 
 
 def _apply_words(words: list[str], draft: _Draft) -> None:
@@ -257,16 +455,17 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
             if equals:
                 draft.put(key, text, spelled=word)
             else:
-                draft.mistakes.append(f"{word}: expected section.key=value or a flag")
+                first = "a configuration file is the first word" if word.endswith((".yaml", ".yml")) else ""
+                what = _misplaced(word) or first or "expected section.key=value or a flag"
+                draft.mistakes.append(f"{word}: {what}")
             continue
         name, equals, text = word.partition("=")
         flag = FLAGS.get(name)
         if flag is None:
-            near = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.5)
-            draft.mistakes.append(f"{name}: there is no such flag" + (f"; did you mean {near[0]}?" if near else ""))
             # What follows an unknown flag is most likely its value.
-            if not equals and queue and not queue[0].startswith("-") and "=" not in queue[0]:
-                queue.pop(0)
+            follows = not equals and queue and not queue[0].startswith("-") and "=" not in queue[0]
+            given = queue.pop(0) if follows else text if equals else None
+            draft.mistakes.append(_no_flag(name, given))
         elif not flag.metavar:
             draft.put(flag.key, text if equals else "true", spelled=word)
         elif not equals and (not queue or queue[0].startswith("--")):
@@ -274,7 +473,10 @@ def _apply_words(words: list[str], draft: _Draft) -> None:
         else:
             value = text if equals else queue.pop(0)
             if flag.repeat:
-                draft.append(flag.key, value)
+                more = [] if equals else _more_values(queue)
+                del queue[: len(more)]
+                for each in (value, *more):
+                    draft.append(flag.key, each)
             else:
                 draft.put(flag.key, value, spelled=name)
 
@@ -286,9 +488,10 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"][:2])
         if item["type"] == "extra_forbidden":
-            yield _unknown(key, key, known=all_keys())
+            yield _no_key(key, key, str(item["input"]))
             continue
         complaint = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+        complaint = {"integer": "a whole number", "boolean": "true or false"}.get(complaint, complaint)
         seen.setdefault(key, []).append(complaint)
         given.setdefault(key, item["input"])
     for key, complaints in seen.items():
@@ -296,6 +499,8 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         if instead := _GONE_VALUES.get(f"{key}={given[key]}"):
             yield f"{key}: there is no {given[key]} any more: {instead}"
             continue
+        if here := value_of(key, given[key]):
+            wanted = f"{wanted}; here it is {here}"
         yield f"{key}: {given[key]!r} is not allowed; it should be {wanted}"
 
 
@@ -308,9 +513,15 @@ def load_config(words: list[str]) -> TrainConfig:
     draft = _Draft()
     rest = list(words)
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
-        _read_file(Path(rest.pop(0)), draft)
+        path = rest.pop(0)
+        if what := _misplaced(path):
+            draft.mistakes.append(f"{path}: a configuration ends in .yaml; {what}")
+            rest = rest[len(_more_values(rest)) :]
+        else:
+            _read_file(Path(path), draft)
     _apply_words(rest, draft)
     draft.leave_out_what_words_replace()
+    draft.expand_patterns()
     config = None
     try:
         # JSON, because there a list may fill a tuple while everything else stays strict.
@@ -338,4 +549,6 @@ def dump_config(config: TrainConfig, *, given_only: bool = False) -> str:
     if config.train.tokens_per_step != "auto":  # which chooses those two
         for name in ("micro_batch", "accumulate"):
             values["train"].pop(name, None)
+    if config.train.epochs != "auto":  # which make the steps
+        values["train"].pop("steps", None)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

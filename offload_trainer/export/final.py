@@ -27,6 +27,7 @@ _SECTIONS = ("model", "data", "optim", "train")  # of the configuration: what th
 # ... but for these
 _ASIDE = {
     *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
+    "train.epochs",  # a run keeps the steps that they made
     *("train.sample_every", "train.sample_prompt", "train.sample_tokens"),
 }
 

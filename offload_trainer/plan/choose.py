@@ -35,7 +35,7 @@ from offload_trainer.plan.time import forecast, tokens_that_hide_the_update
 from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.undivided import too_large
 from offload_trainer.plan.ways import FORWARD, OFF, Way, asking, gains, left_open
-from offload_trainer.plan.wishes import mistakes_of_division, mistakes_of_rule, only_here
+from offload_trainer.plan.wishes import mistakes_of_division, mistakes_of_length, mistakes_of_rule, only_here
 from offload_trainer.plan.workload import Workload, chunks_of
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
@@ -95,8 +95,10 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         )
     if optim.schedule != "wsd" and optim.decay_steps != "auto":
         mistakes.append(f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}")
-    if optim.warmup_steps != "auto" and optim.warmup_steps > config.train.steps:
-        mistakes.append(f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={config.train.steps}")
+    if config.train.epochs == "auto":
+        mistakes += mistakes_of_length(optim, steps=config.train.steps)
+    elif "steps" in config.train.model_fields_set:
+        mistakes.append(f"train.epochs={config.train.epochs:g} makes the steps: leave train.steps (--steps) out")
     if config.train.tokens_per_step != "auto" and {"micro_batch", "accumulate"} & config.train.model_fields_set:
         mistakes.append("train.tokens_per_step chooses micro_batch and accumulate: leave those two out")
     if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:

@@ -71,6 +71,13 @@ def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointin
     return mistakes
 
 
+def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
+    """Return what does not fit into a run of so many steps."""
+    if optim.warmup_steps == "auto" or optim.warmup_steps <= steps:
+        return []
+    return [f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={steps}"]
+
+
 def mistakes_of_rule(optim: OptimSection) -> list[str]:
     """Of the rule of the update and its moments."""
     mistakes = []

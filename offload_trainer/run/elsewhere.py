@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from offload_trainer.config import ModelSection, ParallelSection, TrainConfig
@@ -25,6 +24,7 @@ from offload_trainer.plan.sizes import Layouts
 from offload_trainer.plan.workload import item_bytes
 from offload_trainer.run.planning import machine_here, planned, refuse_nothing_trained, with_longest_row
 from offload_trainer.run.roomier import Roomier
+from offload_trainer.settings import values_given
 
 _MOST_NODES = 1024
 _MICRO = (16, 4, 1)  # rows of a micro-batch that the tiered engine is compared with, the first of them that fits
@@ -167,8 +167,7 @@ def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile
     UserError for more drives than it has, or, of a probed machine, for another.
     """
     known = [drive.directory for drive in machine.drives]
-    given = [value for word, value in pairwise(words) if word == "--nvme"]
-    given += [word.partition("=")[2] for word in words if word.startswith("--nvme=")]
+    given = values_given(words, "--nvme")
     if not given:
         return machine, [*words, *(word for name in known for word in ("--nvme", name))]
     unknown = [name for name in dict.fromkeys(given) if name not in known]

@@ -8,9 +8,12 @@ Nothing is written before the plan has passed; torch is imported only here and b
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -27,6 +30,7 @@ from offload_trainer.model.source import DTYPES
 from offload_trainer.plan.choose import engine_of
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.wishes import mistakes_of_length
 from offload_trainer.ranks import join, on_rank_zero, on_some, place_here, share_from_zero
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
@@ -137,9 +141,31 @@ def _train_as_rank(
     if not planned.plan.fits:
         log.say("--force: going on although the plan says that it does not fit")
     data = prepare_data(planned.config.data, planned.source, seq_len=planned.plan.seq_len, say=log.say)
-    record = record_of(planned, data)
-    refuse_other_data(record.identity, record.layout)
-    _carry_out(Setup(planned, data, record, log), nodes=nodes, instead=instead, build=build)
+    setup = Setup(planned, data, record_of(planned, data), log)
+    refuse_other_data(setup.record.identity, setup.record.layout)
+    with_steps(setup, begins=None)  # refused before anything is written
+    _carry_out(setup, nodes=nodes, instead=instead, build=build)
+
+
+def with_steps(setup: Setup, *, begins: TrainState | None) -> Setup:
+    """Return the setup with `train.steps` worked out from `train.epochs`, where that is given.
+
+    They are the fewest steps that visit as many rows as the epochs have; the last step may visit a few more. `begins`:
+    the state that the run resumes from, whose rows count as visited, whatever number of rows its steps had. Raises
+    UserError where the warm-up is longer.
+    """
+    config, plan = setup.planned.config, setup.planned.plan
+    if config.train.epochs == "auto":
+        return setup
+    rows, rows_of_step = len(setup.data.split.train), plan.tokens_per_step // plan.seq_len
+    done, visited = (begins.step, begins.data_position) if begins else (0, 0)
+    left = max(0, math.ceil(Fraction(str(config.train.epochs)) * rows) - visited)
+    steps = max(1, done + math.ceil(Fraction(left, rows_of_step)))
+    if mistakes := mistakes_of_length(config.optim, steps=steps):
+        raise UserError("; ".join(mistakes))
+    train = config.train.model_copy(update={"steps": steps, "epochs": "auto"})
+    planned = replace(setup.planned, config=config.model_copy(update={"train": train}))
+    return replace(setup, planned=planned, record=record_of(planned, setup.data))
 
 
 def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> Planned:
@@ -201,12 +227,16 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
         if len(nodes) > 1:
             refuse_unseen(setup.output, first=next(its.start for its in nodes if place_here()[0] in its))
         begins = None if resume is None else read_state(resume)
+        wished, setup = setup, with_steps(setup, begins=begins)
         if instead is None and _done_before(setup, begins):
             clear_drives(setup)
             return
         files = take_over(setup, stack, begins=begins) if instead is None else None
         if files is not None:
             resume, begins = None, files.train
+            setup = with_steps(wished, begins=begins)
+        if setup is not wished:
+            _say_steps(wished, setup)
         if setup.log.loud:
             stack.enter_context(run_directory(setup.output, setup.log, lock=lock))
             _write_known(setup)
@@ -218,6 +248,13 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
         keep(setup, job)
         _train(setup, job, resume=(resume, begins) if begins else None)
         drop(setup)
+
+
+def _say_steps(wished: Setup, setup: Setup) -> None:
+    """Say how many steps the epochs make."""
+    plan, steps, epochs = setup.planned.plan, setup.planned.config.train.steps, wished.planned.config.train.epochs
+    rows, rows_of_step = len(setup.data.split.train), plan.tokens_per_step // plan.seq_len
+    setup.log.say(f"epochs: {epochs:g} of {rows} rows, {rows_of_step} rows a step: {steps} steps")
 
 
 def _write_known(setup: Setup) -> None:

@@ -12,7 +12,7 @@ HOUSE = (
     ("packages", "units", "streams", "numa"),
     ("errors",),
     ("readback", "places", "signals", "mesh"),
-    ("identity", "config"),
+    ("identity", "config", "synonyms"),
     ("schedule", "manifest", "plan"),
     ("settings",),
     ("storage", "ranks"),
@@ -53,7 +53,7 @@ LIBRARY_FREE = {
     "schedule",
     "plan",
 }
-LIBRARY_FREE |= {"settings", "numa"}
+LIBRARY_FREE |= {"settings", "synonyms", "numa"}
 
 
 def modules() -> dict[str, Path]:

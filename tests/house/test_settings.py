@@ -325,6 +325,42 @@ def test_tokens_of_a_step_or_its_rows(file: str, words: list[str], expected: tup
     assert load_config([str(path)]) == config
 
 
+@pytest.mark.parametrize(
+    ("file", "words", "expected"),
+    [
+        ("", ["--epochs", "2"], (300, 2)),
+        ("train: {steps: 50}", ["--epochs", "0.5"], (300, 0.5)),
+        ("train: {epochs: 3}", ["--steps", "50"], (50, "auto")),
+        ("train: {steps: 50}", ["train.epochs=auto"], (50, "auto")),
+        ("train: {epochs: 3}", ["--steps", "50", "train.epochs=auto"], (50, "auto")),
+        ("", ["--epochs", "3", "optim.warmup_steps=500"], (300, 3)),
+        ("train: {epochs: 3, steps: 50}", [], None),
+        ("", ["--epochs", "3", "--steps", "50"], None),
+    ],
+)
+def test_steps_of_a_run_or_its_epochs(file: str, words: list[str], expected: tuple[Any, ...] | None, tmp_path: Path):
+    """The command line's choice replaces the file's; both in one place are a mistake; what is dumped loads."""
+    path = tmp_path / "a.yaml"
+    path.write_text(file)
+    if expected is None:
+        assert "makes the steps: leave train.steps (--steps) out" in "\n".join(mistakes(str(path), *words))
+        return
+    config = load_config([str(path), *words])
+    assert (config.train.steps, config.train.epochs) == expected
+    path.write_text(dump_config(config))
+    assert load_config([str(path)]) == config
+
+
+@pytest.mark.parametrize("text", ["1e3", "1000.0", "1000"])
+def test_whole_numbers_however_they_are_written(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"train: {{steps: {text}, tokens_per_step: {text}}}")
+    for config in (load_config(["--steps", text, f"train.tokens_per_step={text}"]), load_config([str(path)])):
+        assert (config.train.steps, config.train.tokens_per_step) == (1000, 1000)
+        assert type(config.train.steps) is int
+    assert "should be a whole number" in mistakes("--steps", "1.5")[0]
+
+
 def test_every_flag_is_a_key() -> None:
     assert {flag.key for flag in FLAGS.values()} <= set(all_keys())
 

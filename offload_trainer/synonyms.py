@@ -1,0 +1,272 @@
+"""Words of other trainers, and what each is called here: flags, keys, values and commands.
+
+The words are those of transformers, TRL, Axolotl, LLaMA-Factory, torchtune, nanoGPT, litgpt and DeepSpeed. A word that
+is not in the tables is compared with the names that there are, but only a misspelling counts as near: a guess with
+another meaning costs more than none.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_NEAR = 0.8  # of difflib's ratio: a letter in five is wrong, missing or too much
+
+_ADAPTERS = (
+    "the command trains whole weights; adapters (PEFT) are trained with the library: docs/library.md and, for "
+    "transformers' Trainer and TRL, docs/integrations.md"
+)
+_FEWER_BITS = (
+    "weights are trained in bf16, fp16 or fp32 and never quantised; --params nvme and --optimizer nvme with --nvme DIR "
+    "make room instead, and optim.states=8bit shrinks the moments"
+)
+_PREFERENCES = "preferences are trained with TRL and the library: docs/integrations.md; `offload-train cp dpo`"
+_LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows the run; there is no key for it"
+_UPLOADS = "nothing is uploaded: `offload-train export RUN DIR` writes what `hf upload` then takes"
+_SHARDING = "--gpus N divides a run over ranks: docs/parallel.md, docs/scaling.md; `offload-train plan --parallel`"
+_DEVICE = "a GPU is used where there is one (CUDA_VISIBLE_DEVICES chooses it), and --gpus N for several"
+_SWITCHES = "there is no such choice: `offload-train` trains and evaluates; `offload-train prepare` only tokenises"
+_ROUTE = "what is compiled is chosen by the machine: optim.kernel; the model's forward is not compiled"
+_OF_FILES = "see docs/finetune.md for the files that --data takes"
+_PACKED = "docs/packing.md says what it does"
+_WHOLE_ROWS = "rows have one length, --seq-len; data.packing=on fills them with several conversations"
+_LAST = "checkpoints are of the newest steps (save.every, save.keep), whatever their loss"
+_MODEL_KEYS = "keys of the model's own configuration need random weights: --scratch"
+
+
+@dataclass(frozen=True)
+class Term:
+    """What a word of another trainer is here."""
+
+    here: str  # a key, a key with its value, or nothing where there is none
+    note: str = ""  # a sentence: what differs, or what to do instead
+
+    @property
+    def key(self) -> str:
+        """The key, without a value."""
+        return self.here.partition("=")[0]
+
+
+# What it is here, the words of the others, and a sentence where it is not quite the same.
+_TERMS: tuple[tuple[str, str, str], ...] = (
+    ("model.name", "model_name_or_path base_model model_id model_name checkpoint_dir initial_checkpoint_dir", ""),
+    ("model.name", "pretrained_model_name_or_path init_from model_path load_checkpoint checkpointer.checkpoint_dir", ""),
+    ("model.scratch=true", "from_scratch random_init train_from_scratch reinit_weights", ""),
+    ("model.overrides", "config_overrides config_name model_init_kwargs", _MODEL_KEYS),
+    ("model.overrides.n_layer", "n_layer num_layers", _MODEL_KEYS),
+    ("model.overrides.n_head", "n_head num_heads", _MODEL_KEYS),
+    ("model.overrides.n_embd", "n_embd embed_dim", _MODEL_KEYS),
+    ("model.overrides", "vocab_size dropout bias hidden_size num_hidden_layers rope_scaling tie_embeddings", _MODEL_KEYS),
+    ("model.dtype", "precision torch_dtype param_dtype mixed_precision infer_dtype", ""),
+    ("model.dtype=bf16", "bf16 bfloat16 pure_bf16 bf16_full_eval use_bf16 bf16.enabled", ""),
+    ("model.dtype=fp16", "fp16 float16 half fp16_full_eval use_fp16 fp16.enabled", ""),
+    ("model.dtype=fp32", "fp32 float32 no_mixed_precision full_precision", ""),
+    ("model.attention", "attn_implementation attn flash_attn attention_implementation", ""),
+    ("model.attention=sdpa", "flash_attention sdp_attention use_flash_attention_2 xformers_attention flash_attention_2", ""),
+    ("model.attention=eager", "eager_attention", ""),
+    ("model.checkpointing=on", "gradient_checkpointing activation_checkpointing enable_activation_checkpointing", ""),
+    ("model.checkpointing=on", "use_gradient_checkpointing checkpoint_activations", ""),
+    ("model.checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
+    ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
+    ("model.loss_chunk", "num_output_chunks use_liger_kernel enable_liger_kernel liger_kernel_config", "tokens at a time"),
+    ("model.freeze", "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules", "names of what stays fixed"),
+    ("model.trust_remote_code=true", "trust_remote", ""),
+    ("data.path", "train_file dataset datasets dataset_name data_path train_data dataset_path data_dir data_files", ""),
+    ("data.path", "dataset_dir pretraining_dataset train_dataset dataset.source data.json_path training_data", ""),
+    ("data.validation_path", "validation_file eval_dataset test_datasets eval_file val_data dataset_test_split val_file", ""),
+    ("data.validation", "val_size val_set_size validation_split_percentage val_split_fraction", "a share from 0 to 1"),
+    ("data.mixture", "interleave_probs mix_strategy dataset_weights", "a weight for each --data"),
+    ("data.text_field", "dataset_text_field text_column field_messages text_key", ""),
+    ("data.format", "dataset_type dataset_format prompt_style", _OF_FILES),
+    ("data.loss=all", "train_on_inputs train_on_prompt train_on_input train_on_source", ""),
+    ("data.loss=answers", "completion_only_loss assistant_only_loss train_on_responses_only mask_inputs mask_prompt", ""),
+    ("data.packing=on", "sample_packing packed neat_packing dataset.packed pack pack_sequences packing_strategy", _PACKED),
+    ("data.packing=on", "padding_free batch_flattening", _PACKED),
+    ("data.chat_template", "template chat_template_path chat_template_jinja", "a file, or auto for the tokenizer's own"),
+    ("data.tokenizer", "tokenizer_name tokenizer_dir tokenizer_name_or_path tokenizer_path tokenizer.path", ""),
+    ("data.seq_len", "max_seq_length max_length block_size cutoff_len sequence_len max_seq_len context_length", ""),
+    ("data.seq_len", "seq_length model_max_length max_source_length ctx_len sequence_length n_ctx", ""),
+    ("data.cache", "dataset_prepared_path tokenized_path cache_dir", ""),
+    ("data.shuffle", "shuffle_dataset dataloader_shuffle", ""),
+    ("optim.name", "optim optimizer optimizer_type optimizer_name optimizer.type optimizer._component_", ""),
+    ("optim.states=8bit", "adamw_8bit adam8bit use_8bit_optimizer paged_adamw_8bit adamw_bnb_8bit", ""),
+    ("optim.lr", "learning_rate max_lr peak_lr base_lr", ""),
+    ("optim.betas", "beta1 beta2 adam_beta1 adam_beta2", "both in a list: optim.betas=[0.9,0.95]"),
+    ("optim.eps", "adam_epsilon epsilon adam_eps", ""),
+    ("optim.weight_decay", "wd l2", ""),
+    ("optim.clip", "max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm grad_norm_clip clip_grad", ""),
+    ("optim.clip", "gradient_clip_val max_gradient_norm", ""),
+    ("optim.schedule", "lr_scheduler_type lr_scheduler scheduler lr_schedule decay_lr lr_decay_style scheduler.type", ""),
+    ("optim.warmup_steps", "warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup lr_warmup_iters", ""),
+    ("optim.warmup_steps", "warmup_ratio lr_warmup_fraction", "in steps; auto: 2 % of the run's steps"),
+    ("optim.decay_steps", "lr_decay_iters num_decay_steps cooldown_steps", "of optim.schedule=wsd; others decay to the end"),
+    ("optim.final_lr_ratio", "min_lr cosine_min_lr_ratio min_lr_ratio lr_min", "a share of --lr"),
+    ("optim.accumulate_dtype", "grad_accum_dtype gradient_accumulation_dtype", ""),
+    ("optim.initial_loss_scale", "initial_scale_power loss_scale fp16.loss_scale", "the scale itself, a power of two"),
+    ("train.steps", "max_steps max_iters num_steps train_steps total_steps max_train_steps train_iters total_iters max_steps_per_epoch", ""),
+    ("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs", ""),
+    ("train.micro_batch", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
+    ("train.micro_batch", "batch_size", "rows of one forward; a step has --micro-batch x --accumulate of them"),
+    ("train.accumulate", "gradient_accumulation_steps grad_accum gradient_accumulation_iters accumulate_grad_batches", ""),
+    ("train.accumulate", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
+    ("train.tokens_per_step", "global_batch_size train_batch_size total_batch_size", "in tokens: rows x --seq-len"),
+    ("train.deterministic=true", "full_determinism use_deterministic_algorithms", ""),
+    ("train.eval_every", "eval_steps eval_interval eval.interval evaluation_steps val_check_interval eval_freq", ""),
+    ("train.eval_every", "eval_strategy evals_per_epoch evaluation_strategy run_val_every_n_steps", "in steps"),
+    ("train.eval_rows", "eval_iters max_eval_samples eval.max_iters eval_batches limit_val_batches", "in rows"),
+    ("train.sample_tokens", "max_new_tokens eval.max_new_tokens eval_max_new_tokens", ""),
+    ("train.seed", "data_seed random_seed", ""),
+    ("placement.engine=deepspeed", "deepspeed zero_optimization ds_config deepspeed_config", "its sizes are deepspeed.*"),
+    ("deepspeed.zero_stage", "zero_stage zero_optimization.stage", ""),
+    ("placement.optimizer=cpu", "offload_optimizer cpu_offload optimizer_offload fsdp_offload_params optim_cpu_offload", ""),
+    ("placement.optimizer", "offload_optimizer.device offload_optimizer_device", ""),
+    ("placement.params=cpu", "offload_param offload_params param_offload cpu_offload_param cpu_offload_params", ""),
+    ("placement.params", "offload_param.device offload_param_device device_map", ""),
+    ("placement.nvme", "nvme_path offload_folder offload_dir nvme_dir offload_param_nvme_path swap_dir", ""),
+    ("placement.nvme", "offload_optimizer_nvme_path offload_state_dict", ""),
+    ("placement.gpus", "nproc_per_node num_gpus num_processes devices world_size n_gpus ngpu gpus_per_node", ""),
+    ("placement.threads", "num_threads omp_num_threads num_cpu_threads_per_process cpuadam_cores_perc", ""),
+    ("save.output", "output_dir out_dir output_directory save_dir default_root_dir checkpointer.output_dir", ""),
+    ("save.every", "save_steps save_interval checkpoint_interval save_every_n_steps save_freq", ""),
+    ("save.every", "save_strategy always_save_checkpoint saves_per_epoch", "in steps"),
+    ("save.keep", "save_total_limit keep_last_n_checkpoints max_checkpoints", ""),
+    ("save.resume", "resume_from_checkpoint auto_resume_from_checkpoints resume_from", ""),
+    ("save.trackers", "report_to logger_name metric_logger logger wandb_log use_wandb tensorboard_log log_with", ""),
+    ("save.trackers=wandb", "wandb", ""),
+    ("save.tensorboard=true", "use_tensorboard", ""),
+    ("save.project", "wandb_project project_name trackio_project", ""),
+    ("tiered.io=async_io", "aio libaio", ""),
+    ("parallel.tensor", "tensor_parallel_size tp_size tensor_model_parallel_size tp tensor_parallel autotp_size", ""),
+    ("parallel.sequence", "sequence_parallel_degree context_parallel_size cp_size sp_size ulysses_degree", ""),
+    ("deepspeed.sub_group_size", "stage3_sub_group_size", ""),
+    ("deepspeed.prefetch_bucket_size", "stage3_prefetch_bucket_size", ""),
+    ("deepspeed.max_live_parameters", "stage3_max_live_parameters", ""),
+    ("deepspeed.aio_block_size", "aio.block_size", ""),
+    ("deepspeed.aio_queue_depth", "aio.queue_depth queue_depth", ""),
+    ("deepspeed.aio_threads", "aio.thread_count thread_count aio.intra_op_parallelism", ""),
+    ("", "lora use_lora qlora peft use_peft lora_r lora_rank lora_alpha lora_dropout lora_target adapter dora", _ADAPTERS),
+    ("", "lora_target_modules peft_type adapter_name_or_path lora_model_dir lora_modules_to_save use_dora", _ADAPTERS),
+    ("", "finetuning_type", f"all weights are trained, as with `full`; {_ADAPTERS}"),
+    ("", "load_in_4bit load_in_8bit quantize quantization_bit quantization_config bnb_4bit_quant_type fp8", _FEWER_BITS),
+    ("", "dpo rl beta pref_beta pref_loss reward_model kto grpo ppo orpo rlhf simpo_gamma", _PREFERENCES),
+    ("", "logging_steps log_interval log_every_n_steps logging_first_step steps_per_print logging_strategy", _LOGGED),
+    ("", "logging_dir disable_tqdm log_level plot_loss wall_clock_breakdown log_freq", _LOGGED),
+    ("", "run_name wandb_run_name wandb_run_id", "a tracker names the run by --output"),
+    ("", "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo push_dataset_to_hub upload", _UPLOADS),
+    ("", "fsdp fsdp_config strategy ddp ddp_backend ddp_timeout distributed_type num_nodes nnodes", _SHARDING),
+    ("parallel.pipeline", "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size", ""),
+    ("", "device no_cuda use_cpu local_rank cuda gpu_id gpu_ids use_cuda", _DEVICE),
+    ("", "do_train do_eval do_predict eval_only", _SWITCHES),
+    ("", "compile torch_compile use_compile torch_compile_backend jit", _ROUTE),
+    ("", "group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last", _WHOLE_ROWS),
+    ("", "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience", _LAST),
+    ("", "overwrite_output_dir overwrite_cache", "--output names another directory, --resume never begins again in one"),
+    ("", "stage sft", "conversations in --data are enough (docs/finetune.md); ZeRO's stage is deepspeed.zero_stage"),
+    ("", "neftune_noise_alpha label_smoothing_factor", "the command has no such key; the library takes your own loop"),
+    ("", "max_samples max_train_samples streaming", "--data takes all of a file; --steps ends a run earlier"),
+    ("", "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers", ""
+        "text is tokenised once, by all CPU threads, and rows are then read from the cache: there is nothing to set"),
+    ("", "tf32 allow_tf32", "products are in --dtype; fp32 stays fp32"),
+    ("", "auto_find_batch_size", "train.tokens_per_step lets the plan choose rows that fit"),
+    ("", "export_dir export_size merge_lora", "a run is exported afterwards: `offload-train export RUN DIR`"),
+    ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
+)  # fmt: skip
+_BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
+
+# Values of other trainers, by key: the value here, or the words that replace key and value.
+_EIGHT_BITS = dict.fromkeys(
+    ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "pagedadamw8bit"), "optim.states=8bit"
+)
+_RULES = dict.fromkeys(
+    ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_fused", "paged_adamw_32bit", "fusedadam"), "adamw"
+)
+_RULES |= dict.fromkeys(("deepspeedcpuadam", "cpuadam", "adamw_apex_fused", "paged_adamw"), "adamw")
+_RULES |= {"lion_32bit": "lion", "paged_lion_32bit": "lion", "lion_8bit": "lion"}
+_WHERE = {"cuda": "gpu", "device": "gpu", "ram": "cpu", "host": "cpu", "disk": "nvme", "ssd": "nvme", "none": "gpu"}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "full": "fp32"}
+_DTYPES |= {"bf16_true": "bf16", "bf16_mixed": "bf16", "16_true": "fp16", "16_mixed": "fp16", "32_true": "fp32"}
+_DTYPES |= {"16": "fp16", "32": "fp32", "no": "fp32"}
+_VALUES: dict[str, dict[str, str]] = {
+    "model.dtype": _DTYPES,
+    "model.attention": dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2", "flash", "xformers", "true"), "sdpa"),
+    "model.checkpointing": {"true": "on", "false": "off", "unsloth": "on"},
+    "data.packing": {"true": "on", "false": "off", "bfd": "on"},
+    "data.format": {"chatml": "chat", "openai": "chat", "chat_template": "chat", "messages": "chat", "raw": "text"}
+    | {"completion": "text", "prompt_completion": "pairs", "instruction": "alpaca"},
+    "data.loss": {"assistant": "answers", "completion": "answers"},
+    "optim.name": _RULES | _EIGHT_BITS,
+    "optim.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+    | {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "true": "cosine"},
+    "optim.states": {"8": "8bit", "8_bit": "8bit", "int8": "8bit", "bfloat16": "bf16", "float32": "fp32"},
+    "placement.engine": dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed") | {"torch": "plain"},
+    # The flag says where the state is; other trainers name the rule with it.
+    "placement.optimizer": {rule: "optim.name=adamw" for rule in ("adamw", *_RULES)}
+    | _EIGHT_BITS
+    | dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit", "lion_8bit"), "optim.name=lion")
+    | _WHERE,
+    "placement.params": _WHERE,
+    "placement.gradients": _WHERE,
+    "save.resume": {"true": "auto", "yes": "auto", "latest": "auto", "last": "auto"}
+    | {"false": "never", "no": "never", "none": "never"},
+    "save.trackers": {"none": "save.trackers=[]", "no": "save.trackers=[]", "true": "wandb", "all": "wandb"},
+    "tiered.overlap": {"true": "forward", "false": "off"},
+    "tiered.io": {"aio": "async_io", "libaio": "async_io"},
+}  # fmt: skip
+
+_EVALUATES = "a run evaluates every train.eval_every steps; `offload-train export` writes what lm-eval and others load"
+_SERVES = "`offload-train export` writes a directory that vLLM and transformers load, or a .gguf file for llama.cpp"
+_HUB = "--model OWNER/NAME fetches a model as a run begins, --data hub:OWNER/NAME a data set"
+_COMMANDS: tuple[tuple[str, str, str], ...] = (
+    ("train", "finetune fine-tune finetune_full sft fit run pretrain pretraining launch start full finetuning", ""),
+    ("train", "resume continue", "the same command again resumes from its newest checkpoint"),
+    ("sample", "generate generation inference infer predict complete", ""),
+    ("chat", "talk interact cli_demo", ""),
+    ("export", "merge merge-lora merge_lora convert convert-hf save quantize gguf zero_to_fp32 convert_to_hf", ""),
+    ("prepare", "preprocess tokenize tokenise prepare-data prepare_data data build-dataset prepare_dataset", ""),
+    ("plan", "estimate estimate-memory estimate_memory memory dry-run dryrun", ""),
+    ("bench", "benchmark profile measure speedtest", ""),
+    ("tune", "autotune search sweep autotuning", ""),
+    ("doctor", "check env ds_report verify diagnose info", ""),
+    ("runs", "status list-runs history ps", ""),
+    ("report", "compare diff", ""),
+    ("ls", "list recipes templates", ""),
+    ("cp", "copy", ""),
+    ("init", "new create setup wizard config configure", ""),
+    ("", "eval evaluate evaluation test validate lm_eval perplexity", _EVALUATES),
+    ("", "serve server api deploy webchat webui ui vllm-serve", _SERVES),
+    ("", "download fetch pull", _HUB),
+    ("", "upload push push-to-hub", _UPLOADS),
+    ("", "version", "`offload-train --version`"),
+    ("", "help", "`offload-train --help`"),
+    ("", "dpo grpo ppo rm reward kto rlhf orpo", _PREFERENCES),
+    ("", "lora qlora peft finetune_lora finetune_adapter", _ADAPTERS),
+)
+_COMMAND = {word: (command, note) for command, words, note in _COMMANDS for word in words.split()}
+
+
+def term_of(word: str) -> Term | None:
+    """Return what a flag or key of another trainer is here: "--learning-rate", "zero_optimization.stage"."""
+    return _BY_WORD.get(plain(word))
+
+
+def value_of(key: str, value: object) -> str | None:
+    """Return the value here of one that other trainers give such a key, or the words that replace key and value."""
+    return _VALUES.get(key, {}).get(plain(str(value)).removeprefix("torch."))
+
+
+def command_of(word: str) -> tuple[str, str] | None:
+    """Return the command that other trainers call `word`, or nothing for it, and a sentence."""
+    return _COMMAND.get(word.lower())
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the name of `known` that `word` misspells, if there is one; a word of the tables counts too."""
+    spelled = {plain(name): name for name in (*_BY_WORD, *known)}
+    near = difflib.get_close_matches(plain(word), spelled, n=1, cutoff=_NEAR)
+    return spelled[near[0]] if near else None
+
+
+def plain(word: str) -> str:
+    """Return a word as the tables spell it: without dashes before it, in lower case, with underscores."""
+    return word.lstrip("-").lower().replace("-", "_")

@@ -63,6 +63,9 @@ def _launcher_says(error: BaseException) -> bool:
 
 
 def _carry_out(words: list[str]) -> None:
+    if not words:
+        print(help_text(), flush=True)
+        raise UserError("nothing was asked for; `offload-train train` trains a small model on the text that ships here")
     name = take_command(words)
     if "--help" in words or "-h" in words:
         print(help_text(name))

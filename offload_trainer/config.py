@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
-
 def _whole(value: Any) -> Any:
     """Return a whole number as an int: 1e3 is one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _NEAR = 0.8  # of difflib's ratio: a letter in five is wrong, missing or too much
+_MOST_EDITS = 3  # letters to take away and to add; long words that share a part are not near
 
 _ADAPTERS = (
     "the command trains whole weights; adapters (PEFT) are trained with the library: docs/library.md and, for "
@@ -32,6 +33,7 @@ _OF_FILES = "see docs/finetune.md for the files that --data takes"
 _PACKED = "docs/packing.md says what it does"
 _WHOLE_ROWS = "rows have one length, --seq-len; data.packing=on fills them with several conversations"
 _LAST = "checkpoints are of the newest steps (save.every, save.keep), whatever their loss"
+_SPLIT = "a data set of the hub is --data hub:OWNER/NAME/CONFIGURATION:SPLIT"
 _MODEL_KEYS = "keys of the model's own configuration need random weights: --scratch"
 
 
@@ -51,39 +53,47 @@ class Term:
 # What it is here, the words of the others, and a sentence where it is not quite the same.
 _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.name", "model_name_or_path base_model model_id model_name checkpoint_dir initial_checkpoint_dir", ""),
-    ("model.name", "pretrained_model_name_or_path init_from model_path load_checkpoint checkpointer.checkpoint_dir", ""),
+    ("model.name", "pretrained_model_name_or_path init_from model_path", ""),
+    ("model.name", "load_checkpoint checkpointer.checkpoint_dir", ""),
     ("model.scratch=true", "from_scratch random_init train_from_scratch reinit_weights", ""),
     ("model.overrides", "config_overrides config_name model_init_kwargs", _MODEL_KEYS),
     ("model.overrides.n_layer", "n_layer num_layers", _MODEL_KEYS),
     ("model.overrides.n_head", "n_head num_heads", _MODEL_KEYS),
     ("model.overrides.n_embd", "n_embd embed_dim", _MODEL_KEYS),
-    ("model.overrides", "vocab_size dropout bias hidden_size num_hidden_layers rope_scaling tie_embeddings", _MODEL_KEYS),
+    ("model.overrides", "vocab_size dropout bias hidden_size", _MODEL_KEYS),
+    ("model.overrides", "num_hidden_layers rope_scaling tie_embeddings", _MODEL_KEYS),
     ("model.dtype", "precision torch_dtype param_dtype mixed_precision infer_dtype", ""),
     ("model.dtype=bf16", "bf16 bfloat16 pure_bf16 bf16_full_eval use_bf16 bf16.enabled", ""),
     ("model.dtype=fp16", "fp16 float16 half fp16_full_eval use_fp16 fp16.enabled", ""),
     ("model.dtype=fp32", "fp32 float32 no_mixed_precision full_precision", ""),
     ("model.attention", "attn_implementation attn flash_attn attention_implementation", ""),
-    ("model.attention=sdpa", "flash_attention sdp_attention use_flash_attention_2 xformers_attention flash_attention_2", ""),
+    ("model.attention=sdpa", "flash_attention sdp_attention use_flash_attention_2", ""),
+    ("model.attention=sdpa", "xformers_attention flash_attention_2", ""),
     ("model.attention=eager", "eager_attention", ""),
     ("model.checkpointing=on", "gradient_checkpointing activation_checkpointing enable_activation_checkpointing", ""),
     ("model.checkpointing=on", "use_gradient_checkpointing checkpoint_activations", ""),
     ("model.checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
     ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
-    ("model.loss_chunk", "num_output_chunks use_liger_kernel enable_liger_kernel liger_kernel_config", "tokens at a time"),
-    ("model.freeze", "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules", "names of what stays fixed"),
+    ("model.loss_chunk", "num_output_chunks use_liger_kernel", "tokens at a time"),
+    ("model.loss_chunk", "enable_liger_kernel liger_kernel_config", "tokens at a time"),
+    ("model.freeze", "unfrozen_parameters freeze_trainable_layers", "names of what stays fixed"),
+    ("model.freeze", "freeze_trainable_modules", "names of what stays fixed"),
     ("model.trust_remote_code=true", "trust_remote", ""),
     ("data.path", "train_file dataset datasets dataset_name data_path train_data dataset_path data_dir data_files", ""),
     ("data.path", "dataset_dir pretraining_dataset train_dataset dataset.source data.json_path training_data", ""),
-    ("data.validation_path", "validation_file eval_dataset test_datasets eval_file val_data dataset_test_split val_file", ""),
+    ("data.validation_path", "validation_file eval_dataset test_datasets eval_file val_data val_file test_file", ""),
     ("data.validation", "val_size val_set_size validation_split_percentage val_split_fraction", "a share from 0 to 1"),
     ("data.mixture", "interleave_probs mix_strategy dataset_weights", "a weight for each --data"),
     ("data.text_field", "dataset_text_field text_column field_messages text_key", ""),
     ("data.format", "dataset_type dataset_format prompt_style", _OF_FILES),
     ("data.loss=all", "train_on_inputs train_on_prompt train_on_input train_on_source", ""),
-    ("data.loss=answers", "completion_only_loss assistant_only_loss train_on_responses_only mask_inputs mask_prompt", ""),
-    ("data.packing=on", "sample_packing packed neat_packing dataset.packed pack pack_sequences packing_strategy", _PACKED),
+    ("data.loss=answers", "completion_only_loss assistant_only_loss train_on_responses_only", ""),
+    ("data.loss=answers", "mask_inputs mask_prompt", ""),
+    ("data.packing=on", "sample_packing packed neat_packing dataset.packed", _PACKED),
+    ("data.packing=on", "pack pack_sequences packing_strategy", _PACKED),
     ("data.packing=on", "padding_free batch_flattening", _PACKED),
-    ("data.chat_template", "template chat_template_path chat_template_jinja", "a file, or auto for the tokenizer's own"),
+    ("data.chat_template", "template chat_template_path", "a file, or auto for the tokenizer's own"),
+    ("data.chat_template", "chat_template_jinja", "a file, or auto for the tokenizer's own"),
     ("data.tokenizer", "tokenizer_name tokenizer_dir tokenizer_name_or_path tokenizer_path tokenizer.path", ""),
     ("data.seq_len", "max_seq_length max_length block_size cutoff_len sequence_len max_seq_len context_length", ""),
     ("data.seq_len", "seq_length model_max_length max_source_length ctx_len sequence_length n_ctx", ""),
@@ -97,18 +107,22 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("optim.weight_decay", "wd l2", ""),
     ("optim.clip", "max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm grad_norm_clip clip_grad", ""),
     ("optim.clip", "gradient_clip_val max_gradient_norm", ""),
-    ("optim.schedule", "lr_scheduler_type lr_scheduler scheduler lr_schedule decay_lr lr_decay_style scheduler.type", ""),
+    ("optim.schedule", "lr_scheduler_type lr_scheduler scheduler lr_schedule", ""),
+    ("optim.schedule", "decay_lr lr_decay_style scheduler.type", ""),
     ("optim.warmup_steps", "warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup lr_warmup_iters", ""),
     ("optim.warmup_steps", "warmup_ratio lr_warmup_fraction", "in steps; auto: 2 % of the run's steps"),
-    ("optim.decay_steps", "lr_decay_iters num_decay_steps cooldown_steps", "of optim.schedule=wsd; others decay to the end"),
+    ("optim.decay_steps", "lr_decay_iters num_decay_steps", "of optim.schedule=wsd; others decay to the end"),
+    ("optim.decay_steps", "cooldown_steps", "of optim.schedule=wsd; others decay to the end"),
     ("optim.final_lr_ratio", "min_lr cosine_min_lr_ratio min_lr_ratio lr_min", "a share of --lr"),
     ("optim.accumulate_dtype", "grad_accum_dtype gradient_accumulation_dtype", ""),
     ("optim.initial_loss_scale", "initial_scale_power loss_scale fp16.loss_scale", "the scale itself, a power of two"),
-    ("train.steps", "max_steps max_iters num_steps train_steps total_steps max_train_steps train_iters total_iters max_steps_per_epoch", ""),
+    ("train.steps", "max_steps max_iters num_steps train_steps total_steps", ""),
+    ("train.steps", "max_train_steps train_iters total_iters max_steps_per_epoch", ""),
     ("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs", ""),
     ("train.micro_batch", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
     ("train.micro_batch", "batch_size", "rows of one forward; a step has --micro-batch x --accumulate of them"),
-    ("train.accumulate", "gradient_accumulation_steps grad_accum gradient_accumulation_iters accumulate_grad_batches", ""),
+    ("train.accumulate", "gradient_accumulation_steps grad_accum", ""),
+    ("train.accumulate", "gradient_accumulation_iters accumulate_grad_batches", ""),
     ("train.accumulate", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
     ("train.tokens_per_step", "global_batch_size train_batch_size total_batch_size", "in tokens: rows x --seq-len"),
     ("train.deterministic=true", "full_determinism use_deterministic_algorithms", ""),
@@ -117,9 +131,11 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("train.eval_rows", "eval_iters max_eval_samples eval.max_iters eval_batches limit_val_batches", "in rows"),
     ("train.sample_tokens", "max_new_tokens eval.max_new_tokens eval_max_new_tokens", ""),
     ("train.seed", "data_seed random_seed", ""),
-    ("placement.engine=deepspeed", "deepspeed zero_optimization ds_config deepspeed_config", "its sizes are deepspeed.*"),
+    ("placement.engine=deepspeed", "deepspeed zero_optimization", "its sizes are deepspeed.*"),
+    ("placement.engine=deepspeed", "ds_config deepspeed_config", "its sizes are deepspeed.*"),
     ("deepspeed.zero_stage", "zero_stage zero_optimization.stage", ""),
-    ("placement.optimizer=cpu", "offload_optimizer cpu_offload optimizer_offload fsdp_offload_params optim_cpu_offload", ""),
+    ("placement.optimizer=cpu", "offload_optimizer cpu_offload optimizer_offload", ""),
+    ("placement.optimizer=cpu", "fsdp_offload_params optim_cpu_offload", ""),
     ("placement.optimizer", "offload_optimizer.device offload_optimizer_device", ""),
     ("placement.params=cpu", "offload_param offload_params param_offload cpu_offload_param cpu_offload_params", ""),
     ("placement.params", "offload_param.device offload_param_device device_map", ""),
@@ -145,10 +161,12 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("deepspeed.aio_block_size", "aio.block_size", ""),
     ("deepspeed.aio_queue_depth", "aio.queue_depth queue_depth", ""),
     ("deepspeed.aio_threads", "aio.thread_count thread_count aio.intra_op_parallelism", ""),
-    ("", "lora use_lora qlora peft use_peft lora_r lora_rank lora_alpha lora_dropout lora_target adapter dora", _ADAPTERS),
+    ("", "lora use_lora qlora peft use_peft lora_r", _ADAPTERS),
+    ("", "lora_rank lora_alpha lora_dropout lora_target adapter dora", _ADAPTERS),
     ("", "lora_target_modules peft_type adapter_name_or_path lora_model_dir lora_modules_to_save use_dora", _ADAPTERS),
     ("", "finetuning_type", f"all weights are trained, as with `full`; {_ADAPTERS}"),
-    ("", "load_in_4bit load_in_8bit quantize quantization_bit quantization_config bnb_4bit_quant_type fp8", _FEWER_BITS),
+    ("", "load_in_4bit load_in_8bit quantize quantization_bit", _FEWER_BITS),
+    ("", "quantization_config bnb_4bit_quant_type fp8", _FEWER_BITS),
     ("", "dpo rl beta pref_beta pref_loss reward_model kto grpo ppo orpo rlhf simpo_gamma", _PREFERENCES),
     ("", "logging_steps log_interval log_every_n_steps logging_first_step steps_per_print logging_strategy", _LOGGED),
     ("", "logging_dir disable_tqdm log_level plot_loss wall_clock_breakdown log_freq", _LOGGED),
@@ -161,17 +179,39 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "compile torch_compile use_compile torch_compile_backend jit", _ROUTE),
     ("", "group_by_length pad_to_max_length pad_to_sequence_len pad_to_multiple_of dataloader_drop_last", _WHOLE_ROWS),
     ("", "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience", _LAST),
-    ("", "overwrite_output_dir overwrite_cache", "--output names another directory, --resume never begins again in one"),
+    ("", "overwrite_output_dir", "--output names another directory, --resume never begins again in one"),
+    ("", "overwrite_cache", "--output names another directory, --resume never begins again in one"),
     ("", "stage sft", "conversations in --data are enough (docs/finetune.md); ZeRO's stage is deepspeed.zero_stage"),
     ("", "neftune_noise_alpha label_smoothing_factor", "the command has no such key; the library takes your own loop"),
     ("", "max_samples max_train_samples streaming", "--data takes all of a file; --steps ends a run earlier"),
-    ("", "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers", ""
-        "text is tokenised once, by all CPU threads, and rows are then read from the cache: there is nothing to set"),
+    (
+        "",
+        "preprocessing_num_workers dataset_num_proc dataset_processes dataloader_num_workers num_workers",
+        "text is tokenised once, by all CPU threads, and rows are then read from the cache: there is nothing to set",
+    ),
     ("", "tf32 allow_tf32", "products are in --dtype; fp32 stays fp32"),
     ("", "auto_find_batch_size", "train.tokens_per_step lets the plan choose rows that fit"),
     ("", "export_dir export_size merge_lora", "a run is exported afterwards: `offload-train export RUN DIR`"),
+    ("", "per_device_eval_batch_size eval_batch_size", "evaluations take --micro-batch rows too"),
+    ("", "eval_accumulation_steps", "evaluations take --micro-batch rows too"),
+    ("", "gradient_checkpointing_kwargs", "model.checkpointing=on is all there is to say"),
+    ("", "activation_checkpointing_kwargs", "model.checkpointing=on is all there is to say"),
+    ("", "dataset_train_split dataset_test_split dataset_config dataset_split split", _SPLIT),
+    ("", "use_galore use_badam use_apollo use_adam_mini use_muon muon adafactor", "optim.name is adamw or lion"),
+    ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of them is a key of its own: docs/config.md"),
     ("", "max_time", "`timeout -s TERM 3600 offload-train ...` ends a run with a checkpoint, from which it resumes"),
-)  # fmt: skip
+)
+# Families of words that are told apart by what they begin with.
+_FAMILIES = {
+    **dict.fromkeys(("lora_", "peft_", "pissa_", "loraplus_", "loftq_"), Term("", _ADAPTERS)),
+    **dict.fromkeys(("ddp_", "fsdp_"), Term("", _SHARDING)),
+    **dict.fromkeys(("galore_", "badam_", "apollo_"), Term("", "optim.name is adamw or lion")),
+    **dict.fromkeys(("wandb_", "trackio_", "mlflow_"), Term("save.trackers", "it reads its own environment variables")),
+    "hub_": Term("", _UPLOADS),
+    "bnb_": Term("", _FEWER_BITS),
+    "logging_": Term("", _LOGGED),
+    "dataloader_": Term("", "rows are read from the cache of tokens: there is nothing to set"),
+}
 _BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in words.split()}
 
 # Values of other trainers, by key: the value here, or the words that replace key and value.
@@ -189,7 +229,9 @@ _DTYPES |= {"bf16_true": "bf16", "bf16_mixed": "bf16", "16_true": "fp16", "16_mi
 _DTYPES |= {"16": "fp16", "32": "fp32", "no": "fp32"}
 _VALUES: dict[str, dict[str, str]] = {
     "model.dtype": _DTYPES,
-    "model.attention": dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2", "flash", "xformers", "true"), "sdpa"),
+    "model.attention": dict.fromkeys(
+        ("flash_attention_2", "flash_attention_3", "fa2", "flash", "xformers", "true"), "sdpa"
+    ),
     "model.checkpointing": {"true": "on", "false": "off", "unsloth": "on"},
     "data.packing": {"true": "on", "false": "off", "bfd": "on"},
     "data.format": {"chatml": "chat", "openai": "chat", "chat_template": "chat", "messages": "chat", "raw": "text"}
@@ -201,7 +243,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "optim.states": {"8": "8bit", "8_bit": "8bit", "int8": "8bit", "bfloat16": "bf16", "float32": "fp32"},
     "placement.engine": dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed") | {"torch": "plain"},
     # The flag says where the state is; other trainers name the rule with it.
-    "placement.optimizer": {rule: "optim.name=adamw" for rule in ("adamw", *_RULES)}
+    "placement.optimizer": dict.fromkeys(("adamw", *_RULES), "optim.name=adamw")
     | _EIGHT_BITS
     | dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit", "lion_8bit"), "optim.name=lion")
     | _WHERE,
@@ -212,7 +254,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "save.trackers": {"none": "save.trackers=[]", "no": "save.trackers=[]", "true": "wandb", "all": "wandb"},
     "tiered.overlap": {"true": "forward", "false": "off"},
     "tiered.io": {"aio": "async_io", "libaio": "async_io"},
-}  # fmt: skip
+}
 
 _EVALUATES = "a run evaluates every train.eval_every steps; `offload-train export` writes what lm-eval and others load"
 _SERVES = "`offload-train export` writes a directory that vLLM and transformers load, or a .gguf file for llama.cpp"
@@ -247,7 +289,9 @@ _COMMAND = {word: (command, note) for command, words, note in _COMMANDS for word
 
 def term_of(word: str) -> Term | None:
     """Return what a flag or key of another trainer is here: "--learning-rate", "zero_optimization.stage"."""
-    return _BY_WORD.get(plain(word))
+    word = plain(word)
+    family = next((term for begin, term in _FAMILIES.items() if word.startswith(begin)), None)
+    return _BY_WORD.get(word, family)
 
 
 def value_of(key: str, value: object) -> str | None:
@@ -263,8 +307,14 @@ def command_of(word: str) -> tuple[str, str] | None:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the name of `known` that `word` misspells, if there is one; a word of the tables counts too."""
     spelled = {plain(name): name for name in (*_BY_WORD, *known)}
-    near = difflib.get_close_matches(plain(word), spelled, n=1, cutoff=_NEAR)
-    return spelled[near[0]] if near else None
+    near = difflib.get_close_matches(plain(word), spelled, n=3, cutoff=_NEAR)
+    return next((spelled[name] for name in near if _edits(plain(word), name) <= _MOST_EDITS), None)
+
+
+def _edits(one: str, other: str) -> int:
+    """Return how many letters have to be taken from one word, or added, to make the other."""
+    same = sum(block.size for block in difflib.SequenceMatcher(None, one, other).get_matching_blocks())
+    return len(one) + len(other) - 2 * same
 
 
 def plain(word: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.model.presets import PRESETS
 from offload_trainer.settings import FLAGS, describe_key, refuse_unwritable
+from offload_trainer.synonyms import command_of, nearest
 from offload_trainer.units import parse_bytes, shown
 
 _CONFIG = "[CONFIG.yaml] [flags] [section.key=value ...]"
@@ -137,6 +138,21 @@ _COMMANDS: dict[str, tuple[str, str, tuple[tuple[str, str], ...], str]] = {
     ),
 }
 
+# Flags that a command's help shows. Every other flag may stand there too, so that one command's words suit the others.
+_DATA_FLAGS = ("--model", "--scratch", "--data", "--validation-data", "--tokenizer", "--seq-len")
+_SIZE_FLAGS = tuple(
+    name for name in FLAGS if name not in ("--validation-data", "--seed", "--lr", "--resume", "--force")
+)
+_FLAGS_OF = {
+    "train": tuple(FLAGS),
+    "plan": tuple(name for name in _SIZE_FLAGS if name not in ("--steps", "--epochs")),
+    "bench": ("--nvme", "--dtype", "--gpus", "--output"),
+    "tune": tuple(name for name in _SIZE_FLAGS if name not in ("--steps", "--epochs", "--save-every")),
+    "doctor": ("--model", "--scratch", "--nvme", "--engine", "--gpus", "--output"),
+    "prepare": _DATA_FLAGS,
+    "init": ("--model", "--scratch", "--data", "--seq-len", "--steps", "--epochs", "--nvme", "--output"),
+}
+
 _START = """\
 Trains every parameter of a causal language model, its optimizer state in RAM or on a drive.
 `offload-train --nvme DIR` alone trains a small model on the text that ships with the package.
@@ -148,21 +164,30 @@ def help_text(command: str | None = None) -> str:
     if command is None:
         lines = [f"offload-train {_CONFIG}", ""]
         lines += [f"offload-train {name:<12}{told}" for name, (told, *_) in _COMMANDS.items()]
-        lines += ["", _START, "`offload-train COMMAND --help` says more of one.", "", *_flags()]
-        return "\n".join([*lines, "", _REST])
+        lines += ["", _START, "`offload-train COMMAND --help` shows one command with its flags, --version the version."]
+        return "\n".join([*lines, "", *_flags(tuple(FLAGS)), "", _REST])
     told, words, switches, more = _COMMANDS[command]
     lines = [f"offload-train {command} {words}".rstrip(), "", f"{told[0].upper()}{told[1:]}."]
     lines += ["", *(_entry(name, what) for name, what in switches)] if switches else []
     lines += ["", more] if more else []
-    return "\n".join([*lines, "", *_flags(), "", _REST] if takes_keys(command) else lines)
+    if not takes_keys(command):
+        return "\n".join(lines)
+    flags = _FLAGS_OF[command]
+    others = [] if len(flags) == len(FLAGS) else ["The other flags of `train` may stand too, so that its words suit."]
+    return "\n".join([*lines, "", *_flags(flags), "", *others, _REST])
 
 
 _REST = "Every other key is section.key=value; docs/config.md lists them all."
 
 
-def _flags() -> list[str]:
-    entries = [_entry(f"{name} {flag.metavar}".rstrip(), describe_key(flag.key)) for name, flag in FLAGS.items()]
+def _flags(names: tuple[str, ...]) -> list[str]:
+    entries = [_entry(f"{name} {FLAGS[name].metavar}".rstrip(), describe_key(FLAGS[name].key)) for name in names]
     return ["flags, each a short spelling of a key:", *entries]
+
+
+def flags_of(command: str) -> tuple[str, ...]:
+    """Return the flags of keys that a command's help shows; none for a command that takes no keys."""
+    return _FLAGS_OF.get(command, ())
 
 
 def _entry(name: str, what: str) -> str:
@@ -196,9 +221,19 @@ def take_command(words: list[str]) -> str | None:
         return words.pop(0)
     if Path(words[0]).exists() or "." in words[0] or "/" in words[0]:
         return None
-    near = difflib.get_close_matches(words[0], _COMMANDS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"{words[0]}: neither a command ({', '.join(_COMMANDS)}) nor a configuration file{hint}")
+    raise UserError(f"{words[0]}: neither a command ({', '.join(_COMMANDS)}) nor a configuration file{_hint(words[0])}")
+
+
+def _hint(word: str) -> str:
+    """Return what a word that is no command may mean; nothing where that is not known."""
+    if word in PRESETS:
+        return f"; a model is named by a flag: --model {word}"
+    if known := command_of(word):
+        command, note = known
+        here = f"here it is `offload-train {command}`" if command else ""
+        return "; " + (f"{here} ({note})" if here and note else here or note)
+    near = nearest(word, _COMMANDS)
+    return f"; did you mean {near}?" if near in _COMMANDS else ""
 
 
 def take_switches(words: list[str], *names: str) -> set[str]:

@@ -6,6 +6,7 @@ A profile is probed (`machine/probe.py`), timed (`machine/bench.py`), or read fr
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import asdict, dataclass, field
@@ -207,7 +208,10 @@ def read_machine(name: str) -> MachineProfile:
         return parsed((files(__package__) / "machines" / f"{name}.json").read_bytes(), MachineProfile)
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
-        raise UserError(f"--machine {name}: neither a file nor one of {', '.join(named_machines())}")
+        known = named_machines()
+        near = [each for each in known if name.lower() in each] or difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"--machine {name}: neither a file nor one of {', '.join(known)}{hint}")
     return read_back(path, MachineProfile, links=True, fix="It should be as `offload-train bench --json` prints it")
 
 

@@ -29,7 +29,17 @@ from offload_trainer.storage.removal import scratch
 
 _WARM = 2
 _GAIN = 0.98
-_ALWAYS = ("--steps", "1000", "train.epochs=auto", "train.eval_every=0", "train.sample_every=0", "--save-every", "0", "--resume", "never")
+_ALWAYS = (
+    "--steps",
+    "1000",
+    "train.epochs=auto",
+    "train.eval_every=0",
+    "train.sample_every=0",
+    "--save-every",
+    "0",
+    "--resume",
+    "never",
+)
 
 
 @dataclass

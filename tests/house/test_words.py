@@ -15,10 +15,11 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.card import model_card
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.choose import _slower, make_plan
+from offload_trainer.plan.machine import read_machine
 from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
-from offload_trainer.usage import help_text
+from offload_trainer.usage import flags_of, help_text, switches_of
 
 WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "report", "ls", "cp", "completion")
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"
@@ -30,8 +31,57 @@ def test_help_of_every_command(command: str | None, capsys: pytest.CaptureFixtur
     told = capsys.readouterr().out
     assert told == help_text(command) + "\n"
     assert command in told if command else all(name in told for name in cli._COMMANDS)
-    for name, flag in FLAGS.items() if command not in WITHOUT_FLAGS else ():
-        assert re.search(rf"^  {name}( {re.escape(flag.metavar)})?  +[^ ]", told, re.MULTILINE), name
+    shown_here = FLAGS if command in (None, "train") else flags_of(command)
+    for name, flag in FLAGS.items():
+        found = re.search(rf"^  {name}( {re.escape(flag.metavar)})?  +[^ ]", told, re.MULTILINE)
+        assert bool(found) == (name in shown_here) or name in switches_of(command or "train"), name
+    assert bool(flags_of(command)) == (command not in WITHOUT_FLAGS) if command else "--version" in told
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [("bench", None), ("doctor", None), ("prepare", {"--data", "--seq-len"})]
+)
+def test_help_shows_the_flags_that_a_command_reads(command: str, flags: set[str] | None) -> None:
+    """Of `bench` and `doctor` those whose sections their code names."""
+    import inspect
+
+    shown_here = set(flags_of(command))
+    assert not shown_here & {"--lr", "--steps", "--epochs", "--seed", "--resume", "--save-every"}
+    if flags is not None:
+        assert flags <= shown_here
+        return
+    source = inspect.getsource(cli._COMMANDS[command])
+    read = set(re.findall(r"config\.((?:placement|model|save|tiered)(?:\.\w+)?)", source))
+    for name in shown_here:
+        key = FLAGS[name].key
+        assert key in read or key.partition(".")[0] in read or key == "placement.engine", name
+    keyed = {name for name, flag in FLAGS.items() if flag.key in read}
+    assert keyed <= shown_here
+
+
+def test_no_words_are_a_question(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not 300 steps; `train` alone is the default run."""
+    monkeypatch.setitem(cli._COMMANDS, "train", lambda words: None)
+    assert cli.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == help_text() + "\n"
+    assert "`offload-train train` trains" in said.err
+    assert cli.main(["train"]) == cli.main(["--nvme", "/ssd"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("h100", "8xh100-80gb"),
+        ("A100", "4xa100-80gb-100gbe or 8xa100-80gb or"),
+        ("v100-23gb", "v100-32gb"),
+        ("tpu-v5p", None),
+    ],
+)
+def test_a_machine_that_there_is_not(name: str, near: str | None) -> None:
+    with pytest.raises(UserError) as caught:
+        read_machine(name)
+    assert (f"did you mean {near}" in str(caught.value)) if near else ("did you mean" not in str(caught.value))
 
 
 @pytest.mark.parametrize("command", cli._COMMANDS)
@@ -51,7 +101,7 @@ def test_help_knows_each_switch(command: str) -> None:
         if isinstance(word, ast.Constant) and str(word.value).startswith("--")
     }
     named = set(re.findall(r"^  (--[a-z-]+)", help_text(command), re.MULTILINE))
-    assert named - (set() if command in WITHOUT_FLAGS else set(FLAGS)) == taken
+    assert named - (set(flags_of(command)) - taken) == taken
 
 
 def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,18 @@ CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "S
 # name of the mistake -> the command, in a folder that holds what `places` makes; a part of the message
 MISTAKES: dict[str, tuple[str, str]] = {
     "a flag misspelt": ("--lrr 1e-3", "did you mean --lr?"),
+    "a flag of another trainer": ("--learning-rate 1e-3", "here it is --lr 1e-3"),
+    "a flag for what there is not": ("--lora", "docs/integrations.md"),
+    "another trainer's value": ("--dtype bfloat16", "here it is bf16"),
+    "another trainer's command": ("finetune --lr 1e-3", "here it is `offload-train train`"),
+    "text where a configuration is expected": ("little.txt", "--data little.txt"),
+    "text where a configuration is expected, after the command": ("train little.txt", "--data little.txt"),
+    "text without its flag": ("--lr 1e-3 little.txt", "--data little.txt"),
+    "a model without its flag": ("whole", "--model whole"),
+    "a configuration behind flags": ("--nvme drive torn.yaml", "a configuration file is the first word"),
+    "a pattern that nothing matches": ("--data 'none*.txt'", "none*.txt"),
+    "steps and epochs": ("--steps 3 --epochs 2", "leave train.steps (--steps) out"),
+    "nothing at all": ("", "nothing was asked for"),
     "a section misspelt": ("optimm.lr=1", "did you mean optim"),
     "a key misspelt": ("optim.lrr=1", "did you mean optim.lr?"),
     "a key in another section": ("train.lr=1", "did you mean optim.lr?"),
@@ -141,7 +154,7 @@ def _tree(folder: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_one_message_and_nothing_written(name: str, places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words, expected = MISTAKES[name]
-    command = [part for word in words.split() for part in (TINY if word == "TINY" else [word])]
+    command = [part for word in shlex.split(words) for part in (TINY if word == "TINY" else [word])]
     monkeypatch.chdir(places)
     before = _tree(places)
     done = ask(*command)

@@ -23,10 +23,10 @@ from offload_trainer.plan.computing import stands_for
 from offload_trainer.plan.deepspeed import DeepSpeed
 from offload_trainer.plan.division import divisions, tensor_of, why
 from offload_trainer.plan.formats import state_format
-from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.memory import Item, reserve_items, saved_items
 from offload_trainer.plan.plain import Plain
-from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.plan import Plan, Shared
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.sizes import Layouts
 from offload_trainer.plan.take import at_once
@@ -224,9 +224,14 @@ def _fastest(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: Machin
 def _fastest_way(engine: Tiered, work: Workload, machine: MachineProfile) -> Plan:
     """The plan with what the wish leaves open of the update chosen: one after the other, where it gains enough."""
     best = first = _of_homes(engine, work, machine)
-    if first.fits and (first.forecast.step is None or not first.uses_drives):
+    if first.fits and not first.uses_drives:
         return first
     default, other = (FORWARD, OFF) if first.forecast.behind else (OFF, FORWARD)
+    if first.fits and first.forecast.step is None:
+        open_ways = [default, *([other] if engine.section.overlap == "auto" else [])]
+        open_ways += [way for way, why_not in left_open(engine, work) if not why_not]
+        ways = tuple(Way(way, None, None) for way in open_ways)
+        return replace(first, ways=ways, way=default) if len(ways) > 1 else first
     taken, tried = default, [_way(default, first)]
     if engine.section.overlap == "auto" and first.fits:
         tried.append(_way(other, replace(first, forecast=first.forecast.otherwise)))
@@ -280,7 +285,8 @@ def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: Mac
 
 def on_another(plan: Plan, items: Sequence[Item], work: Workload, machine: MachineProfile) -> Plan:
     """The same plan on the machine of another node, with the names of that one's drives in its `items`."""
-    return replace(plan, items=tuple(items), tiers=tiers_of(items, work, machine))
+    tiers, shared = tiers_of(items, work, machine), shared_filesystems(work, machine)
+    return replace(plan, items=tuple(items), tiers=tiers, shared=shared)
 
 
 def _notes_of_rule(optim: OptimSection) -> list[str]:
@@ -315,6 +321,7 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
         nodes=work.nodes,
         items=tuple(items),
         tiers=tiers_of(items, work, machine),
+        shared=shared_filesystems(work, machine),
         traffic=tuple(traffic),
         links=tuple(one.links()),
         forecast=found,
@@ -326,8 +333,8 @@ def _planned(one: Candidate, work: Workload, machine: MachineProfile, *, engine:
 def _slower(step: float, chosen: float) -> str:
     """Why a plan with such a step was not chosen."""
     if step >= 1.01 * chosen:
-        return f"fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
-    return f"fits, but a step takes {format_seconds(step)}, which gains less than {_ALIKE - 1:.0%}, and it moves more"
+        return f"it fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
+    return f"it fits, but a step takes {format_seconds(step)}, within {_ALIKE - 1:.0%} as long, and moves more bytes"
 
 
 def _choose(plans: Sequence[Plan]) -> Plan:
@@ -352,8 +359,7 @@ def _excess(plan: Plan) -> int:
 def tiers_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> dict[str, dict[str, int]]:
     """Needed and available bytes of each; of a filesystem with several of the directories, what the others leave."""
     have = {"gpu": machine.gpu_bytes * work.here, "ram": machine.ram_bytes}
-    outputs = () if work.checkpoints is None else (machine.output,)
-    drives = {drive.directory: drive for drive in (*outputs, *machine.drives)}
+    drives = _directories(work, machine)
     have |= {directory: drive.free_bytes for directory, drive in drives.items()}
     need = {tier: sum(item.bytes for item in items if item.tier == tier) for tier in have}
     for directory, drive in drives.items():
@@ -361,6 +367,25 @@ def tiers_of(items: Sequence[Item], work: Workload, machine: MachineProfile) -> 
             others = [o for o, other in drives.items() if other.device == drive.device and o != directory]
             have[directory] = max(0, have[directory] - sum(need[other] for other in others))
     return {tier: {"need": need[tier], "have": have[tier]} for tier in have}
+
+
+def _directories(work: Workload, machine: MachineProfile) -> dict[str, DriveFacts]:
+    """Return the directories that a run writes to: the output, where it saves, and the drives."""
+    outputs = () if work.checkpoints is None else (machine.output,)
+    return {drive.directory: drive for drive in (*outputs, *machine.drives)}
+
+
+def shared_filesystems(work: Workload, machine: MachineProfile) -> tuple[Shared, ...]:
+    """Return the filesystems that hold several of a run's directories."""
+    by_device: dict[int, list[DriveFacts]] = {}
+    for drive in _directories(work, machine).values():
+        if drive.device is not None:
+            by_device.setdefault(drive.device, []).append(drive)
+    return tuple(
+        Shared(tuple(drive.directory for drive in drives), min(drive.free_bytes for drive in drives))
+        for drives in by_device.values()
+        if len(drives) > 1
+    )
 
 
 def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) -> list[str]:

@@ -60,7 +60,7 @@ def process_items(
     each = own - LIBRARIES + cuda_process(device)
     return [
         Item("ram", "process", each * here, f"interpreter, {what}, in each process"),
-        Item("ram", "libraries", LIBRARIES, "their pages in files, which processes share"),
+        Item("ram", "libraries", LIBRARIES, "code of torch and the others, which all processes share"),
     ]
 
 
@@ -104,13 +104,20 @@ def activation_items(
         name = "block inputs" if work.checkpointing else "activations kept"
         parts = f"; of each input 1 / {work.keepers} on each rank" if work.keepers > 1 else ""
         items.append(Item(device, name, peak.kept * world, f"of the blocks, until their backward{parts}"))
-        items.append(Item(device, "activations", peak.rest * world, f"beside those at the largest moment, {how}"))
+        items.append(Item(device, "activations", peak.rest * world, f"all others, at their largest, {how}"))
     if device == "gpu":
         items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "the driver's, in each process"))
         why = f"{ALLOCATOR:.0%} of the activations, for what the allocator cannot use of its memory; assumed"
         items.append(Item(device, "allocator", int(ALLOCATOR * peak.bytes) * world, why))
     else:
-        items.append(Item(device, "products", PRODUCTS * world, "their code and buffers, in each process"))
+        items.append(
+            Item(
+                device,
+                "matmul kernels",
+                PRODUCTS * world,
+                "compiled code and buffers for matrix products, in each process",
+            )
+        )
     return items
 
 

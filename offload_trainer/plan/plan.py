@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import Any
 
 from offload_trainer.errors import UserError
@@ -13,6 +14,14 @@ from offload_trainer.plan.traffic import Traffic
 from offload_trainer.plan.ways import Way
 from offload_trainer.plan.zero import Placement, ZeroSizes
 from offload_trainer.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A filesystem that several of a run's directories are on."""
+
+    directories: tuple[str, ...]
+    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Plan:
     ways: tuple[Way, ...] = ()  # of the update that were left open, as each would be
     way: str = ""  # the one that was taken
     longest_row: int | None = None  # tokens, with which it would still fit; None: not worked out
+    shared: tuple[Shared, ...] = ()
     too_large: str = ""  # what of the model no homes make room for, where there is such a thing
 
     @property
@@ -51,7 +61,27 @@ class Plan:
         return not self.shortfalls()
 
     def shortfalls(self) -> list[str]:
-        return _shortfalls(self.tiers)
+        """Return what has too little room, a sentence each; directories on one filesystem in one."""
+        told = {}
+        for tier, room in self.tiers.items():
+            if room["need"] <= room["have"]:
+                continue
+            one = self._shared(tier)
+            if one is None:
+                told[tier] = f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
+                continue
+            needs = [f"{format_bytes(self.tiers[each]['need'])} in {each}" for each in one.directories]
+            told[one.directories[0]] = (
+                f"one filesystem has {format_bytes(one.free_bytes)} free for {' and '.join(needs)}"
+            )
+        return list(told.values())
+
+    def _shared(self, tier: str) -> Shared | None:
+        """Return the filesystem that a directory shares with others which need some of it."""
+        for one in self.shared:
+            if tier in one.directories and sum(self.tiers[each]["need"] > 0 for each in one.directories) > 1:
+                return one
+        return None
 
     def refuse(self, *, force: bool) -> None:
         """UserError where it does not fit, unless it is wanted all the same."""
@@ -102,7 +132,9 @@ class Plan:
         ]
         lines += self._describe_tiers()
         lines += [f"  {self.too_large}"] if self.too_large else []
-        if self.longest_row is not None:
+        if self.longest_row == 0:
+            lines.append("  longest row: none fits, however short, with whatever homes")
+        elif self.longest_row is not None:
             rows = "a row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
             lines.append(f"  longest row: {self.longest_row} tokens, {rows} at a time, with whatever homes fit")
         lines += self._describe_seconds()
@@ -116,8 +148,7 @@ class Plan:
         for tier, room in self.tiers.items():
             if tier == "gpu" and not any(room.values()):
                 continue
-            verdict = "" if room["need"] <= room["have"] else "   DOES NOT FIT"
-            lines.append(_entry(tier, format_bytes(room["need"]), f"of {format_bytes(room['have'])}{verdict}"))
+            lines.append(_entry(tier, format_bytes(room["need"]), self._verdict(tier)))
             lines += [
                 _entry(f"  {item.name}", format_bytes(item.bytes), item.why)
                 for item in self.items
@@ -125,15 +156,32 @@ class Plan:
             ]
         return lines
 
+    def _verdict(self, tier: str) -> str:
+        """Return how much there is of a tier, and whether that is enough."""
+        room, one = self.tiers[tier], self._shared(tier)
+        if room["need"] <= room["have"]:
+            unused = not room["need"] and tier not in ("gpu", "ram")
+            return f"of {format_bytes(room['have'])}" + (": not used by this plan" if unused else "")
+        if one is None:
+            return f"of {format_bytes(room['have'])}   DOES NOT FIT"
+        others = " and ".join(each for each in one.directories if each != tier)
+        return f"of {format_bytes(one.free_bytes)} on the filesystem that {others} is on too   DOES NOT FIT"
+
+    def _describe_untimed(self) -> list[str]:
+        """Return what is not timed, what times it, and what the plan would choose from then on."""
+        untimed = dict.fromkeys(bound.what for bound in self.forecast.bounds if bound.seconds is None)
+        drives = dict.fromkeys(moved.place for moved in self.traffic if moved.place != "device")
+        command = " ".join(["offload-train bench", *(f"--nvme {quote(drive)}" for drive in drives)])
+        lines = [f"  seconds a step: not known, since this machine was never timed for: {'; '.join(untimed)}"]
+        others = [way.words for way in self.ways if way.words != self.way]
+        chooses = f"; with that auto takes the fastest of {self.way} (taken now), {', '.join(others)}" if others else ""
+        return [*lines, f"    `{command}` times it, once{chooses}"]
+
     def _describe_seconds(self) -> list[str]:
         found = self.forecast
         step = found.step
         if step is None:
-            untimed = dict.fromkeys(bound.what for bound in found.bounds if bound.seconds is None)
-            return [
-                f"  seconds a step: not known; `offload-train bench` with the same words times what never was here: "
-                f"{'; '.join(untimed)}"
-            ]
+            return self._describe_untimed()
         speed = f"{format_count(self.tokens_per_step / step)} tokens/s"
         lines = [_entry("a step, about", format_seconds(step), speed)]
         for phase in PHASES:
@@ -165,11 +213,3 @@ class Plan:
 def _entry(name: str, number: str, why: str) -> str:
     """A line of the plan: what, how much, and why."""
     return f"  {name:<26}{number:>10}   {why}"
-
-
-def _shortfalls(tiers: dict[str, dict[str, int]]) -> list[str]:
-    return [
-        f"{tier} needs {format_bytes(room['need'])} and has {format_bytes(room['have'])}"
-        for tier, room in tiers.items()
-        if room["need"] > room["have"]
-    ]

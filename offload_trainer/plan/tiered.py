@@ -307,11 +307,21 @@ class TieredCandidate:
         if not (self.sizes.overlap or self.may_overlap):
             return self.sizes, found
         behind = self.behind(found)
-        if not self.sizes.overlap and (found.step is None or behind.hidden < WORTH * found.step):
+        gains = self._costs_nothing if found.step is None else behind.hidden >= WORTH * found.step
+        if not self.sizes.overlap and not gains:
             return self.sizes, replace(found, could_hide=behind.hidden)
         if self.sizes.ahead:
             return self.sizes, self._ahead(found, behind.hidden)
         return replace(self.sizes, overlap=True), behind
+
+    @property
+    def _costs_nothing(self) -> bool:
+        """Whether an update behind the next forward is taken where no seconds are known.
+
+        It changes no bit and needs no more room. Drives would otherwise wait for the forward, and a CPU that computes
+        the model has to have a core for each rank's update besides.
+        """
+        return self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
 
     def behind(self, found: Forecast) -> Forecast:
         """Of the same in line, with the update behind the next forward."""

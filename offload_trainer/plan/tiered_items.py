@@ -48,7 +48,9 @@ def tiered_items(
     items += _gradient_items(units, homes.gradients, sizes, tiers=tiers, g=g)
     if work.world == 1:
         ring = gradient_ring(units, homes.gradients, item_bytes=e, several=work.accumulate > 1, gpu=is_gpu)
-        items.append(Item("ram", "gradient ring", ring, "from the device to sums in memory or on drives"))
+        items.append(
+            Item("ram", "gradient staging", ring, "on their way from the device to their sums in memory or on drives")
+        )
         items.append(Item(device, "gradients in flight", *_in_flight(units, homes.gradients, e=e, gpu=is_gpu)))
     else:
         items += _of_each_rank(_exchange_items(units, sizes=sizes, device=device, e=e), work.here)

@@ -232,7 +232,7 @@ def _telemetry(setup: Setup, *, done: int) -> Telemetry | None:
     bounds = {phase: _WAITED_FOR.get(kind, kind) for phase, kind in kinds.items() if kind}
     if plan.forecast.behind and "update" in bounds:
         bounds["wait"] = bounds["update"]
-    screen = Screen(config.train.steps, initial=done, say=setup.log.say, bounds=bounds)
+    screen = Screen(config.train.steps, initial=done, say=setup.log.say, bounds=bounds, drives=plan.uses_drives)
     trackers = None
     if names := config.save.all_trackers:
         sections = config.model_dump(mode="json").items()

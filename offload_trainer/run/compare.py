@@ -18,6 +18,7 @@ from offload_trainer.telemetry.charts import Series
 from offload_trainer.telemetry.record import EvalRecord, StepRecord
 from offload_trainer.telemetry.report import (
     median_phases,
+    median_speed,
     read_evaluations,
     read_metrics,
     refuse_foreign,
@@ -26,7 +27,7 @@ from offload_trainer.telemetry.report import (
 )
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_HOMES = ("params", "optimizer", "gpu_fraction", "ram_fraction", "gradients", "overlap")
+_HOMES = ("params", "optimizer", "gpu_fraction", "ram_fraction", "gradients")
 _TELLING = ("model.name", "model.dtype", "model.checkpointing", "optim.name", "optim.states", "optim.lr")
 _NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # where things lie changes no number
 
@@ -92,7 +93,8 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         sections = read_yaml(directory / "config.yaml")
         plan = parsed(file_bytes(directory / "plan.json"), dict)
         config = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-        return directory, config, {**plan["chosen"], **(plan["chosen"]["sizes"] or {}), "plan": plan}
+        chosen = {**plan["chosen"], **(plan["chosen"]["sizes"] or {}), "plan": plan, "on_cpu": _on_cpu(directory)}
+        return directory, config, chosen
     except OSError as error:
         raise UserError(f"{directory} holds no run: {error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -101,9 +103,23 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         ) from error
 
 
+def _on_cpu(directory: Path) -> bool:
+    """Return whether a run was on a machine without a GPU; False where its machine.json does not say."""
+    try:
+        return parsed(file_bytes(directory / "machine.json"), dict).get("gpu", "") is None
+    except (OSError, ValueError):
+        return False
+
+
 def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str, Any]) -> Compared:
     rows, evaluations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     homes = {f"plan: {home}": plan.get(home) for home in _HOMES}
+    if plan["on_cpu"]:  # what computes has no memory of its own
+        homes |= {name: "RAM" for name, home in homes.items() if home in ("gpu", "cpu")}
+        on_gpu, in_ram = (homes.pop(f"plan: {name}") for name in ("gpu_fraction", "ram_fraction"))
+        homes["plan: ram_fraction"] = None if on_gpu is None or in_ram is None else round(on_gpu + in_ram, 9)
+    if "overlap" in plan:
+        homes["plan: tiered.overlap"] = "full" if plan.get("ahead") else "forward" if plan["overlap"] else "off"
     facts = {**wished, **homes, "tokens a step": plan["tokens_per_step"], **_of_plan(plan["plan"])}
     facts |= _of_rows(rows)
     if evaluations:
@@ -131,7 +147,7 @@ def _of_rows(rows: Sequence[StepRecord]) -> dict[str, Any]:
         "a step": median(row.seconds for row in counted),
         **{f"a step, {name}": took for name, took in median_phases(rows).items() if took},
         "hidden": median(row.hidden for row in counted) or None,
-        "tokens a second": median(row.tokens_per_second for row in counted),
+        "tokens a second": median_speed(counted),
         "host memory, peak": last.host_rss_bytes,
         "GPU memory, peak": last.device_peak_bytes or None,
         "on drives": max(row.memory.get("drives", 0) for row in rows) or None,
@@ -170,4 +186,6 @@ def _shown(name: str, value: Any) -> str:
         return "-"
     if name in _TEXT:
         return _TEXT[name](value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

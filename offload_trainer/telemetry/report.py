@@ -43,6 +43,11 @@ def steady(rows: Sequence[StepRecord]) -> list[StepRecord]:
     return list(rows[2:] if len(rows) > 4 else rows)
 
 
+def median_speed(rows: Sequence[StepRecord]) -> float:
+    """Return the tokens a second of a step that takes the median of seconds, so that the two numbers agree."""
+    return median(row.tokens_per_second * row.seconds for row in rows) / median(row.seconds for row in rows)
+
+
 def median_phases(rows: Sequence[StepRecord]) -> dict[str, float]:
     """Median seconds of each phase over the steady steps. A phase that a step lacks took 0 s in it."""
     counted = steady(rows)
@@ -141,7 +146,7 @@ def _facts(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> dic
         facts["tokens"] = format_count(last.tokens)
         facts["training loss"] = _number(last.loss)
         facts["a step (median)"] = format_seconds(median(row.seconds for row in counted))
-        facts["tokens a second (median)"] = format_count(median(row.tokens_per_second for row in counted))
+        facts["tokens a second (of such a step)"] = format_count(median_speed(counted))
         utilisation = [row.mfu for row in counted if row.mfu is not None]
         if utilisation:
             facts["MFU (median)"] = f"{100 * median(utilisation):.1f} %"

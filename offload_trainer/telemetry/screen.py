@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
@@ -16,6 +17,7 @@ from offload_trainer.telemetry.record import StepRecord
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _LEAST_MOVED = 1e6  # bytes a second; below it a drive takes only logs
+_WINDOW = 20  # steps that speeds and shares are of: an update behind the forward makes one long and the next short
 _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
 
 
@@ -23,7 +25,8 @@ class Screen:
     """Loss, speed, what a step waits for and time left: a live line on stderr, or a plain one each twentieth of a run.
 
     `total` and `initial` are steps of the whole run and steps already done. `bounds`: what each phase waits for, by
-    the plan. `live` None: as `is_live` says. `say` takes lines for people.
+    the plan. `drives`: whether the run keeps anything on drives; else what they move is logs and checkpoints, and not
+    shown. `live` None: as `is_live` says. `say` takes lines for people.
     """
 
     def __init__(
@@ -33,9 +36,12 @@ class Screen:
         initial: int,
         say: Callable[[str], None],
         bounds: Mapping[str, str] | None = None,
+        drives: bool = True,
         live: bool | None = None,
     ) -> None:
         self._total, self._initial, self._say, self._bounds = total, initial, say, bounds or {}
+        self._drives = drives
+        self._recent = deque[StepRecord](maxlen=_WINDOW)
         self._started: float | None = None  # with the first step: what a run begins with is no part of its pace
         self._bar: tqdm | None = None
         if is_live() if live is None else live:
@@ -45,6 +51,7 @@ class Screen:
         """Show a finished step."""
         if self._started is None:
             self._started = time.monotonic() - record.seconds
+        self._recent.append(record)
         due = record.step % max(1, self._total // 20) == 0 or record.step == self._total
         if self._bar is None and not due:
             return
@@ -73,9 +80,10 @@ class Screen:
     def _numbers(self, record: StepRecord, *, left: str) -> str:
         """The most wanted first, since a narrow terminal cuts the end."""
         norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3g}"
-        speed = f"{format_count(record.tokens_per_second)} tokens/s"
-        told = [f"loss {four_digits(record.loss)}", speed, longest_phase(record, self._bounds)]
-        told += [f"drive {format_bytes(moved)}/s" for moved in (drive_speed(record),) if moved >= _LEAST_MOVED]
+        speed = f"{format_count(tokens_speed(self._recent))} tokens/s"
+        told = [f"loss {four_digits(record.loss)}", speed, longest_phase(self._recent, self._bounds)]
+        moved = drive_speed(self._recent) if self._drives else 0.0
+        told += [f"drive {format_bytes(moved)}/s"] if moved >= _LEAST_MOVED else []
         told += [f"{left} left", f"norm {norm}", f"rate {record.lr:.3g}", "skipped" if record.skipped else ""]
         return "  ".join(filter(None, told))
 
@@ -85,17 +93,29 @@ def is_live() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def longest_phase(record: StepRecord, bounds: Mapping[str, str]) -> str:
-    """The phase that takes most of the step, its share, and what it waits for, where the plan knows."""
-    name = max(record.phases, key=record.phases.__getitem__, default="")
-    if not name or not record.phases[name]:
+def tokens_speed(records: Sequence[StepRecord]) -> float:
+    """Return the tokens a second of these steps together."""
+    tokens = sum(record.tokens_per_second * record.seconds for record in records)
+    return tokens / sum(record.seconds for record in records)
+
+
+def longest_phase(records: Sequence[StepRecord], bounds: Mapping[str, str]) -> str:
+    """Return the phase that takes most of these steps, its share, and what it waits for, where the plan knows."""
+    took: dict[str, float] = {}
+    for record in records:
+        for name, seconds in record.phases.items():
+            took[name] = took.get(name, 0.0) + seconds
+    name = max(took, key=took.__getitem__, default="")
+    if not name or not took[name]:
         return ""
-    return f"{name} {record.phases[name] / record.seconds:.0%}" + (f" ({bounds[name]})" if name in bounds else "")
+    share = took[name] / sum(record.seconds for record in records)
+    return f"{name} {share:.0%}" + (f" ({bounds[name]})" if name in bounds else "")
 
 
-def drive_speed(record: StepRecord) -> float:
-    """Bytes a second to and from drives over the whole step; 0 where nobody counts."""
-    return ((record.nvme_read_bytes or 0) + (record.nvme_written_bytes or 0)) / record.seconds
+def drive_speed(records: Sequence[StepRecord]) -> float:
+    """Return the bytes a second to and from drives over these steps; 0 where nobody counts."""
+    moved = sum((record.nvme_read_bytes or 0) + (record.nvme_written_bytes or 0) for record in records)
+    return moved / sum(record.seconds for record in records)
 
 
 def remaining_seconds(elapsed: float, *, done: int, left: int) -> float:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -22,13 +23,14 @@ from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
 from offload_trainer.plan.choose import make_plan, workload
 from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, homes_of, pages_of, rank_of, stretch_of, units_of
-from offload_trainer.plan.machine import Rate, Rates
+from offload_trainer.plan.machine import MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.sizes import TierSizes
 from offload_trainer.plan.take import NCCL_BYTES
 from offload_trainer.plan.zero import Placement, zero_sizes
 from offload_trainer.settings import load_config
+from offload_trainer.units import format_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -389,7 +391,7 @@ def test_gradients_on_their_way_are_counted() -> None:
     assert items(*several, "placement.gradients=gpu", gpu=16)["gradients in flight"] == 0
     in_ram = (*several, "placement.gradients=cpu")
     for more, sizes in (((), (1, 1)), (in_ram, (32, 256)), (("placement.gradients=nvme",), (32, 256))):
-        rings = [items(*more, gpu=gpu)["gradient ring"] for gpu in (0, 16)]
+        rings = [items(*more, gpu=gpu)["gradient staging"] for gpu in (0, 16)]
         assert rings == [size * 1_000_000 for size in sizes], more
 
 
@@ -401,3 +403,45 @@ def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
     for home, wanted in (("cpu", [3 * 10 * sum(unit.trained for unit in units_of(shape)) / 100e9]), ("gpu", [])):
         plan = make_plan(wish(*words, f"placement.gradients={home}"), shape, timed)
         assert [bound.seconds for bound in plan.forecast.bounds if bound.kind == "memory"] == pytest.approx(wanted)
+
+
+def on_one_disk(free: int) -> MachineProfile:
+    """The output and the drive on one filesystem."""
+    one = machine(drive=free)
+    output = replace(one.output, free_bytes=free, device=7)
+    return replace(one, output=output, drives=(replace(one.drives[0], device=7),))
+
+
+def test_directories_on_one_filesystem_are_told_of_as_one() -> None:
+    """Not each with what the other leaves, which is nothing of either."""
+    words = ("--optimizer", "nvme", "--save-every", "5", "save.keep=2")
+    ample = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(500 * GB))
+    need = {place: ample.tiers[place]["need"] for place in ("/ssd", "/out")}
+    assert ample.fits
+    assert make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(sum(need.values()))).fits
+    plan = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(GB))
+    assert not plan.fits
+    (told,) = plan.shortfalls()
+    sizes = {place: format_bytes(size) for place, size in need.items()}
+    assert told == f"one filesystem has 1 GB free for {sizes['/out']} in /out and {sizes['/ssd']} in /ssd"
+    said = plan.describe()
+    assert "of 0 B" not in said
+    for place, other in (("/ssd", "/out"), ("/out", "/ssd")):
+        line = next(line for line in said.splitlines() if line.startswith(f"  {place} "))
+        assert f"{sizes[place]}   of 1 GB on the filesystem that {other} is on too   DOES NOT FIT" in line
+
+
+def test_a_drive_that_is_not_used_and_a_row_that_does_not_fit_are_told_as_such() -> None:
+    plan = make_plan(wish("--ram-fraction", "1"), SHAPES["gpt2"], machine())
+    assert "0 B   of 500 GB: not used by this plan" in plan.describe()
+    assert "longest row: none fits, however short" in replace(plan, longest_row=0).describe()
+    assert "longest row: 256 tokens, 4 rows at a time" in replace(plan, longest_row=256).describe()
+
+
+@pytest.mark.parametrize("gpu", [0, 16 * GB])
+def test_the_words_of_a_plan_are_english(gpu: int) -> None:
+    """Phrases that stopped readers are gone."""
+    plans = [make_plan(wish("--ram-fraction", share), SHAPES["gpt2"], machine(gpu=gpu)) for share in ("0", "1")]
+    for said in (plan.describe() for plan in plans):
+        for phrase in ("gradient ring", " beside ", "their pages in", "never was here", "their code", "gains less"):
+            assert phrase not in said

@@ -129,10 +129,32 @@ def test_several_ranks_begin_no_step_ahead_unless_they_are_told_to() -> None:
 _DTYPES = ("bf16", "fp32")
 
 
-def test_nothing_is_chosen_by_seconds_that_nobody_knows_or_without_drives() -> None:
-    for plan in (planned(*BOTH, on=machine()), planned("--ram-fraction", "1", "--params", "gpu")):
+def test_without_drives_there_is_nothing_to_choose() -> None:
+    for on in (machine(), timed()):
+        plan = planned("--ram-fraction", "1", "--params", "gpu", on=on)
         assert plan.ways == ()
-        assert (sizes(plan).places, sizes(plan).remainders) == (1, False)
+        assert (sizes(plan).overlap, sizes(plan).places, sizes(plan).remainders) == (False, 1, False)
+
+
+@pytest.mark.parametrize("gpu", [0, 16 * GB])
+def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_timing_brings(gpu: int) -> None:
+    """The update behind the next forward: to the byte the plan of one in line, and not without a core for it."""
+    on = machine(gpu=gpu)
+    words = (*BOTH, "--gpu-fraction", "0")
+    plan = planned(*words, on=on)
+    assert plan.way == FORWARD
+    assert (sizes(plan).overlap, sizes(plan).places, sizes(plan).remainders) == (True, 1, False)
+    in_line = planned(*words, OFF, "tiered.masters=fp32", on=on)
+    assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
+    said = plan.describe()
+    times = next(line for line in said.splitlines() if "offload-train bench" in line)
+    assert "`offload-train bench --nvme /ssd` times it" in times
+    assert f"the fastest of {FORWARD} (taken now), {OFF}, {REMAINDER}, {FULL}" in times
+    assert [one["words"] for one in plan.to_json()["ways"] if one["taken"]] == [FORWARD]
+    assert sizes(planned(*words, OFF, on=on)).overlap is False
+    alone = planned(*words, on=replace(on, cores=1))
+    assert sizes(alone).overlap == bool(gpu)
+    assert sizes(planned(*words[:4], on=on, world=2)).overlap
 
 
 def test_fewer_bytes_are_taken_where_nothing_fits_without() -> None:

@@ -64,6 +64,30 @@ def test_what_differs_and_what_it_did(tmp_path: Path) -> None:
     assert plan["hidden"] or told["a step, predicted"][0] == f"{sum(plan['seconds'].values()):.2g} s"
 
 
+def test_tokens_a_second_agree_with_seconds_a_step(tmp_path: Path) -> None:
+    """Two medians, of each, would not: of four steps the middle of seconds is not the middle of speeds."""
+    run = a_run(tmp_path / "one", steps=0)
+    took = [0.1, 0.1, 7.0, 7.0]
+    lines = [a_step(step, seconds=s, tokens_per_second=512 / s).to_json() for step, s in enumerate(took, 1)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (one,) = compared([run])
+    assert one.facts["a step"] * one.facts["tokens a second"] == pytest.approx(512)
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA X"])
+def test_homes_are_told_as_the_run_told_them(gpu: str | None, tmp_path: Path) -> None:
+    """Without a GPU what computes is the CPU, whose memory is RAM; and the update in the key's words."""
+    run = a_run(tmp_path / "one", "--params", "gpu", "tiered.overlap=forward")
+    (run / "machine.json").write_text(json.dumps({"gpu": gpu}))
+    told = rows(run)
+    assert told["plan: params"] == ("RAM" if gpu is None else "gpu",)
+    assert ("plan: gpu_fraction" in told) == (gpu is not None)
+    assert told["plan: tiered.overlap"] == ("forward",)
+    assert not any(cell in ("True", "False") for row in told.values() for cell in row)
+    off = rows(a_run(tmp_path / "off", "--params", "gpu", "tiered.overlap=off"))
+    assert off["plan: tiered.overlap"] == ("off",)
+
+
 def test_rows_without_a_value_are_left_out(tmp_path: Path) -> None:
     told = rows(a_run(tmp_path / "one", steps=1, loss=None, nvme_written_bytes=0))
     for name in ("training loss", "validation loss", "GPU memory, peak", "on drives", "written to drives", "hidden"):

@@ -354,7 +354,7 @@ def test_without_a_terminal_a_line_each_twentieth_and_the_last(monkeypatch):
     assert said == [
         "step 42/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  3 s left  norm 1.5  rate 0.0003",
         "step 44/45  loss 1.0000  1.02 k tokens/s  backward 40% (compute)  1 s left  norm 1.5  rate 0.0003",
-        "step 45/45  loss -  1.02 k tokens/s  0 s left  norm -  rate 0.0003  skipped",
+        "step 45/45  loss -  1.02 k tokens/s  backward 32% (compute)  0 s left  norm -  rate 0.0003  skipped",
     ]
 
 
@@ -382,17 +382,41 @@ def test_the_live_line_goes_to_stderr_and_starts_where_the_run_resumes(capsys):
 
 
 def test_what_a_step_waits_for_is_its_longest_phase():
-    slow = a_step(phases={"data": 0.05, "forward": 0.1, "update": 0.3, "wait": 0.05})
+    slow = [a_step(phases={"data": 0.05, "forward": 0.1, "update": 0.3, "wait": 0.05})]
     assert longest_phase(slow, {"update": "drive", "forward": "compute"}) == "update 60% (drive)"
     assert longest_phase(slow, {}) == "update 60%"  # a machine that was not timed
-    assert longest_phase(a_step(phases={"data": 0.0}), {"data": "drive"}) == ""
+    assert longest_phase([a_step(phases={"data": 0.0})], {"data": "drive"}) == ""
+
+
+def uneven(step: int, **changes) -> StepRecord:
+    """Steps of an update behind the forward, which waits for a drive now and then: one of 7 s, six of 0.1 s."""
+    seconds = 7.0 if step % 7 == 0 else 0.1
+    return a_step(step, seconds=seconds, tokens_per_second=512 / seconds, **changes)
+
+
+def test_speed_is_of_the_last_steps_together():
+    """Single steps differ by 70 times; what is shown, by how many of the long ones the last 20 hold."""
+    shown = Screen(1000, initial=0, say=(said := []).append, live=False)
+    for step in range(1, 1001):
+        shown.step(uneven(step, phases={"forward": 0.1, "wait": 6.9 if step % 7 == 0 else 0.0}))
+    speeds = [float(line.split(" tokens/s")[0].split()[-1]) for line in said[1:]]
+    assert len(speeds) == 19
+    assert max(speeds) / min(speeds) < 1.6
+    assert all(re.search(r"wait (8|9)\d%", line) for line in said[1:])  # also where the last step did not wait
+
+
+def test_no_drive_is_told_of_where_nothing_is_kept_on_one():
+    """Checkpoints and logs move bytes too."""
+    shown = Screen(1, initial=0, say=(said := []).append, live=False, drives=False)
+    shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
+    assert "drive" not in said[0]
 
 
 def test_a_drive_is_told_of_where_it_takes_more_than_logs():
     shown = Screen(1, initial=0, say=(said := []).append, live=False)
     shown.step(a_step(nvme_read_bytes=10**9, nvme_written_bytes=5 * 10**8))
     assert "  drive 3 GB/s  " in said[0]  # 1.5 GB in half a second
-    assert drive_speed(a_step(nvme_read_bytes=None, nvme_written_bytes=None)) == 0
+    assert drive_speed([a_step(nvme_read_bytes=None, nvme_written_bytes=None)]) == 0
     Screen(1, initial=0, say=said.append, live=False).step(a_step())  # 8 kB a second
     assert "drive" not in said[1]
 

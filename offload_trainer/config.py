@@ -339,7 +339,7 @@ class TieredSection(_Section):
         "auto",
         description="forward: the update runs behind the next forward; full: that of pages on drives behind the "
         "backward too, with two places; auto: the fastest by the plan's seconds, where it gains 5 % of a step and the "
-        "disk has room",
+        "disk has room; forward where this machine was not timed and drives are used",
     )
     places: Literal["auto", 1, 2] = Field(
         "auto",

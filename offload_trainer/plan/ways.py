@@ -3,7 +3,8 @@
     off, forward, full      tiered.overlap: in line, behind the next forward, behind the backward too in two places
     remainder               tiered.masters: fewer bytes a parameter, in one place, and in line or behind the forward
 
-Each is planned in the fastest homes it has, and must gain enough over those before it. No bit depends on it.
+Each is planned in the fastest homes it has, and must gain enough over those before it. No bit depends on it. Where no
+seconds are known, `forward` is taken if drives are used (`TieredCandidate.settled`), since it costs nothing.
 """
 
 from __future__ import annotations

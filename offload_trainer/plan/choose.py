@@ -334,7 +334,7 @@ def _slower(step: float, chosen: float) -> str:
     """Why a plan with such a step was not chosen."""
     if step >= 1.01 * chosen:
         return f"it fits, but a step takes {format_seconds(step)}, {step / chosen - 1:.0%} longer"
-    return f"it fits, but a step takes {format_seconds(step)}, within {_ALIKE - 1:.0%} as long, and moves more bytes"
+    return f"it fits, but a step takes {format_seconds(step)}, less than {_ALIKE - 1:.0%} faster, and moves more bytes"
 
 
 def _choose(plans: Sequence[Plan]) -> Plan:

@@ -176,6 +176,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
     folder, drive = tmp_path_factory.mktemp("numbers"), tmp_path_factory.mktemp("drive")
     words = ["--steps", STEPS, "train.eval_every=3", "train.sample_every=2", "--save-every", 3, "data.shuffle=false"]
     words += ["placement.threads=2", "--nvme", drive, "--ram-fraction", "0.5", "optim.warmup_steps=0"]
+    words += ["tiered.overlap=off"]  # phases then add up to the step
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "2")

@@ -294,8 +294,6 @@ def test_an_index_of_other_types_is_refused(index: str, tmp_path: Path) -> None:
 
 # Where the package parses JSON otherwise, and why.
 ELSEWHERE = {
-    "data/answers.py": "users' own text, which holds JSON as a string",
-    "data/conversations.py": "users' own text, which holds JSON as a string",
     "data/documents.py": "users' own text, a line at a time",
     "data/sources.py": "whether a user's text looks like JSON",
     "data/token_bytes.py": "what a tokenizer in memory says of itself",

@@ -35,7 +35,7 @@ from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.storage.removal import scratch
 
-UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL")  # by no tensor
+UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # by no tensor
 
 _LLAMA = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 SHAPES: dict[str, dict[str, Any]] = {  # keys of their config.json that make a difference to bytes

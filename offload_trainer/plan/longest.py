@@ -13,7 +13,7 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.plan.candidate import Candidate
 from offload_trainer.plan.choose import engine_of, tiers_of, workload
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import saved_items
+from offload_trainer.plan.memory import reserve_items, saved_items
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.sizes import Layouts
 from offload_trainer.plan.take import at_once
@@ -69,7 +69,8 @@ def some_homes_fit(
 
 
 def _fits(one: Candidate, work: Workload, machine: MachineProfile) -> bool:
-    tiers = tiers_of([*one.items(), *saved_items(work, output=machine.output.directory)], work, machine)
+    beside = [*reserve_items(machine, here=work.here), *saved_items(work, output=machine.output.directory)]
+    tiers = tiers_of([*one.items(), *beside], work, machine)
     return all(room["need"] <= room["have"] for room in tiers.values())
 
 

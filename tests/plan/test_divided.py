@@ -105,6 +105,7 @@ MODEL = ["model.overrides.n_embd=2048", "model.overrides.n_head=16", "model.over
 ALWAYS = ["--model", "gpt2", *MODEL, "model.overrides.vocab_size=1000", "--seq-len", "64", "--micro-batch", "1"]
 AWAY = ["--params", "nvme", "--nvme", "/ssd", "--save-every", "0", "placement.gpu_fraction=0", "model.mlp_chunk=off"]
 RUNGS = [("block", 3), ("block", 2), ("block", 1), ("module", 3), ("module", 2), ("module", 1)]
+ROOMY = 40 * GB  # where the reserve is at its least, as it is on smaller GPUs
 
 
 def planned(gpu: float, *words: str) -> Plan:
@@ -121,7 +122,7 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
     """Fewer buffers before parts: those move nothing twice."""
     needs = []
     for fetch, count in RUNGS:
-        plan = planned(80 * GB, f"tiered.fetch={fetch}", f"tiered.unit_buffers={count}")
+        plan = planned(ROOMY, f"tiered.fetch={fetch}", f"tiered.unit_buffers={count}")
         assert way(plan) == (fetch, count)
         needs.append(plan.tiers["gpu"]["need"])
     assert needs[:3] == sorted(needs[:3], reverse=True)
@@ -148,7 +149,7 @@ def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> 
         for fetch, count in RUNGS:
             asked = [f"tiered.fetch={fetch}", f"tiered.unit_buffers={count}"]
             one = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus), *asked])
-            (plan,) = plan_cluster(one, machine(gpu=80 * GB), str(nodes))
+            (plan,) = plan_cluster(one, machine(gpu=ROOMY), str(nodes))
             needs.append(plan.tiers["gpu"]["need"] // gpus)
         for need in needs[::2]:
             here = replace(machine(gpu=need), gpus=gpus)
@@ -167,7 +168,7 @@ def test_a_preset_takes_fewer_buffers_too() -> None:
     def planned(gpu: int, *words: str) -> Plan:
         return plan_elsewhere(load_config(["--model", "gpt2-xl", *AWAY, *words]), machine(gpu=gpu))
 
-    whole, fewer = planned(80 * GB), planned(80 * GB, "tiered.unit_buffers=1")
+    whole, fewer = planned(ROOMY), planned(ROOMY, "tiered.unit_buffers=1")
     found = planned(whole.tiers["gpu"]["need"] - 1)
     assert found.fits
     assert way(found) == ("block", 2)
@@ -176,7 +177,7 @@ def test_a_preset_takes_fewer_buffers_too() -> None:
 
 
 def test_what_is_asked_for_is_not_changed() -> None:
-    least = planned(80 * GB, "tiered.fetch=module", "tiered.unit_buffers=1").tiers["gpu"]["need"]
+    least = planned(ROOMY, "tiered.fetch=module", "tiered.unit_buffers=1").tiers["gpu"]["need"]
     assert not planned(least, "tiered.fetch=block").fits
     assert not planned(least, "tiered.unit_buffers=3").fits
     assert planned(least).fits
@@ -192,7 +193,7 @@ def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
 def test_one_buffer_is_no_way_ahead() -> None:
     """What comes in between is on top of what computes."""
     timed = replace(
-        machine(gpu=80 * GB).rates,
+        machine(gpu=ROOMY).rates,
         matmul={"bf16": Rate(1e12, "measured", "")},
         to_device=Rate(1e9, "measured", ""),
         from_device=Rate(1e9, "measured", ""),
@@ -201,7 +202,7 @@ def test_one_buffer_is_no_way_ahead() -> None:
     seconds = {}
     for count in (2, 1):
         wish = load_config([*ALWAYS, *AWAY, "--params", "cpu", "--ram-fraction", "1", f"tiered.unit_buffers={count}"])
-        plan = plan_elsewhere(wish, replace(machine(gpu=80 * GB), rates=timed))
+        plan = plan_elsewhere(wish, replace(machine(gpu=ROOMY), rates=timed))
         seconds[count] = {bound.kind: bound.seconds for bound in plan.forecast.bounds if bound.phase == "forward"}
     assert "turns" not in seconds[2]
     assert seconds[1]["turns"] == pytest.approx(seconds[1]["compute"] + seconds[1]["device"])
@@ -211,4 +212,4 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}')
     words = ["--model", str(tmp_path), "--scratch", "tiered.fetch=module", "--nvme", "/ssd"]
     with pytest.raises(UserError, match=r"tiered\.fetch=module: no block of this model is made of modules that need"):
-        plan_elsewhere(load_config(words), machine(gpu=80 * GB))
+        plan_elsewhere(load_config(words), machine(gpu=ROOMY))

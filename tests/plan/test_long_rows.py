@@ -44,10 +44,10 @@ def needs(plan: Plan) -> int:
 
 def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does() -> None:
     """From all of the row down to 256 tokens, each where the one before has become too much."""
-    roomy = planned(80)
+    roomy = planned(40)
     assert (roomy.mlp_chunk, roomy.fits) == (0, True)
-    sizes = {chunk: needs(planned(80, f"model.mlp_chunk={chunk}", "--params", "nvme")) for chunk in (8192, 1024, 256)}
-    assert sizes[256] < sizes[1024] < sizes[8192] < needs(planned(80, "--params", "nvme"))
+    sizes = {chunk: needs(planned(40, f"model.mlp_chunk={chunk}", "--params", "nvme")) for chunk in (8192, 1024, 256)}
+    assert sizes[256] < sizes[1024] < sizes[8192] < needs(planned(40, "--params", "nvme"))
     assert sizes[8192] - sizes[1024] > 7168 * 16384 * 2 * 3  # three of an MLP's insides at least
     for chunk, size in sizes.items():
         plan = planned(size / GB + 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])

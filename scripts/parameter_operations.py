@@ -269,7 +269,7 @@ def judged(name: str, case: Callable[[Any], Any], parameter: Any, read: Callable
     plain = _plain()
     before, facts = plain.detach().clone(), _facts(plain)
     same, version = before.clone(), plain._version
-    _, result = _run(case, plain)
+    plainly, result = _run(case, plain)
     writes = plain._version != version or _facts(plain) != facts or not torch.equal(plain.detach(), before)
     expected = None if writes else _seen(name, result)
     unset = not writes and any(_seen(name, _run(case, _polluted())[1]) != expected for _ in range(3))
@@ -277,7 +277,9 @@ def judged(name: str, case: Callable[[Any], Any], parameter: Any, read: Callable
     if outcome == "gave" and facts != _facts(parameter) and _facts(plain) == _facts(parameter):
         parameter.requires_grad_(True)  # that of a parameter may be changed
         writes = False
-    if outcome == "raised":
+    if outcome == plainly == "raised":
+        verdict = "equal, an error of torch's"
+    elif outcome == "raised":
         verdict = f"RAISED {type(found).__name__}: {found}"
     elif outcome == "refused":
         verdict = "refused a write" if writes else "refused a read"

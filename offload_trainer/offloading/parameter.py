@@ -132,12 +132,19 @@ class Lender(Protocol):
         ...
 
 
+def _refusing(name: str) -> Any:
+    """Return a property whose setter refuses, since torch does not ask `__torch_function__` about these setters."""
+    attribute = getattr(torch.Tensor, name)
+    return property(attribute.__get__, lambda one, value: _refuse_setting(name, one, value))
+
+
 class OffloadedParameter(nn.Parameter):
     """A parameter of an offloaded model. Made of a parameter by `offload_parameter`."""
 
     weight: str  # its name
     lender: Lender
     version: int  # the version counter, as long as nothing has written to it
+    real, imag = _refusing("real"), _refusing("imag")
 
     @classmethod
     def __torch_function__(
@@ -167,6 +174,7 @@ class ParameterView(torch.Tensor):
 
     parameter: OffloadedParameter
     start: int  # its first byte, from the parameter's
+    real, imag = _refusing("real"), _refusing("imag")
 
     @classmethod
     def __torch_function__(

@@ -179,7 +179,8 @@ def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) 
         os.truncate(state, state.stat().st_size // 3)
 
     run = call_and_kill(*words, output=tmp_path / "out", when=after(6, cut), number=NO_SIGNAL, hold=8)
-    assert_told(run, "state: cut short", "the same command goes on from the checkpoint step-0000000")
+    # A write behind the cut makes the file long enough again: then the page's checksum tells.
+    assert "state: cut short" in run.text or "does not have the CRC-32 that it was written with" in run.text
     assert_goes_on(words, tmp_path / "out", alone)
 
 

@@ -232,7 +232,7 @@ def _of_all(
         def see(data: bytes, found: Any = found) -> None:
             nonlocal done
             found.update(data)
-            writer.share = done / total
+            writer.share = done / max(1, total)
             done += len(data)
 
         yield from read(source, seen=see)

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -107,7 +106,6 @@ KINDS: dict[str, dict[str, Any]] = {  # each is saved, loaded by PEFT, and resum
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "tokens": {"trainable_token_indices": {"embed_tokens": [1, 5, 7]}},
     "embeddings": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
-    "parameters": {"target_parameters": ["mlp.gate_proj.weight"], "lora_dropout": 0.0},
     "bias": {"bias": "all"},
 }
 
@@ -128,8 +126,6 @@ def test_other_adapters_are_trained_saved_and_resumed(
     kind: str, home: str, folder: Path, with_biases: Path, drive: Path, tmp_path: Path
 ) -> None:
     """Against stock ones. Biases are the base's own: they are loaded to be trained, and resumed with the session."""
-    if kind == "parameters" and tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):
-        pytest.skip("PEFT replaces the base's parameters by set_(), which is refused")
     biases = kind == "bias"
     folder = with_biases if biases else folder
     keys = {"freeze": [r"^(?!.*bias)"] if biases else ["."]}

@@ -64,35 +64,30 @@ def _torchao(setup: Any, **_: Any) -> Any:
 _BUILDERS = {"native": _native, "foreach": _foreach, "fsdp2": _fsdp2, "torchao": _torchao}
 
 
-class TorchAO:
-    """torchao's CPUOffloadOptimizer over weights on the GPU, as its documentation has it."""
+def _groups(module: Any, source: Any, optim: Any) -> list[dict[str, Any]]:
+    """Return AdamW's two parameter groups, with weight decay and without."""
+    from offload_trainer.plan.zero import decay_groups
+
+    weights = dict(module.model.named_parameters())
+    decayed, plain = decay_groups(source.shape.weights)
+    return [
+        {"params": [weights[weight.name] for weight in some], "weight_decay": decay}
+        for some, decay in ((decayed, optim.weight_decay), (plain, 0.0))
+        if some
+    ]
+
+
+class _Rival:
+    """A training step as its library's documentation has it: every rival's, with its own module and optimizer."""
 
     rank, world = 0, 1
+    _device: Any
+    _module: Any
+    _adam: Any
+    _clip: float | None
 
-    def __init__(self, source: Any, config: Any) -> None:
-        import torch
-        from torchao.optim import CPUOffloadOptimizer
-
-        from offload_trainer.model.pretrained import as_parameter
-        from offload_trainer.model.source import DTYPES
-        from offload_trainer.plan.zero import decay_groups
-
-        dtype = DTYPES[config.model.dtype]
-        self._device = torch.device("cuda")
-        self._module = source.build(dtype=dtype)
-        for name, value in source.weights():
-            self._module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
-        self._module.to(self._device).train()
-        weights, optim = dict(self._module.model.named_parameters()), config.optim
-        decayed, plain = decay_groups(source.shape.weights)
-        groups = [
-            {"params": [weights[weight.name] for weight in some], "weight_decay": decay}
-            for some, decay in ((decayed, optim.weight_decay), (plain, 0.0))
-            if some
-        ]
-        how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
-        self._adam = CPUOffloadOptimizer(groups, torch.optim.AdamW, **how)
-        self._clip = optim.clip
+    def _begin(self, *, last: bool) -> None:
+        """Prepare for a micro-batch, the `last` of its step or not."""
 
     def train_step(self, batches: Sequence[Any], *, lr: float, clock: Any) -> Any:
         import torch
@@ -100,7 +95,8 @@ class TorchAO:
         from offload_trainer.engine.protocol import StepResult
 
         losses = []
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
+            self._begin(last=number == len(batches))
             with clock.phase("forward"):
                 inputs, targets = batch.inputs.to(self._device), batch.targets.to(self._device)
                 loss = self._module(inputs, targets, batch.seed, batch.counted)
@@ -113,46 +109,60 @@ class TorchAO:
                 group["lr"] = lr
             self._adam.step()
             self._adam.zero_grad()
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's is in parts
         mean = float(torch.stack(losses).mean())
         return StepResult(loss=mean, grad_norm=float(norm), loss_scale=1.0, skipped=False)
+
+
+class TorchAO(_Rival):
+    """torchao's CPUOffloadOptimizer over weights on the GPU, as its documentation has it."""
+
+    def __init__(self, source: Any, config: Any) -> None:
+        import torch
+        from torchao.optim import CPUOffloadOptimizer
+
+        from offload_trainer.model.pretrained import as_parameter
+        from offload_trainer.model.source import DTYPES
+
+        dtype = DTYPES[config.model.dtype]
+        self._device = torch.device("cuda")
+        self._module = source.build(dtype=dtype)
+        for name, value in source.weights():
+            self._module.model.get_parameter(name).data.copy_(as_parameter(value, dtype))
+        self._module.to(self._device).train()
+        optim = config.optim
+        how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
+        self._adam = CPUOffloadOptimizer(_groups(self._module, source, optim), torch.optim.AdamW, **how)
+        self._clip = optim.clip
 
     def close(self) -> None:
         self._adam = self._module = None
 
 
-class Fsdp2:
+class Fsdp2(_Rival):
     """One rank of FSDP2 whose parameters, gradients and moments are in host memory."""
-
-    rank, world = 0, 1
 
     def __init__(self, source: Any, config: Any) -> None:
         import torch
         import torch.distributed as dist
 
         from offload_trainer.model.source import DTYPES
-        from offload_trainer.plan.zero import decay_groups
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for library in ("NCCL", "GLOO"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # there may be no other
         # Norms of gradients in host memory are summed by gloo.
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._module = source.build(dtype=torch.float32)
         weights = dict(self._module.model.named_parameters())
         for name, value in source.weights():
             weights[name].data.copy_(value)
         self._shard(source, DTYPES[config.model.dtype])
         self._module.train()
-        weights = dict(self._module.model.named_parameters())
         optim = config.optim
-        decayed, plain = decay_groups(source.shape.weights)
-        groups = [
-            {"params": [weights[weight.name] for weight in some], "weight_decay": decay}
-            for some, decay in ((decayed, optim.weight_decay), (plain, 0.0))
-            if some
-        ]
-        self._adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
+        self._adam = torch.optim.AdamW(_groups(self._module, source, optim), **how)
         self._clip = optim.clip
 
     def _shard(self, source: Any, dtype: Any) -> None:
@@ -172,29 +182,8 @@ class Fsdp2:
             fully_shard(self._module.model.get_submodule(name), **settings)
         fully_shard(self._module, **settings)
 
-    def train_step(self, batches: Sequence[Any], *, lr: float, clock: Any) -> Any:
-        import torch
-
-        from offload_trainer.engine.protocol import StepResult
-
-        losses = []
-        for number, batch in enumerate(batches, 1):
-            self._module.set_requires_gradient_sync(number == len(batches))
-            with clock.phase("forward"):
-                inputs, targets = batch.inputs.to(self._device), batch.targets.to(self._device)
-                loss = self._module(inputs, targets, batch.seed, batch.counted)
-                losses.append(loss.detach())
-            with clock.phase("backward"):
-                (loss / len(batches)).backward()
-        with clock.phase("update"):
-            norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._clip or float("inf"))
-            for group in self._adam.param_groups:
-                group["lr"] = lr
-            self._adam.step()
-            self._adam.zero_grad()
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        mean = float(torch.stack(losses).mean())
-        return StepResult(loss=mean, grad_norm=float(norm), loss_scale=1.0, skipped=False)
+    def _begin(self, *, last: bool) -> None:
+        self._module.set_requires_gradient_sync(last)
 
     def close(self) -> None:
         import torch.distributed as dist

@@ -56,8 +56,8 @@ SINGLE_FILES = {
     ("offload_trainer/storage/durable.py", "rename"): "what is finished takes its name",
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
-# The soak's world, which it makes with mkdtemp. Tests remove what they have made below tmp_path.
-ELSEWHERE = {"damaged_pages.py", "soak.py", "soak_world.py"}
+# They remove what they have made with mkdtemp or TemporaryDirectory; tests what they have made below tmp_path.
+ELSEWHERE = {"damaged_pages.py", "parameter_operations.py", "soak.py", "soak_world.py"}
 
 
 def removals(path: Path) -> set[str]:

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a round")
     wishes = parser.parse_args(sys.argv[1:split])
     from offload_trainer import cli
-    from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.process_setup import prepare_process
     from offload_trainer.settings import load_config
 
     config = load_config([*sys.argv[split + 1 :], "--steps", "100000", "train.eval_every=0"])

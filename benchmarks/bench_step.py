@@ -38,8 +38,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.deepspeed_candidate import TUNING_OF_DRIVES
-from offload_trainer.storage.removal import scratch
+from offload_trainer.plan.deepspeed.candidate import TUNING_OF_DRIVES
+from offload_trainer.storage.owned_dirs import scratch
 
 ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
 SECONDS = ("step", "forward", "backward", "update")
@@ -57,7 +57,7 @@ def child(words: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout
     from offload_trainer import cli
-    from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.process_setup import prepare_process
     from offload_trainer.settings import load_config
 
     config = load_config(["plain" if word == "native" else word for word in words])
@@ -106,8 +106,8 @@ def native_engine(setup: Any, **_: Any) -> Any:
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
     from offload_trainer.engine.protocol import StepResult
+    from offload_trainer.model.loader import DTYPES
     from offload_trainer.model.pretrained import as_parameter
-    from offload_trainer.model.source import DTYPES
 
     dtype = DTYPES[setup.planned.config.model.dtype]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

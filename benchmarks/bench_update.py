@@ -27,12 +27,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
-from offload_trainer.engine.updates import ADAMW_FP32, kernel_update, make_buffers, stock_update, update_bytes
+from offload_trainer.engine.timed_updates import ADAMW_FP32, kernel_update, make_buffers, stock_update, update_bytes
 from offload_trainer.errors import UserError
+from offload_trainer.optim.kernel_api import Kernel, PageNoise
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise
-from offload_trainer.optim.protocol import Kernel, PageNoise
-from offload_trainer.plan.formats import state_format
+from offload_trainer.plan.tiered.state_formats import state_format
 
 SCALE_BYTES = 4 + 4
 STATES = ("fp32", "bf16", "8bit")

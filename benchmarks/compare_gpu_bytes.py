@@ -29,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from offload_trainer.config import TrainConfig
-from offload_trainer.model.sequence import share_rows
-from offload_trainer.model.source import ModelSource, resolve_model
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.model.loader import ModelSource, resolve_model
+from offload_trainer.model.ulysses import share_rows
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
-from offload_trainer.storage.removal import scratch
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.storage.owned_dirs import scratch
 
 UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # by no tensor
 

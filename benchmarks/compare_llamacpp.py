@@ -22,7 +22,7 @@ import xllamacpp
 
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER
 from offload_trainer.export.gguf import DTYPES, write_gguf
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 
 VOCABULARY = 2050
 # Ones after which no model here is likeliest to end the text: llama.cpp tells no probabilities then.

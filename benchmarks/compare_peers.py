@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.telemetry.meters import peak_rss_bytes
 
 ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_trainer.run.tune import run_trial
-from offload_trainer.storage.removal import scratch
+from offload_trainer.run.commands.tune import run_trial
+from offload_trainer.storage.owned_dirs import scratch
 
 _SHORT = ["--seq-len", "128", "--micro-batch", "1", "--dtype", "bf16"]
 _40M = [

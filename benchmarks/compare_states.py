@@ -20,15 +20,15 @@ import torch
 
 from offload_trainer.data.rows import DataState
 from offload_trainer.optim import moments
+from offload_trainer.optim.kernel_api import Stretch
 from offload_trainer.optim.moments import Noise
-from offload_trainer.optim.protocol import Stretch
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.formats import state_format
+from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.run.train import train_run
 from offload_trainer.schedule import learning_rate
 from offload_trainer.settings import load_config
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.telemetry.meters import PhaseClock
 
 FORMS = ("fp32", "bf16", "8bit", "bitsandbytes")

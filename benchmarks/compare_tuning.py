@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from offload_trainer.run.tune import Trial, run_trial, tune
+from offload_trainer.run.commands.tune import Trial, run_trial, tune
 
 _GROUPS = (
     ("tiered.io_threads=2", "tiered.io_threads=8"),

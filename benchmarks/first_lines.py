@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 
 WORDS = {
     "--help": [],

@@ -33,7 +33,7 @@ from typing import Any
 
 from ranks_memory import ranks_below
 
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 
 _LLAMA = {"model_type": "llama", "vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
 _STOCK = ["--engine", "deepspeed", "--gpus", "2", "--optimizer", "cpu"]

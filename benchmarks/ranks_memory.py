@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 
 ROWS, STEPS = 4, 5  # micro-batches of a step, over all ranks; the first two steps are not timed
 COMMON = [

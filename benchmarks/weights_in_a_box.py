@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.storage.removal import anew
+from offload_trainer.storage.owned_dirs import anew
 
 HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 1536, 4096, 24, 8, 32000
 TOKENS = list(range(100, 148))
@@ -70,7 +70,7 @@ def write_model(directory: Path, *, parameters: float) -> int:
     import torch
     from transformers import LlamaConfig
 
-    from offload_trainer.model.initial import meta_model
+    from offload_trainer.model.init_weights import meta_model
     from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
     def config(layers: int) -> Any:
@@ -111,7 +111,7 @@ def write_model(directory: Path, *, parameters: float) -> int:
 def live(directory: Path, dtype: str) -> None:
     """Import, ask for logits, save a checkpoint. Everything that can be is on the drive."""
     from offload_trainer import cli
-    from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.process_setup import prepare_process
     from offload_trainer.settings import load_config
 
     drive = directory / "drive"
@@ -152,7 +152,7 @@ def loaded(directory: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
-    from offload_trainer.model.source import DTYPES
+    from offload_trainer.model.loader import DTYPES
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     use_fp32_products(DTYPES[dtype])

@@ -10,16 +10,16 @@ __all__ = ["NonFiniteGradient", "Session", "TrainerError", "UserError", "load", 
 
 if TYPE_CHECKING:
     from offload_trainer.errors import NonFiniteGradient, TrainerError, UserError
+    from offload_trainer.session.api import load, offload
     from offload_trainer.session.session import Session
-    from offload_trainer.session.start import load, offload
 
 
 def __getattr__(name: str) -> Any:
     """The library on first use: a plan, or a command's --help, needs none of it."""
     if name in ("load", "offload"):
-        from offload_trainer.session import start
+        from offload_trainer.session import api
 
-        return getattr(start, name)
+        return getattr(api, name)
     if name == "Session":
         from offload_trainer.session.session import Session
 

@@ -7,7 +7,7 @@
         engine.json        Adam's step count, the loss scale
         run.json           the run's configuration, plan and versions
         model/             the model's configuration and its tokenizer
-        resident/          of a session: what was trained beside the model's weights (session/resident.py)
+        resident/          of a session: what was trained beside the model's weights (session/extra_params.py)
 
     trainer ── save(state) ──> snapshot ── written under a hidden name, synced, renamed ──> the oldest go
                                  (behind the training, where the engine's snapshot allows it)
@@ -36,14 +36,21 @@ from pydantic import with_config
 from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
-from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
 from offload_trainer.ranks import ALONE, Group, beside, everybody, on_rank_zero, wait_for_all
-from offload_trainer.readback import LENIENT, Count, Steps, is_there, open_file, read_back, shown
+from offload_trainer.resume_compat import refuse_other_run
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
-from offload_trainer.storage.durable import bytes_below, copy_tree, put_in_place, sync_directory, sync_file, write_text
+from offload_trainer.safe_files import LENIENT, Count, Steps, is_there, open_file, read_back, shown
+from offload_trainer.storage.atomic_io import (
+    bytes_below,
+    copy_tree,
+    put_in_place,
+    sync_directory,
+    sync_file,
+    write_text,
+)
 from offload_trainer.storage.locks import NoLocks, take
-from offload_trainer.storage.removal import name_in_workplace, replacing
+from offload_trainer.storage.owned_dirs import name_in_workplace, replacing
 from offload_trainer.storage.transfer import Future, Workers, ending
 from offload_trainer.units import format_bytes, format_seconds
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from offload_trainer import __version__
 from offload_trainer.errors import AGAIN, Elsewhere, Stopped, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.help_text import export_wish, help_text, take_command, take_count, take_switches, take_value
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
 from offload_trainer.settings import dump_config, load_config, refuse_unwritable
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once
-from offload_trainer.streams import lasting_streams
+from offload_trainer.stdio import lasting_streams
 from offload_trainer.units import format_bytes, shown
-from offload_trainer.usage import export_wish, help_text, take_command, take_count, take_switches, take_value
 
 
 def main(words: list[str] | None = None) -> int:
@@ -49,14 +49,14 @@ def _told(error: BaseException, words: list[str]) -> str | None:
     told = explain(error)
     if told is None or AGAIN not in told:
         return told
-    from offload_trainer.run.left import saying_where
+    from offload_trainer.run.resume_point import saying_where
 
     return saying_where(told, words)
 
 
 def _launcher_says(error: BaseException) -> bool:
     """Of several ranks each gets the signal that ends them, from a launcher that knows why."""
-    from offload_trainer.run.watch import LAUNCHER
+    from offload_trainer.run.ranks.watchdog import LAUNCHER
 
     launched = not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
     return isinstance(error, Stopped) and launched and os.environ.get("WORLD_SIZE") != "1"
@@ -86,8 +86,8 @@ def _train(words: list[str]) -> None:
         _print_plan(words, as_json=False)
         return
     with no_checkpoint_yet(), redirect_stdout(sys.stderr):  # libraries print there
-        from offload_trainer.plan.choose import engine_of
-        from offload_trainer.run.launch import prepare_process, start_ranks
+        from offload_trainer.plan.planner import engine_of
+        from offload_trainer.run.process_setup import prepare_process, start_ranks
 
         start_ranks(given, count=config.placement.gpus, engine=engine_of(config).name)
         prepare_process(config)
@@ -111,9 +111,9 @@ def _plan(words: list[str]) -> None:
     if name is None:
         _print_plan(words, as_json=as_json)
         return
-    from offload_trainer.plan.cluster import describe, to_json
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.run.elsewhere import described, plan_cluster, plan_elsewhere
+    from offload_trainer.plan.parallel.cluster import describe, to_json
+    from offload_trainer.run.commands.plan import described, plan_cluster, plan_elsewhere
 
     machine, words = described(read_machine(name), words)
     config = load_config(words)
@@ -132,7 +132,7 @@ def _plan(words: list[str]) -> None:
 def _compare_modes(words: list[str], name: str | None, nodes: str | None, *, as_json: bool) -> None:
     """Every way to divide a step over ranks. UserError where none of them fits."""
     from offload_trainer.plan.machine import read_machine
-    from offload_trainer.run.elsewhere import compare_modes, described
+    from offload_trainer.run.commands.plan import compare_modes, described
 
     machine = None
     if name is not None:
@@ -150,7 +150,7 @@ def _print_plan(words: list[str], *, as_json: bool) -> Plan:
     What is in a run directory that nobody has named is only a note: another run will be given another directory.
     """
     config = load_config(words)
-    from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.process_setup import prepare_process
 
     prepare_process(config)
     _quiet()
@@ -178,11 +178,11 @@ def _bench(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     gigabytes = take_count(words, "--drive-gigabytes", otherwise=0)
     config = load_config(words)
-    from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.process_setup import prepare_process
 
     prepare_process(config)
     _quiet()
-    from offload_trainer.run.bench import bench_here
+    from offload_trainer.run.commands.bench import bench_here
 
     with redirect_stdout(sys.stderr):  # libraries print there
         machine = bench_here(
@@ -204,16 +204,16 @@ def _tune(words: list[str]) -> None:
         raise UserError(f"--write {path}: {path.absolute().parent} is not a directory")
     steps = take_count(words, "--trial-steps", otherwise=6)
     config = load_config(words)
-    from offload_trainer.run.launch import prepare_process
-    from offload_trainer.run.recipes import refuse_taken, write_new
+    from offload_trainer.run.commands.recipes import refuse_taken, write_new
+    from offload_trainer.run.process_setup import prepare_process
 
     refuse_taken(path)
 
     prepare_process(config)
     _quiet()
-    from offload_trainer.machine.cache import keep_ratios
+    from offload_trainer.machine.rate_cache import keep_ratios
+    from offload_trainer.run.commands.tune import ratios, steered_phase, tune
     from offload_trainer.run.planning import plan_run
-    from offload_trainer.run.tune import ratios, steered_phase, tune
 
     planned = plan_run(config)
     plan = planned.plan
@@ -236,13 +236,13 @@ def _tune(words: list[str]) -> None:
 def _doctor(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     config = load_config(words)
-    from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.process_setup import prepare_process
 
     given = os.environ.get("OMP_NUM_THREADS")
     prepare_process(config)
     _quiet()
-    from offload_trainer.plan.choose import engine_of
-    from offload_trainer.run.doctor import examine, report
+    from offload_trainer.plan.planner import engine_of
+    from offload_trainer.run.commands.doctor import examine, report
 
     with redirect_stdout(sys.stderr):  # libraries print there
         checks = examine(
@@ -263,7 +263,7 @@ def _say(line: str) -> None:
 
 def _prepare(words: list[str]) -> None:
     config = load_config(words)
-    from offload_trainer.run.launch import prepare_process
+    from offload_trainer.run.process_setup import prepare_process
 
     prepare_process(config)
     _quiet()
@@ -275,7 +275,7 @@ def _prepare(words: list[str]) -> None:
 def _export(words: list[str]) -> None:
     wish = export_wish(words)
     _offline()
-    from offload_trainer.export.weights import export
+    from offload_trainer.export.export_command import export
 
     done = export(**wish)
     compared = f"; read back: every header, {done.compared} tensors equal" if wish["check"] else ""
@@ -286,25 +286,25 @@ def _export(words: list[str]) -> None:
 
 
 def _sample(words: list[str]) -> None:
-    from offload_trainer.run.draw import draw_of
+    from offload_trainer.run.commands.sampling import draw_of
 
     prompt, given = take_value(words, "--prompt") or "", {"tokens": take_value(words, "--tokens")}
     given |= {"temperature": take_value(words, "--temperature"), "seed": take_value(words, "--seed")}
     draw = draw_of(words, "sample", **given)
     _offline()
-    from offload_trainer.run.generate import sample
+    from offload_trainer.run.commands.generate import sample
 
     print(shown(sample(Path(words[0]), prompt, draw, say=_say)))
 
 
 def _chat(words: list[str]) -> None:
-    from offload_trainer.run.draw import draw_of
+    from offload_trainer.run.commands.sampling import draw_of
 
     given = {"tokens": take_value(words, "--tokens")}
     given |= {"temperature": take_value(words, "--temperature"), "seed": take_value(words, "--seed")}
     draw = draw_of(words, "chat", **given)
     _offline()
-    from offload_trainer.run.generate import chat
+    from offload_trainer.run.commands.generate import chat
 
     chat(Path(words[0]), sys.stdin, draw, say=_say)
 
@@ -313,7 +313,7 @@ def _runs(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     if len(words) > 1 or any(word.startswith("-") for word in words):
         raise UserError(f"runs needs at most one DIR; got {', '.join(map(shown, words))}")
-    from offload_trainer.run.runs import runs_in, table
+    from offload_trainer.run.commands.list_runs import runs_in, table
 
     found = runs_in(Path(words[0] if words else "runs"))
     print(json.dumps([run.to_json() for run in found], indent=1) if as_json else shown(table(found)))
@@ -321,8 +321,8 @@ def _runs(words: list[str]) -> None:
 
 def _init(words: list[str]) -> None:
     path = Path(take_value(words, "--write") or "train.yaml")
-    from offload_trainer.run.init import ask_for, configured
-    from offload_trainer.run.recipes import refuse_taken, write_new
+    from offload_trainer.run.commands.init import ask_for, configured
+    from offload_trainer.run.commands.recipes import refuse_taken, write_new
 
     refuse_taken(path)
     words = ask_for(words, sys.stdin, say=_say)
@@ -335,7 +335,7 @@ def _ls(words: list[str]) -> None:
     as_json = bool(take_switches(words, "--json"))
     if words:
         raise UserError(f"ls needs no words; got {', '.join(map(shown, words))}")
-    from offload_trainer.run.recipes import listing, recipes
+    from offload_trainer.run.commands.recipes import listing, recipes
 
     found = recipes()
     print(json.dumps([recipe.to_json() for recipe in found], indent=1) if as_json else listing(found))
@@ -343,7 +343,7 @@ def _ls(words: list[str]) -> None:
 
 def _cp(words: list[str]) -> None:
     refuse_unwritable(words)
-    from offload_trainer.run.recipes import copy_recipe
+    from offload_trainer.run.commands.recipes import copy_recipe
 
     path, command = copy_recipe(words)
     print(shown(f"{path}: written; {command}"))
@@ -361,7 +361,7 @@ def _report(words: list[str]) -> None:
         raise UserError(f"report: {unknown[0]}: there is no such flag; known: --json, --html")
     if not words:
         raise UserError("report needs at least one RUN, a run directory; `offload-train runs` lists them")
-    from offload_trainer.run.compare import aligned, compared, table, write_page
+    from offload_trainer.run.commands.compare import aligned, compared, table, write_page
 
     runs = compared([Path(word) for word in words])
     if page is not None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from offload_trainer.errors import UserError
+from offload_trainer.help_text import command_names, switches_of, takes_keys
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.plan.machine import named_machines
-from offload_trainer.run.recipes import recipes
+from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import FLAGS, all_keys, annotation_of, literals_of
 from offload_trainer.units import shown
-from offload_trainer.usage import command_names, switches_of, takes_keys
 
 SHELLS = ("bash", "zsh")
 

@@ -6,7 +6,7 @@
 
 The Trainer keeps its loop, its data, its schedule, its callbacks and its logs. What it does with gradients, with the
 optimizer's state and with the weights' files goes to the session: where a micro-batch begins and ends, the norm and
-its limit, the update, saving and resuming. A checkpoint is the Trainer's, with the session's state in `offloading/`.
+its limit, the update, saving and resuming. A checkpoint is the Trainer's, with the session's state in `offload/`.
 Of a session whose weights are all fixed, beside which adapters are trained, only the micro-batches are the session's.
 """
 
@@ -27,15 +27,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.directory import EXPORT
-from offload_trainer.offloading.parameter import OffloadedParameter
-from offload_trainer.readback import file_bytes
-from offload_trainer.session.keys import SessionKeys
-from offload_trainer.session.listing import listed
+from offload_trainer.offload.weights.parameter import OffloadedParameter
+from offload_trainer.safe_files import file_bytes
+from offload_trainer.session.api import load as load_session
+from offload_trainer.session.kwargs import SessionKeys
+from offload_trainer.session.lazy_state_dict import listed
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session
-from offload_trainer.session.start import load as load_session
 from offload_trainer.storage.dtypes import DTYPES
-from offload_trainer.storage.removal import Workplace, remove_dead
+from offload_trainer.storage.owned_dirs import Workplace, remove_dead
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import EXACT, LENIENT, Count, Crc32, FileName, Steps, as_kind, open_file, read_back
+from offload_trainer.safe_files import EXACT, LENIENT, Count, Crc32, FileName, Steps, as_kind, open_file, read_back
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"

@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from offload_trainer.errors import AGAIN, LOST, Elsewhere, TrainerError, UserError
 from offload_trainer.mesh import RUN, Late, Listener, Mesh, Refused
-from offload_trainer.readback import parsed, shown
+from offload_trainer.safe_files import parsed, shown
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import MANIFEST, Manifest
-from offload_trainer.readback import file_bytes, is_there, parsed, shown
-from offload_trainer.storage.durable import bytes_below
+from offload_trainer.safe_files import file_bytes, is_there, parsed, shown
+from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.locks import NoLocks, open_lock, take
-from offload_trainer.storage.removal import (
+from offload_trainer.storage.owned_dirs import (
     Mark,
     NotOurs,
     clear,

@@ -33,7 +33,7 @@ from offload_trainer.telemetry.meters import (
     peak_rss_bytes,
     read_io,
 )
-from offload_trainer.telemetry.record import (
+from offload_trainer.telemetry.metrics import (
     EvalRecord,
     StepRecord,
     bits_per_byte,

@@ -24,12 +24,12 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.cuda_adam import SOURCE, CudaKernel, choose_cuda_kernel, defines
+from offload_trainer.optim.kernel_api import PageNoise, Stretch
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
-from offload_trainer.optim.protocol import PageNoise, Stretch
 from offload_trainer.optim.rules import hyper_of
-from offload_trainer.plan.formats import StateFormat, state_formats
+from offload_trainer.plan.tiered.state_formats import StateFormat, state_formats
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 CARDS = {60, 70, 75, 80, 86, 89, 90, 100, 120}  # P100, V100, T4, A100, RTX 30, RTX 40, H100, B200, RTX 50

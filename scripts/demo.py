@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from offload_trainer.storage.removal import anew
+from offload_trainer.storage.owned_dirs import anew
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo-run"

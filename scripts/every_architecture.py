@@ -38,13 +38,13 @@ from offload_trainer.data.rows import Batch, DataState
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.initial import initial_weights
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.run.roomier import as_wished
+from offload_trainer.model.init_weights import initial_weights
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.run.memory_fallbacks import as_wished
 from offload_trainer.settings import load_config
-from offload_trainer.storage.lease import DriveLease
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
+from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
 STEPS, ROWS, LENGTH, LR, EPS = 3, 2, 16, 1e-3, 1e-3  # a large eps: gradients near 0 are no coin tosses

@@ -25,7 +25,7 @@ _LINKED = ("torch", "functorch", "nvidia", "triton")  # beginnings of what torch
 TESTS = (
     "tests/house/test_settings.py",
     "tests/model/test_model.py",  # transformers' own weights, losses, checkpointing
-    "tests/offloading/test_against_torch.py",
+    "tests/offload/test_against_torch.py",
     "tests/house/test_packages.py::test_a_whole_run_without_the_optional_ones",  # train, resume, export
     "tests/export/test_export.py::test_round_trip",  # in and out, as transformers loads and saves
     "tests/export/test_gguf.py::test_f32_has_all_bits_and_the_same_logits",

@@ -15,12 +15,12 @@ from tiny_models import kinds, tiny_config
 from transformers import AutoModelForCausalLM
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.packed import refuse_crossing
+from offload_trainer.model.probes.packing import refuse_crossing
 
 _PAGE = """\
 # Several documents in a row
 
-What `data.packing=on` finds in its trial (`offload_trainer/model/packed.py`), with a tiny model of every causal
+What `data.packing=on` finds in its trial (`offload_trainer/model/probes/packing.py`), with a tiny model of every causal
 language model of transformers {version}, each with its defaults shrunk by `scripts/tiny_models.py`. Made by
 `scripts/packing_of_all.py --page docs/packing.md`. A run tries its own model, whatever this page says: where layers of
 another kind are configured than a class has by default, the answer may be another.

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import offload_trainer as ot
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},

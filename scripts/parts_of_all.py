@@ -30,12 +30,12 @@ from every_architecture import LR, batches, in_a_child, one_line, reference, sav
 from tiny_models import kinds, tiny_config
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.model import apart
-from offload_trainer.model.initial import meta_model
-from offload_trainer.model.source import block_names
-from offload_trainer.model.twins import twin_model
-from offload_trainer.offloading.stream import Stream
-from offload_trainer.plan import divided, layout, tiered_traffic
+from offload_trainer.model.init_weights import meta_model
+from offload_trainer.model.loader import block_names
+from offload_trainer.model.probes import submodules
+from offload_trainer.model.probes.tiny_model import twin_model
+from offload_trainer.offload.weights.prefetch import Stream
+from offload_trainer.plan.tiered import layout, submodule_units, traffic
 from offload_trainer.telemetry.meters import PhaseClock
 
 SECONDS = 240  # one architecture may take
@@ -78,7 +78,7 @@ class _Count:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        start, begin, fetched = Stream._start, Stream.begin, tiered_traffic.fetched
+        start, begin, fetched = Stream._start, Stream.begin, traffic.fetched
 
         def started(stream: Stream, unit: int, number: int) -> None:
             if self.steps:
@@ -99,7 +99,7 @@ class _Count:
         with (
             mock.patch.object(Stream, "_start", started),
             mock.patch.object(Stream, "begin", begun),
-            mock.patch.object(tiered_traffic, "fetched", noted),
+            mock.patch.object(traffic, "fetched", noted),
         ):
             yield
 
@@ -168,8 +168,8 @@ def examine(name: str, folder: Path) -> Result:
         for moved, small in SMALL.items():
             with (
                 mock.patch.object(layout, "SMALL", VECTORS),
-                mock.patch.object(divided, "SMALL", small),
-                mock.patch.object(divided, "_WORTH", 1.0),  # of tiny ones, whose experts are most of them
+                mock.patch.object(submodule_units, "SMALL", small),
+                mock.patch.object(submodule_units, "_WORTH", 1.0),  # of tiny ones, whose experts are most of them
             ):
                 ways = _ways(folder, how)
                 if ways and whole is None:
@@ -195,14 +195,14 @@ def saved_config(folder: Path) -> Any:
 def _trial(config: Any) -> str:
     """What the trial says of it: why it did not run, or what it found."""
     model = meta_model(config, trust_remote_code=False)
-    names, needs = apart.apart(model, block_names, trust_remote_code=False)
+    names, needs = submodules.apart(model, block_names, trust_remote_code=False)
     if names:
         return f"{len(names)} modules, {len(needs)} orders"
     if not block_names(model):
         return "no blocks"
     try:
         with twin_model(model, trust_remote_code=False) as twin:
-            apart._proven(twin, block_names(twin))
+            submodules._proven(twin, block_names(twin))
     except Exception as error:
         return one_line(error)
     return "nothing"

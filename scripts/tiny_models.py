@@ -1,6 +1,7 @@
 """A tiny configuration of every causal language model that transformers has: its defaults, shrunk by rules.
 
-The rules are `offload_trainer.model.twins`; here is what no rule finds, since a class's defaults alone make no model.
+The rules are `offload_trainer.model.probes.tiny_model`; here is what no rule finds, since a class's defaults alone make
+no model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_trainer.model.twins import HEADS, HIDDEN, VOCABULARY, shrunk_keys
+from offload_trainer.model.probes.tiny_model import HEADS, HIDDEN, VOCABULARY, shrunk_keys
 
 __all__ = ["VOCABULARY", "kinds", "tiny_config"]
 

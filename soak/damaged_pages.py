@@ -48,10 +48,10 @@ def main() -> None:
     wishes = parser.parse_args()
     load_libraries()
     if wishes.blind:
-        from offload_trainer.offloading.page_sums import PageSums
+        from offload_trainer.offload.pages.checksums import PageSums
 
         PageSums.differing = lambda *_, **__: None  # type: ignore[method-assign]
-    from offload_trainer.storage.removal import scratch
+    from offload_trainer.storage.owned_dirs import scratch
 
     start, found = time.monotonic(), Counter[str]()
     with scratch("damages-") as folder:
@@ -125,9 +125,9 @@ class Trial:
 
     def held(self, leases: list[Path]) -> Step:
         """What these page files hold, read without looking at any checksum."""
-        from offload_trainer.offloading.page_account import Told, read_newest
-        from offload_trainer.offloading.store import offsets, size_of_home
-        from offload_trainer.plan.formats import state_format
+        from offload_trainer.offload.pages.manifest import Told, read_newest
+        from offload_trainer.offload.pages.store import offsets, size_of_home
+        from offload_trainer.plan.tiered.state_formats import state_format
 
         content = json.loads((leases[0] / "store.json").read_text())
         told = parsed_as(Told, content | {"drives": [str(lease) for lease in leases]})
@@ -331,17 +331,17 @@ class Trial:
 
 
 def read_as_a_start_does(killed: Killed) -> Step | None:
-    """What run/page_files.py and the engine do with them, without the rest of a start."""
-    from offload_trainer.offloading.device import CpuDevice
-    from offload_trainer.offloading.node import Node
-    from offload_trainer.offloading.page_account import read_description, read_newest, refuse_outside
-    from offload_trainer.offloading.page_index import files_of
-    from offload_trainer.offloading.page_places import PagePlaces
-    from offload_trainer.offloading.page_sums import PageSums
-    from offload_trainer.offloading.store import PageStore
+    """What run/page_file_resume.py and the engine do with them, without the rest of a start."""
+    from offload_trainer.offload.device.base import CpuDevice
+    from offload_trainer.offload.pages.checksums import PageSums
+    from offload_trainer.offload.pages.index import files_of
+    from offload_trainer.offload.pages.manifest import read_description, read_newest, refuse_outside
+    from offload_trainer.offload.pages.shadow_pages import PagePlaces
+    from offload_trainer.offload.pages.store import PageStore
+    from offload_trainer.offload.ranks.node_comm import Node
     from offload_trainer.optim.checksum import zlib_sum
-    from offload_trainer.plan.formats import state_format
-    from offload_trainer.plan.layout import Page
+    from offload_trainer.plan.tiered.layout import Page
+    from offload_trainer.plan.tiered.state_formats import state_format
     from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
 
     told = read_description(killed.leases[0])
@@ -378,7 +378,7 @@ def read_as_a_start_does(killed: Killed) -> Step | None:
 
 
 def parsed_as(kind: Any, content: dict[str, Any]) -> Any:
-    from offload_trainer.readback import as_kind
+    from offload_trainer.safe_files import as_kind
 
     return as_kind(content, kind)
 
@@ -406,8 +406,8 @@ def kill_at_write(number: int) -> None:
 
 def keep_each_record(folder: Path) -> None:
     """Copy the private directories whenever the record of a step is written."""
-    from offload_trainer.offloading.page_account import read_description
-    from offload_trainer.storage.record import Record
+    from offload_trainer.offload.pages.manifest import read_description
+    from offload_trainer.storage.ab_record import Record
 
     write = Record.write
 

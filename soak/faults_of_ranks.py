@@ -22,7 +22,7 @@ from pathlib import Path
 
 from trials import Difference, checkpoints_in, compare_state, lines, rows, verify_checkpoint
 
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 
 STEPS, AFTER, WITHIN = 20, 4, 30.0
 ACCUMULATE = 12  # micro-batches of a step, over all ranks

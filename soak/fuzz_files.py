@@ -28,7 +28,7 @@ from typing import Any
 from fuzz_kinds import KINDS, Kind
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 
 SECONDS = 20.0  # of CPU time, for one file: a busy machine takes nothing from it
 HANGING = 600.0  # seconds of the clock, for one file: whatever waits uses no CPU time

@@ -26,16 +26,16 @@ from offload_trainer.data.rows import DataState, RowReader, split_rows
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.export.sources import finite_weights, opened
-from offload_trainer.machine import cache
-from offload_trainer.model.initial import meta_model
+from offload_trainer.machine import rate_cache
+from offload_trainer.model.init_weights import meta_model
+from offload_trainer.model.loader import resolve_model, save_model_config
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.model.pretrained import pretrained_weights
-from offload_trainer.model.source import resolve_model, save_model_config
-from offload_trainer.offloading.page_index import PageIndex
-from offload_trainer.plan.choose import settle_and_plan
-from offload_trainer.plan.formats import state_format
-from offload_trainer.plan.layout import pages_of, units_of
+from offload_trainer.offload.pages.index import PageIndex
 from offload_trainer.plan.machine import DriveFacts, DriveRates, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.plan.planner import settle_and_plan
+from offload_trainer.plan.tiered.layout import pages_of, units_of
+from offload_trainer.plan.tiered.state_formats import state_format
 from offload_trainer.settings import load_config
 
 _TINY = [
@@ -187,14 +187,14 @@ def _machine(folder: Path) -> Kind:
     whole = replace(bare, rates=rates, drives=(drive,))
     (folder / "profile.json").write_text(json.dumps(asdict(whole)))
     os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
-    cache.keep_rates(whole)
-    cache.keep_ratios(whole, {"tiered.update": 1.5, "tiered.forward": 0.5})
+    rate_cache.keep_rates(whole)
+    rate_cache.keep_ratios(whole, {"tiered.update": 1.5, "tiered.forward": 0.5})
     config, shape = load_config(["--model", "gpt2", "--nvme", "/mnt/a"]), preset_shape("gpt2", item_bytes=2)
     assert shape is not None
 
     def use() -> None:
         os.environ["OFFLOAD_TRAINER_CACHE"] = str(folder)
-        for machine in (cache.with_cached_rates(bare), read_machine(str(folder / "profile.json"))):
+        for machine in (rate_cache.with_cached_rates(bare), read_machine(str(folder / "profile.json"))):
             assert all(note.isprintable() for note in machine.notes), machine.notes
             _, plan = settle_and_plan(config, shape, machine)
             plan.describe()

@@ -32,7 +32,7 @@ from trials import (
     what_was_hit,
 )
 
-from offload_trainer.storage.removal import Workplace
+from offload_trainer.storage.owned_dirs import Workplace
 
 STEPS, EVERY, KEEP = 12, 2, 2
 PLACEMENTS = (

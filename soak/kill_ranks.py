@@ -40,9 +40,9 @@ from trials import (
 )
 
 from offload_trainer.mesh import RUN
-from offload_trainer.run.launcher import Ended, _told
-from offload_trainer.run.watch import LAUNCHER, begin_launchers_watch
-from offload_trainer.streams import write_now
+from offload_trainer.run.ranks.launcher import Ended, _told
+from offload_trainer.run.ranks.watchdog import LAUNCHER, begin_launchers_watch
+from offload_trainer.stdio import write_now
 
 STEPS, EVERY, KEEP = 10, 2, 2
 MICRO_BATCHES = 6  # a step, over all ranks

@@ -326,7 +326,7 @@ def small_bench() -> None:
 
 def small_tune() -> None:
     """In the fork: one setting beside the plan's."""
-    from offload_trainer.plan.tiered import TieredCandidate
+    from offload_trainer.plan.tiered.engine import TieredCandidate
 
     TieredCandidate.tunable = lambda self: [("tiered.page_buffers=4",)]
 

@@ -45,7 +45,7 @@ def load_libraries() -> None:
 
     import offload_trainer.engine.plain
     import offload_trainer.engine.tiered
-    import offload_trainer.export.weights
+    import offload_trainer.export.export_command
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
 
@@ -57,7 +57,7 @@ def soak_of_kills(
     kills: int,
 ) -> None:
     """What each of them begins with: --kills and --seed, libraries, a directory that goes (in KILL_DIRECTORY)."""
-    from offload_trainer.storage.removal import scratch
+    from offload_trainer.storage.owned_dirs import scratch
 
     parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--seed", type=int, default=0)

@@ -19,16 +19,16 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.plain import PlainEngine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model import source as model_source
-from offload_trainer.model.activations import count_activations
-from offload_trainer.model.apart import in_parts
+from offload_trainer.model import loader as model_source
+from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.positionwise import with_tiles
-from offload_trainer.model.source import ModelSource, resolve_model
-from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.model.meta.activations import count_activations
+from offload_trainer.model.probes.positionwise import with_tiles
+from offload_trainer.model.probes.submodules import in_parts
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.run.train import use_deterministic_algorithms
 from offload_trainer.settings import load_config
-from offload_trainer.storage.lease import DriveLease
+from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
 VOCABULARY = 211

@@ -9,7 +9,7 @@ import torch
 
 from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState
 from offload_trainer.config import ModelSection
-from offload_trainer.model.source import resolve_model, save_model_config
+from offload_trainer.model.loader import resolve_model, save_model_config
 
 
 def checkpoint_of(made: Any, model: Path, output: Path, *, step: int = 0) -> Path:

@@ -24,7 +24,7 @@ from forks import COMMAND, Fork, Forks
 from safetensors.torch import load_file
 from wheels import wheel_in
 
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.engine import cpu_matmul
 
 # An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
@@ -142,7 +142,7 @@ def call_and_kill(
     metrics = output / "metrics.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         told, go = Path(folder) / "told", Path(folder) / "go"
-        argv = [COMMAND] if hold is None else [Path(__file__).with_name("held.py"), hold, go]
+        argv = [COMMAND] if hold is None else [Path(__file__).with_name("allocation_trace.py"), hold, go]
         process = start(*argv, *words, "--output", output, stdout=told, stderr=told)
         deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload_trainer.data.rows import IGNORED, Batch
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.plain import PlainEngine
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 

@@ -21,8 +21,8 @@ from offload_trainer.engine.deepspeed import DeepSpeedEngine, start_processes
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import TrainerError
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan, workload
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.settings import load_config
 
 

@@ -56,7 +56,7 @@ def half(descriptor: int, data: bytes, at: int) -> None:
 if where == "page":
     os.pwritev = before(os.pwritev, of("state"))
 elif where == "flip":
-    from offload_trainer.offloading.store import PageStore
+    from offload_trainer.offload.pages.store import PageStore
 
     PageStore.flip = before(PageStore.flip, lambda *_: True)  # type: ignore[method-assign]
 elif where == "half":
@@ -64,7 +64,7 @@ elif where == "half":
     os.pwrite = before(pwrite, lambda file, data, at: of("record")(file) and of_step(data), half)
     os.pwrite.__wrapped__ = pwrite  # type: ignore[attr-defined]
 elif where == "record":
-    from offload_trainer.storage.record import Record
+    from offload_trainer.storage.ab_record import Record
 
     close, write = Record.close, Record.write
     written = itertools.count(1)

@@ -95,7 +95,7 @@ def load_libraries() -> None:
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     import offload_trainer.engine.tiered
-    import offload_trainer.export.final
+    import offload_trainer.export.final_export
     import offload_trainer.run.train
     import offload_trainer.trainer  # noqa: F401
 
@@ -152,10 +152,10 @@ def arm(moment: Moment) -> None:
     """Set the moment of the cell's phase."""
     from offload_trainer import checkpoint, trainer
     from offload_trainer.engine.tiered import TieredEngine
-    from offload_trainer.export import final
-    from offload_trainer.offloading.state import TieredSnapshot
+    from offload_trainer.export import final_export
+    from offload_trainer.offload.pages.named_state import TieredSnapshot
     from offload_trainer.optim import kernel_cache
-    from offload_trainer.run import launch, planning
+    from offload_trainer.run import planning, process_setup
 
     train = trainer.train
 
@@ -166,7 +166,7 @@ def arm(moment: Moment) -> None:
     trainer.train = noted
     match moment.cell.phase:
         case "start":
-            patch(launch, "prepare_process", moment)
+            patch(process_setup, "prepare_process", moment)
         case "plan":
             patch(planning, "settle_and_plan", moment)
         case "first build":
@@ -180,7 +180,7 @@ def arm(moment: Moment) -> None:
         case "evaluation":
             patch(TieredEngine, "eval_loss", moment)
         case "final export":
-            patch(final, "write_model", moment)
+            patch(final_export, "write_model", moment)
 
 
 def words(cell: Cell, folder: Path, shared: Path) -> list[str]:

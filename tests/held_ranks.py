@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from offload_trainer.cli import main
-from offload_trainer.run import launcher
+from offload_trainer.run.ranks import launcher
 
-_start, _held = launcher._Ranks.start, Path(__file__).with_name("held.py")
+_start, _held = launcher._Ranks.start, Path(__file__).with_name("allocation_trace.py")
 
 
 def start(self, command, *, count):  # type: ignore[no-untyped-def]

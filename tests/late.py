@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.offloading.device import Read, Return
-from offload_trainer.offloading.stream import Stream
+from offload_trainer.offload.device.base import Read, Return
+from offload_trainer.offload.weights.prefetch import Stream
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of
 

@@ -27,10 +27,10 @@ from counted import masked
 from forks import COMMAND
 from safetensors.torch import save_file
 
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.mesh import RUN
-from offload_trainer.offloading.state import TieredSnapshot
+from offload_trainer.offload.pages.named_state import TieredSnapshot
 from offload_trainer.ranks import gather, place_here, wait_for_all
 from offload_trainer.storage.transfer import ThreadedTransfers
 

@@ -20,11 +20,11 @@ import ranked
 import torch
 from bench_of_engines import engine as plain_engine
 
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
-from offload_trainer.offloading.ahead import Ahead, Watch
-from offload_trainer.offloading.exchange import SharedGradients
-from offload_trainer.offloading.update import Updater
+from offload_trainer.offload.ranks.sharded_gradients import SharedGradients
+from offload_trainer.offload.update.speculative import Ahead, Watch
+from offload_trainer.offload.update.updater import Updater
 
 PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has a NaN in its last gradient
 kept: list[tuple[int, int]] = []

@@ -15,13 +15,13 @@ import ranked
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.engine import tiered
-from offload_trainer.offloading.exchange import SharedGradients
-from offload_trainer.offloading.gathers import Copy, Gather
-from offload_trainer.offloading.node import Node
-from offload_trainer.offloading.rounds import Exchange, Rounds
+from offload_trainer.offload.ranks.fetch_matching import Exchange, Rounds
+from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.offload.ranks.sharded_gradients import SharedGradients
+from offload_trainer.offload.ranks.weight_all_gather import Copy, Gather
 
 counts: Counter[str] = Counter()
 

@@ -32,8 +32,8 @@ from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.deepspeed import DeepSpeedEngine
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.mesh import RUN
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.ranks import join, join_torch
 from offload_trainer.settings import load_config
 

@@ -25,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.hf import Offloaded, load, session_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.storage.removal import (
+from offload_trainer.storage.owned_dirs import (
     Workplace,
 )
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from offload_trainer.data.answers import AnswerEncoder
 from offload_trainer.data.conversations import Example, example_of
-from offload_trainer.data.marked_rows import NOT_LEARNED, Counts, Packer, RowMaker
+from offload_trainer.data.loss_mask import AnswerEncoder
+from offload_trainer.data.packing import NOT_LEARNED, Counts, Packer, RowMaker
 from offload_trainer.data.tokenfile import TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_count

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.data.opened import kind_of, opened
-from offload_trainer.data.pieces import Cutter, Piece
+from offload_trainer.data.chunked_tokenize import Cutter, Piece
+from offload_trainer.data.decompress import kind_of, opened
 from offload_trainer.data.sources import printable
 from offload_trainer.data.tables import TABLES, read_rows
 from offload_trainer.errors import UserError

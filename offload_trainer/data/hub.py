@@ -12,7 +12,7 @@ from pathlib import Path
 
 from offload_trainer.errors import UserError
 from offload_trainer.packages import is_installed, lacks
-from offload_trainer.readback import one_line
+from offload_trainer.safe_files import one_line
 
 HUB = "hub:"
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.\[\]%:+-]+))?")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from offload_trainer.data.concat import Tokens
 from offload_trainer.data.order import order
-from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import UserError
 
 

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
+from offload_trainer.data.chunked_tokenize import Cutter, Piece
+from offload_trainer.data.concat import Tokens, joined
 from offload_trainer.data.conversation_rows import RowsWish, set_template, write_rows
 from offload_trainer.data.conversations import COLUMNS, TEXT, form_of_files
 from offload_trainer.data.documents import read_documents, read_records
-from offload_trainer.data.pieces import Cutter, Piece
-from offload_trainer.data.shards import Tokens, joined
+from offload_trainer.data.file_hashes import new_sum, source_sums
 from offload_trainer.data.sources import find_sources
-from offload_trainer.data.sums import new_sum, source_sums
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, refuse_not_owned
 from offload_trainer.data.tokenizer import end_of_text, tokenizer_fingerprint, vocabulary_size
 from offload_trainer.errors import TrainerError, UserError

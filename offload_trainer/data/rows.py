@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offload_trainer.data.marked_rows import BEGINS, IDS, NOT_LEARNED, padding_of
+from offload_trainer.data.concat import Tokens
 from offload_trainer.data.mixture import MixedTokens
 from offload_trainer.data.order import order
-from offload_trainer.data.shards import Tokens
+from offload_trainer.data.packing import BEGINS, IDS, NOT_LEARNED, padding_of
 from offload_trainer.errors import TrainerError, UserError
 
 IGNORED = -100  # a target that is not counted in the loss: torch's and transformers' number for it

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload_trainer.data.decompress import PACKED, kind_of, refuse_without_library
 from offload_trainer.data.hub import HUB, hub_files
-from offload_trainer.data.opened import PACKED, kind_of, refuse_without_library
 from offload_trainer.data.tables import TABLES
 from offload_trainer.errors import UserError
-from offload_trainer.readback import file_bytes, one_line, open_given, parsed
+from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # packed as well

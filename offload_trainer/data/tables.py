@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import open_given
+from offload_trainer.safe_files import open_given
 
 TABLES = (".parquet", ".arrow")
 _ROWS = 256  # made into records at a time

@@ -30,11 +30,11 @@ from typing import Annotated, Any, BinaryIO, Literal
 import numpy as np
 from pydantic import Field, with_config
 
-from offload_trainer.data.bare import BLOCK, bare_dtype, refuse_foreign, scan
+from offload_trainer.data.raw_tokens import BLOCK, bare_dtype, refuse_foreign, scan
 from offload_trainer.errors import AGAIN, TrainerError, UserError
-from offload_trainer.readback import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
-from offload_trainer.storage.durable import sync_directory
-from offload_trainer.storage.owned import MODE, open_owned
+from offload_trainer.safe_files import LENIENT, Count, Crc32s, Line, file_bytes, is_there, open_file, read_back
+from offload_trainer.storage.atomic_io import sync_directory
+from offload_trainer.storage.trusted_files import MODE, open_owned
 from offload_trainer.units import format_bytes
 
 _SCAN_TOKENS = 1 << 24
@@ -86,7 +86,7 @@ class TokenFile:
     end_of_text: int | None
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, by the sidecar or as they were when it was opened
     largest: int | None = None  # the largest id, if all were looked at
-    row_length: int | None = None  # of marked ids in rows of so many (marked_rows.py)
+    row_length: int | None = None  # of marked ids in rows of so many (packing.py)
     packed: bool = False  # whether a row holds several, each by itself
     summary: str | None = None  # what became of the conversations in it
     assumed: str | None = None  # what no sidecar vouches for
@@ -108,7 +108,7 @@ class TokenFile:
         """Open a token file. One whose sums no sidecar has is read once, all of it.
 
         `dtype`: uint16 or uint32 for a file without a sidecar; auto: as its values show. `owned`: of the cache, where
-        others may write too, and refused unless it is this user's (storage/owned.py). Raises UserError: an
+        others may write too, and refused unless it is this user's (storage/trusted_files.py). Raises UserError: an
         unreadable sidecar, no tokens, a size that is not what the sidecar says or that is not whole ids, another
         `dtype` than the sidecar's, or, without one, ids that may be either or are neither.
         """
@@ -253,7 +253,7 @@ class TokenWriter:
         row_length: int | None = None,
         packed: bool = False,
     ) -> None:
-        """`row_length`: the ids are marked, and in rows of so many, `packed` or not (marked_rows.py)."""
+        """`row_length`: the ids are marked, and in rows of so many, `packed` or not (packing.py)."""
         self.path = path
         self.tokens = 0
         self.text_bytes: int | None = None  # these two are set by whoever knows them, before the end

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import file_bytes, refuse_pipes
+from offload_trainer.safe_files import file_bytes, refuse_pipes
 
 _OTHERS_READ = (
     *("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"),

@@ -1,13 +1,14 @@
-"""Apply the heap settings of `plan/heap.py` before an engine is built, and return freed memory afterwards.
+"""Apply the heap settings of `plan/memory/malloc_threshold.py` before an engine is built, and return freed memory
+afterwards.
 
-keep_heap ── an engine is built ── built ── steps (the tiered engine's blocks: offloading/heap.py)
+keep_heap ── an engine is built ── built ── steps (the tiered engine's blocks: offload/device/heap_trim.py)
 """
 
 from __future__ import annotations
 
 import torch
 
-from offload_trainer.plan.heap import LONG, mapped_from
+from offload_trainer.plan.memory.malloc_threshold import LONG, mapped_from
 from offload_trainer.storage.host_memory import return_now, return_what_is_freed
 
 

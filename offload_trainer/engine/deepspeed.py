@@ -20,17 +20,17 @@ from torch import nn
 
 from offload_trainer.config import ModelSection, OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
-from offload_trainer.engine.gather import full_shape, gathered, write_weight
 from offload_trainer.engine.op_builder import importing, load_kernels
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.engine.tensor import parts_of
+from offload_trainer.engine.tp_shards import parts_of
+from offload_trainer.engine.zero_params import full_shape, gathered, write_weight
 from offload_trainer.errors import TrainerError
+from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.model.source import DTYPES, ModelSource
-from offload_trainer.offloading.checkpointed import keep_inputs
+from offload_trainer.offload.activations.recompute_hooks import keep_inputs
 from offload_trainer.optim.state_files import EngineState, StateNow, read_engine_state, read_tensors, state_files
-from offload_trainer.plan.formats import ADAMW
-from offload_trainer.plan.zero import Placement, decay_groups
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, decay_groups
+from offload_trainer.plan.tiered.state_formats import ADAMW
 from offload_trainer.ranks import gather, join_torch
 from offload_trainer.telemetry.meters import PhaseClock
 

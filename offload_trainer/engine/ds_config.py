@@ -9,9 +9,9 @@ import re
 from typing import Any
 
 from offload_trainer.config import DeepSpeedSection, OptimSection
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import Workload
-from offload_trainer.plan.zero import Placement, ZeroSizes
 
 
 def deepspeed_config(

@@ -18,10 +18,10 @@ from typing import Any
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.packages import is_installed, lacks, to_install
-from offload_trainer.plan.zero import Placement
+from offload_trainer.plan.deepspeed.zero_buffers import Placement
+from offload_trainer.stdio import write_now
 from offload_trainer.storage.locks import NoLocks, turn
-from offload_trainer.storage.removal import reason
-from offload_trainer.streams import write_now
+from offload_trainer.storage.owned_dirs import reason
 
 logger = logging.getLogger(__name__)
 

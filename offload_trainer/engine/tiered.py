@@ -1,6 +1,6 @@
 """The tiered engine behind the `Engine` protocol: the run's configuration, loss and loss scale around `OffloadedModel`.
 
-What it is made of is in `offloading/`; what is put where, and how large buffers are, in `plan/`.
+What it is made of is in `offload/`; what is put where, and how large buffers are, in `plan/`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import nn
 
 from offload_trainer.config import OptimSection
 from offload_trainer.data.rows import Batch, weights_in_step
+from offload_trainer.engine.build_tiered import Say, opened
 from offload_trainer.engine.loss_scale import LossScale
-from offload_trainer.engine.parts import Say, opened
 from offload_trainer.engine.protocol import StepResult
-from offload_trainer.model.initial import parameters_without_memory
+from offload_trainer.model.init_weights import parameters_without_memory
+from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
-from offload_trainer.model.sequence import DividedAttention, share_rows
-from offload_trainer.model.source import DTYPES, ModelSource
-from offload_trainer.offloading.ahead import Watch
-from offload_trainer.offloading.device import Device
-from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.offloading.norms import clip_factor
-from offload_trainer.offloading.state import TieredSnapshot
+from offload_trainer.model.ulysses import DividedAttention, share_rows
+from offload_trainer.offload.device.base import Device
+from offload_trainer.offload.gradients.norms import clip_factor
+from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.offload.pages.named_state import TieredSnapshot
+from offload_trainer.offload.update.speculative import Watch
 from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.optim.state_files import EngineState
-from offload_trainer.plan.kept import inputs_of
-from offload_trainer.plan.sizes import TierSizes
+from offload_trainer.plan.deepspeed.zero_buffers import Placement
+from offload_trainer.plan.memory.activation_offload import inputs_of
+from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
-from offload_trainer.plan.zero import Placement
 from offload_trainer.ranks import all_to_all, gather, group_of
 from offload_trainer.telemetry.meters import PhaseClock
 

@@ -19,13 +19,13 @@ from safetensors import safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.sources import NamedTensor, Source, finite_weights
-from offload_trainer.model.conversions import Group, read_model_config, saved_groups
+from offload_trainer.model.checkpoint_mapping import Group, read_model_config, saved_groups
+from offload_trainer.model.loader import BUFFERS
 from offload_trainer.model.pretrained import ShardIndex
-from offload_trainer.model.source import BUFFERS
-from offload_trainer.readback import read_back
+from offload_trainer.safe_files import read_back
+from offload_trainer.storage.atomic_io import bytes_below, copy_tree, put_in_place, sync_directory, write_text
 from offload_trainer.storage.dtypes import DTYPES
-from offload_trainer.storage.durable import bytes_below, copy_tree, put_in_place, sync_directory, write_text
-from offload_trainer.storage.removal import replacing
+from offload_trainer.storage.owned_dirs import replacing
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 

@@ -29,8 +29,8 @@ from offload_trainer.export.gguf_check import check_file
 from offload_trainer.export.gguf_models import ARCHITECTURES, add_model, read_config
 from offload_trainer.export.gguf_tensors import Tensor, encoded, largest, layout, limit, pieces, rotary_factors
 from offload_trainer.export.gguf_tokenizer import Config, add_tokenizer
-from offload_trainer.storage.durable import put_in_place
-from offload_trainer.storage.removal import replacing
+from offload_trainer.storage.atomic_io import put_in_place
+from offload_trainer.storage.owned_dirs import replacing
 from offload_trainer.units import format_bytes
 
 if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.gguf_tokenizer import ELSEWHERE, Config
-from offload_trainer.model.conversions import read_model_config
+from offload_trainer.model.checkpoint_mapping import read_model_config
 
 if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf

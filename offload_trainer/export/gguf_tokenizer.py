@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.export.gguf_pieces import is_pieces, kind_of, scores, space_before
-from offload_trainer.readback import file_bytes, read_back
+from offload_trainer.safe_files import file_bytes, read_back
 
 if TYPE_CHECKING:  # gguf is an extra, so functions import it when they need it
     import gguf

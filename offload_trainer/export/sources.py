@@ -29,14 +29,14 @@ from offload_trainer.checkpoint import (
 )
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.export.card import checkpoint_card, final_card, model_card
-from offload_trainer.model.source import BUFFERS, resolve_model
-from offload_trainer.offloading.page_account import read_description
-from offload_trainer.offloading.page_index import DESCRIPTION, read_store
-from offload_trainer.readback import LENIENT, Count, Line, Steps, is_there, read_back, shown
-from offload_trainer.storage.finite import unusable
-from offload_trainer.storage.lease import PAGES, dead_runs, is_alive, kept
-from offload_trainer.storage.removal import MARK
+from offload_trainer.export.model_card import checkpoint_card, final_card, model_card
+from offload_trainer.model.loader import BUFFERS, resolve_model
+from offload_trainer.offload.pages.index import DESCRIPTION, read_store
+from offload_trainer.offload.pages.manifest import read_description
+from offload_trainer.safe_files import LENIENT, Count, Line, Steps, is_there, read_back, shown
+from offload_trainer.storage.nan_check import unusable
+from offload_trainer.storage.owned_dirs import MARK
+from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, kept
 from offload_trainer.storage.tensorfile import TensorFileReader
 
 NamedTensor = tuple[str, torch.Tensor]

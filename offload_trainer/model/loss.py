@@ -93,7 +93,7 @@ class CausalLoss(nn.Module):
         count. seed: seed all of torch's generators first, so that earlier draws do not influence this forward. count:
         the number of targets that count. Without it they are counted here, which waits for a GPU. positions: int64
         [rows, seq_len]; they restart at each document of a packed row, and attention does not cross from
-            one document to the next (packed.py).
+            one document to the next (packing.py).
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:

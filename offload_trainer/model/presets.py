@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from offload_trainer.plan.activations import Activations, Growth, Part, pruned
+from offload_trainer.plan.memory.activations import Activations, Growth, Part, pruned
 from offload_trainer.plan.shape import ModelShape, Weight
 
 
@@ -89,7 +89,7 @@ def gpt2_shape(config: dict[str, Any], *, item_bytes: int = 2) -> ModelShape:
 
 
 def gpt2_activations(config: dict[str, Any], *, item_bytes: int) -> Activations:
-    """What `model/activations.py` counts, in closed form: without dropout, with fused attention.
+    """What `model/meta/activations.py` counts, in closed form: without dropout, with fused attention.
 
     Its eager `gelu_new` keeps most: 28 hidden states a token and block in all.
     """

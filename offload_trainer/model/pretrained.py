@@ -18,10 +18,10 @@ from pydantic import with_config
 from transformers import PreTrainedModel
 
 from offload_trainer.errors import UserError
-from offload_trainer.model.conversions import Group, loading_groups
-from offload_trainer.model.initial import NamedTensor, first_names, tied_names
-from offload_trainer.readback import LENIENT, FileName, is_there, read_back
-from offload_trainer.storage.finite import unusable
+from offload_trainer.model.checkpoint_mapping import Group, loading_groups
+from offload_trainer.model.init_weights import NamedTensor, first_names, tied_names
+from offload_trainer.safe_files import LENIENT, FileName, is_there, read_back
+from offload_trainer.storage.nan_check import unusable
 from offload_trainer.storage.tensorfile import TensorFileReader
 
 

@@ -274,7 +274,7 @@ __device__ inline void narrow(const Page& page, const Run<float> runs[RUNS], u32
     }
 }
 
-// -- masters in two bytes beside their bf16 weights: remainders.py defines what these compute ---------------------------
+// -- masters in two bytes beside their bf16 weights: split_masters.py defines what these compute ---------------------------
 
 constexpr u32 WORDS = RUNS * RUN;  // of a bit for each of a warp's elements: bit l of word r x RUN + i is lane l's
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.protocol import Kernel
 
 Sum = Callable[[torch.Tensor], int]  # of contiguous bytes (uint8) in host memory
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.constants import TYPES, Step, step_constants
+from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernel_args import TYPES, Step, step_constants
 from offload_trainer.optim.kernels import gives_the_bits_of
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
 from offload_trainer.optim.nvrtc import Gpu, gpu_of
-from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.formats import StateFormat, scales_of, state_formats
-from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.plan.tiered.layout import BLOCK_8BIT
+from offload_trainer.plan.tiered.state_formats import StateFormat, scales_of, state_formats
 from offload_trainer.storage.dtypes import DTYPES
 
 SOURCE = Path(__file__).with_name("adam.cu")

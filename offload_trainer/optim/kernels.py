@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.moment_codec import empty_fields, stored_moment
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
-from offload_trainer.optim.remainders import with_remainders
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
-from offload_trainer.optim.stored import empty_fields, stored_moment
+from offload_trainer.optim.split_masters import with_remainders
 from offload_trainer.optim.torch_adam import TorchKernel
-from offload_trainer.plan.formats import ADAMW, LION, StateFormat, UpdateRule, state_formats
+from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat, UpdateRule, state_formats
 
 
 def choose_kernel(name: str) -> tuple[Kernel, str]:

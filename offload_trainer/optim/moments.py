@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_trainer.plan.layout import BLOCK_8BIT
+from offload_trainer.plan.tiered.layout import BLOCK_8BIT
 
 _PIECE = 2**16  # elements that are processed at a time, so that they stay in the cache
 _INFINITY = 0x7F800000  # the bits of fp32 infinity; the magnitude of a NaN is larger

@@ -16,11 +16,11 @@ import torch
 
 from offload_trainer import numa
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.constants import TYPES, Step, step_constants
+from offload_trainer.optim.kernel_api import PageNoise, Stretch
+from offload_trainer.optim.kernel_args import TYPES, Step, step_constants
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
-from offload_trainer.optim.protocol import PageNoise, Stretch
-from offload_trainer.plan.formats import ADAMW, LION, StateFormat
+from offload_trainer.plan.tiered.state_formats import ADAMW, LION, StateFormat
 
 SOURCE = Path(__file__).with_name("native") / "adam.cpp"
 # Without errno and traps a square root or a choice between two values can be vectorised; neither changes a result.

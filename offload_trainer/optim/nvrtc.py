@@ -21,7 +21,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.kernel_cache import kept
-from offload_trainer.readback import file_bytes
+from offload_trainer.safe_files import file_bytes
 
 Keep = Callable[[str, str, Callable[[Path], bytes]], Path]  # as `kernel_cache.kept`
 

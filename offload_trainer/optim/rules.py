@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
+from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
 
 
 @dataclass(frozen=True)

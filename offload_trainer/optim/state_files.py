@@ -24,9 +24,10 @@ import torch
 from pydantic import Field, with_config
 
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.optim.moment_codec import StoredMoment
 from offload_trainer.optim.moments import zero_code
-from offload_trainer.optim.stored import StoredMoment
-from offload_trainer.plan.formats import (
+from offload_trainer.plan.tiered.layout import BLOCK_8BIT
+from offload_trainer.plan.tiered.state_formats import (
     EXP_AVG,
     EXP_AVG_SQ,
     MOMENT_FORMATS,
@@ -38,11 +39,10 @@ from offload_trainer.plan.formats import (
     scales_of,
     state_format,
 )
-from offload_trainer.plan.layout import BLOCK_8BIT
 from offload_trainer.ranks import ALONE, Group
-from offload_trainer.readback import EXACT, Number, Steps, read_back
-from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.finite import unusable
+from offload_trainer.safe_files import EXACT, Number, Steps, read_back
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.nan_check import unusable
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileReader, TensorFileWriter
 
 _FIX = "Move that checkpoint away, and the same command goes on from the one before it"

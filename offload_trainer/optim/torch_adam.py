@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.protocol import PageNoise, Stretch, within
-from offload_trainer.optim.remainders import read_masters, write_masters
+from offload_trainer.optim.kernel_api import PageNoise, Stretch, within
+from offload_trainer.optim.moment_codec import stored_moment
 from offload_trainer.optim.rules import AdamW, Lion
-from offload_trainer.optim.stored import stored_moment
-from offload_trainer.plan.formats import FP32, StateFormat
+from offload_trainer.optim.split_masters import read_masters, write_masters
+from offload_trainer.plan.tiered.state_formats import FP32, StateFormat
 
 # Elements that are converted, updated and copied out at a time. Their 28 bytes each fit the last-level cache, and each
 # of the three calls takes longer than its overhead. The fastest of 2^13 to 2^21 (EPYC, 32 MB L3). A multiple of 256.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from offload_trainer.plan.memory import Item
-from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.plan.time import Bound, Forecast
-from offload_trainer.plan.traffic import Traffic
-from offload_trainer.plan.zero import Placement, ZeroSizes
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes
+from offload_trainer.plan.memory.common import Item
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.time.step_time import Bound, Forecast
+from offload_trainer.plan.time.traffic import Traffic
 
 
 class Candidate(Protocol):
@@ -48,7 +48,7 @@ class Candidate(Protocol):
     def traffic(self) -> list[Traffic]: ...
 
     def links(self) -> Sequence[Traffic]:
-        """Return the bytes that ranks exchange (`plan/exchange.py`)."""
+        """Return the bytes that ranks exchange (`plan/parallel/comm_cost.py`)."""
         ...
 
     def bounds(self) -> list[Bound]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, with_config
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import EXACT, Count, Flag, Line, Number, as_kind, parsed, read_back
+from offload_trainer.safe_files import EXACT, Count, Flag, Line, Number, as_kind, parsed, read_back
 
 _AS_FAST = 0.95
 

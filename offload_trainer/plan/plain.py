@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload_trainer.config import PlacementSection
+from offload_trainer.plan.deepspeed.zero_buffers import Placement
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.memory import Item, activation_items, process_items
-from offload_trainer.plan.time import UPDATE_START, Bound, Forecast, update_rate
-from offload_trainer.plan.traffic import Traffic
+from offload_trainer.plan.memory.common import Item, activation_items, process_items
+from offload_trainer.plan.time.step_time import UPDATE_START, Bound, Forecast, update_rate
+from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
-from offload_trainer.plan.zero import Placement
 from offload_trainer.units import format_count
 
 _SPEED = 0.36  # of the kernel's rate: torch's optimizer, plus one more pass for the norm, clipping and rounding

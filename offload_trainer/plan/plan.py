@@ -7,12 +7,12 @@ from shlex import quote
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.memory import Item
-from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.plan.time import PHASES, Forecast, tokens_that_hide_the_update
-from offload_trainer.plan.traffic import Traffic
-from offload_trainer.plan.ways import Way
-from offload_trainer.plan.zero import Placement, ZeroSizes
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes
+from offload_trainer.plan.memory.common import Item
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.update_schedules import Way
+from offload_trainer.plan.time.step_time import PHASES, Forecast, tokens_that_hide_the_update
+from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from offload_trainer.plan.activations import Activations, Growth, Part
+from offload_trainer.plan.memory.activations import Activations, Growth, Part
 
 # How tensor parallelism splits a weight. "column": by output features; "row": by input features; "summed": the weight
 # is replicated and each rank computes part of its gradient; "": replicated, or unknown.
@@ -26,7 +26,7 @@ class Weight:
     trainable: bool = True
     unit: str = ""  # name of the block that contains it, or of its module outside the blocks
     block: bool = False  # the unit is one of the repeated blocks
-    part: str = ""  # the part of a divided block (`plan/divided.py`) that it is fetched with; "": the whole unit
+    part: str = ""  # the submodule of a block that it is fetched with (plan/tiered/submodule_units.py); "": the unit
     uses: int = 1  # number of modules that hold it: 2 for tied embeddings
     spared: bool = False  # a bias or a norm's weight that is not a vector; excluded from weight decay
     split: Split = ""
@@ -86,7 +86,7 @@ class ModelShape:
     tiled_on_cpu: Activations | None = None
     apart: tuple[str, ...] = ()  # blocks and modules whose children can be fetched one after the other
     needs: tuple[Needs, ...] = ()  # the order of use inside the blocks that `apart` names
-    order: Order | None = None  # None: unknown, or the order of registration (`plan/order.py`)
+    order: Order | None = None  # None: unknown, or the order of registration (`plan/tiered/access_order.py`)
     can_checkpoint: bool = True  # the architecture supports activation checkpointing
     whole_logits: bool = False  # the loss needs the logits of a whole micro-batch
     packed: bool = False  # a mask separates the documents of a row

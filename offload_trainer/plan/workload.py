@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from offload_trainer.plan.formats import StateFormat
 from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered.state_formats import StateFormat
 
 
 @dataclass(frozen=True)

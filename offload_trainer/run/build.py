@@ -23,20 +23,20 @@ from offload_trainer.data.token_bytes import TokenBytes
 from offload_trainer.engine.cpu_heap import built, keep_heap
 from offload_trainer.engine.cpu_matmul import use_fp32_products
 from offload_trainer.engine.protocol import Engine
+from offload_trainer.model.loader import DTYPES
 from offload_trainer.model.sample import sample_text
-from offload_trainer.model.source import DTYPES
-from offload_trainer.plan.choose import workload
-from offload_trainer.plan.memory import checkpoint_bytes
+from offload_trainer.plan.deepspeed.zero_buffers import ZeroSizes
+from offload_trainer.plan.memory.common import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.plan.zero import ZeroSizes
+from offload_trainer.plan.planner import workload
+from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.ranks import gather, nodes, place_here
 from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
-from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.lease import PAGES, DriveLease, hold
-from offload_trainer.storage.removal import Workplace
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.owned_dirs import Workplace
+from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.screen import Screen
 from offload_trainer.telemetry.sinks import Telemetry

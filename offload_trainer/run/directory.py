@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import UserError, explain
-from offload_trainer.readback import is_there
 from offload_trainer.retention import remove_leftovers
-from offload_trainer.storage.durable import make_directories, open_to_append, remove_abandoned, write_text
+from offload_trainer.safe_files import is_there
+from offload_trainer.stdio import write_now
+from offload_trainer.storage.atomic_io import make_directories, open_to_append, remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take
-from offload_trainer.storage.removal import reason
-from offload_trainer.streams import write_now
+from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.units import shown
 
 # What a run writes in its directory, but for checkpoints and weights, which are looked at by themselves.
@@ -189,7 +189,7 @@ def write_known(output: Path, *, config: str, plan: dict[str, Any], machine: dic
 def keep_model(directory: Path, source: Any, *, dtype: torch.dtype, tokenizer: Any, end_of_text: int | None) -> None:
     """The configuration and the tokenizer of `source` (a ModelSource), from which its exports are made."""
     from offload_trainer.data.tokenizer import save_tokenizer
-    from offload_trainer.model.source import save_model_config
+    from offload_trainer.model.loader import save_model_config
 
     save_model_config(source, directory, dtype=dtype, end_of_text=end_of_text)
     save_tokenizer(tokenizer, directory)

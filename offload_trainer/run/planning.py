@@ -8,15 +8,15 @@ from typing import Any
 
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.plan.auto import row_length
-from offload_trainer.plan.batches import micro_batches
-from offload_trainer.plan.choose import engine_of, settle_and_plan
-from offload_trainer.plan.longest import longest_row
+from offload_trainer.plan.batch_sizes import micro_batches
+from offload_trainer.plan.defaults import row_length
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.max_seq_len import longest_row
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import engine_of, settle_and_plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.run.launch import ranks_of_environment
-from offload_trainer.run.roomier import Roomier, lacks_room, may_tile
+from offload_trainer.run.memory_fallbacks import Roomier, lacks_room, may_tile
+from offload_trainer.run.process_setup import ranks_of_environment
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
 
     `longest`: with the longest row that fits.
     """
-    from offload_trainer.model.source import resolve_model
+    from offload_trainer.model.loader import resolve_model
 
     config = _as_left(config, nodes=nodes)
     machine = machine_here(config.placement.nvme, output=config.save.output)
@@ -65,7 +65,7 @@ def _as_before(
     """With the micro-batches and pieces that were chosen for the run that this one goes on from, since its bits are
     theirs. None where neither is left open, there is no such run, or it would not fit any more.
     """
-    from offload_trainer.run.left import made_with
+    from offload_trainer.run.resume_point import made_with
 
     model, train, tiered = config.model, config.train, config.tiered
     fetch_open = tiered.fetch == "auto" and engine_of(config).name == "tiered"
@@ -123,8 +123,8 @@ def with_longest_row(found: Planned, config: TrainConfig, models: Roomier) -> Pl
 
 def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
     """With two places, where nothing is said of that and the run's own page files have them: they are gone on from."""
-    from offload_trainer.offloading.page_account import read_description
-    from offload_trainer.storage.lease import PAGES, folders_in
+    from offload_trainer.offload.pages.manifest import read_description
+    from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
     section = config.tiered
     if section.places != "auto" or section.masters == "remainder" or config.save.resume != "auto":
@@ -143,8 +143,8 @@ def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
 
 def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:
     """This machine, what is known of its speed, and as free also what a run that writes to `output` will remove."""
-    from offload_trainer.machine.cache import with_cached_rates
     from offload_trainer.machine.probe import probe_machine
+    from offload_trainer.machine.rate_cache import with_cached_rates
 
     return _with_what_goes(with_cached_rates(probe_machine(drives=drives, output=output)))
 
@@ -155,8 +155,8 @@ def _with_what_goes(machine: MachineProfile) -> MachineProfile:
     Only what this user's run will be able to remove.
     """
     from offload_trainer.retention import bytes_that_go
-    from offload_trainer.storage.durable import bytes_below
-    from offload_trainer.storage.lease import PAGES, dead_runs
+    from offload_trainer.storage.atomic_io import bytes_below
+    from offload_trainer.storage.scratch_dir import PAGES, dead_runs
 
     goes = {machine.output.directory: bytes_that_go(Path(machine.output.directory) / "checkpoints")}
     listed = Path(machine.output.directory) / PAGES

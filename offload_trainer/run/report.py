@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.ratios import steady_ratios
+from offload_trainer.plan.calibration import steady_ratios
 from offload_trainer.run.advice import advice
 from offload_trainer.run.build import Setup
-from offload_trainer.storage.durable import bytes_below
-from offload_trainer.telemetry.record import StepRecord
+from offload_trainer.storage.atomic_io import bytes_below
+from offload_trainer.telemetry.metrics import StepRecord
 from offload_trainer.telemetry.report import median_phases, read_evaluations, read_metrics, steady, write_report
 from offload_trainer.units import format_bytes, format_count
 
@@ -79,7 +79,7 @@ def _bytes(
 
 def _keep_ratios(setup: Setup, rows: Sequence[StepRecord], *, seconds: dict[str, float]) -> None:
     """Say how far off the plan's seconds were, and keep what is steady of it. `rows` are the steady ones."""
-    from offload_trainer.machine.cache import keep_ratios
+    from offload_trainer.machine.rate_cache import keep_ratios
 
     plan, log = setup.planned.plan, setup.log
     off = {

@@ -25,17 +25,15 @@ from offload_trainer import trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_identity, check_resume, find_resume, read_state
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import Elsewhere, Interrupted, UserError
-from offload_trainer.export.final import done_before, write_final
-from offload_trainer.model.source import DTYPES
-from offload_trainer.plan.choose import engine_of
+from offload_trainer.export.final_export import done_before, write_final
+from offload_trainer.model.loader import DTYPES
+from offload_trainer.plan.config_conflicts import mistakes_of_length
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.wishes import mistakes_of_length
+from offload_trainer.plan.planner import engine_of
 from offload_trainer.ranks import join, on_rank_zero, on_some, place_here, share_from_zero
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
-from offload_trainer.run.alike import refuse_other_data, refuse_other_programs
-from offload_trainer.run.beats import beating
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
 from offload_trainer.run.data import check_data, epoch_line, first_row, prepare_data, unknown_identity
 from offload_trainer.run.directory import (
@@ -47,15 +45,17 @@ from offload_trainer.run.directory import (
     run_directory,
     write_known,
 )
-from offload_trainer.run.launch import ranks_of_environment
-from offload_trainer.run.nodes import refuse_node, refuse_unseen
-from offload_trainer.run.page_files import clear_drives, drop, keep, take_over
+from offload_trainer.run.memory_fallbacks import as_wished
+from offload_trainer.run.page_file_resume import clear_drives, drop, keep, take_over
 from offload_trainer.run.planning import Planned, plan_run
+from offload_trainer.run.process_setup import ranks_of_environment
+from offload_trainer.run.ranks.consistency import refuse_other_data, refuse_other_programs
+from offload_trainer.run.ranks.heartbeat import beating
+from offload_trainer.run.ranks.node_checks import refuse_node, refuse_unseen
 from offload_trainer.run.report import report
-from offload_trainer.run.roomier import as_wished
 from offload_trainer.settings import dump_config
 from offload_trainer.signals import waiting
-from offload_trainer.streams import write_now
+from offload_trainer.stdio import write_now
 from offload_trainer.telemetry.trackers import refuse_missing
 from offload_trainer.trainer import Job
 

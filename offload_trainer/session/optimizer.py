@@ -1,7 +1,7 @@
 """The update of an offloaded model as an optimizer of torch: real groups of parameters, any scheduler of rates, betas.
 
 `step` is the session's update; the session saves and loads what it keeps, which is in `state` for parameters beside the
-offloaded ones (`resident.py`) alone.
+offloaded ones (`extra_params.py`) alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import UserError
-from offload_trainer.offloading.parameter import OffloadedParameter
+from offload_trainer.offload.weights.parameter import OffloadedParameter
 from offload_trainer.optim.rules import Hyper, hyper_of_group
-from offload_trainer.plan.formats import LION, UpdateRule
-from offload_trainer.session.resident import named_residents, update_residents
+from offload_trainer.plan.tiered.state_formats import LION, UpdateRule
+from offload_trainer.session.extra_params import named_residents, update_residents
 
 Update = Callable[[dict[str, Hyper]], None]
 _SAVES = (

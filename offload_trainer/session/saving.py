@@ -3,7 +3,7 @@
 DIR/MANIFEST.json  state.json  engine.json  run.json  master.safetensors ...   as a run's (checkpoint.py)
     session.json   the optimizer's groups, and the state of what was given with them: plain data
     model/         the model's configuration, where it has one
-    resident/      what is trained beside the offloaded weights (resident.py)
+    resident/      what is trained beside the offloaded weights (extra_params.py)
 
 Where none of those is trained, a save holds no weights of the model: they are as they were loaded.
 """
@@ -25,16 +25,16 @@ from offload_trainer.checkpoint import RunRecord, TrainState, finish_checkpoint
 from offload_trainer.errors import TrainerError, UserError, reason
 from offload_trainer.export.directory import DTYPES, EXPORT, check_destination, write_model
 from offload_trainer.export.sources import Source
-from offload_trainer.identity import refuse_other_run
 from offload_trainer.manifest import MANIFEST, Manifest, checked_manifest
-from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.readback import LENIENT, Crc32, is_there, read_back
+from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.resume_compat import refuse_other_run
 from offload_trainer.retention import WORK
+from offload_trainer.safe_files import LENIENT, Crc32, is_there, read_back
 from offload_trainer.session.adapters import Change
+from offload_trainer.session.extra_params import layout_of, read_residents, set_residents, steps_of, write_residents
 from offload_trainer.session.optimizer import OffloadedOptimizer
-from offload_trainer.session.resident import layout_of, read_residents, set_residents, steps_of, write_residents
-from offload_trainer.storage.durable import copy_tree, make_directories, put_in_place, sync_directory, write_text
-from offload_trainer.storage.removal import clear, replacing
+from offload_trainer.storage.atomic_io import copy_tree, make_directories, put_in_place, sync_directory, write_text
+from offload_trainer.storage.owned_dirs import clear, replacing
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 _STATE = "session.json"

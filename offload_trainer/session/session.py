@@ -20,17 +20,22 @@ import torch
 from torch import nn
 
 from offload_trainer.errors import NonFiniteGradient, UserError
-from offload_trainer.offloading.autograd import not_compiled
-from offload_trainer.offloading.model import OffloadedModel
-from offload_trainer.offloading.norms import clip_factor
-from offload_trainer.offloading.parameter import OffloadedParameter, forget_writes, refuse_recording, refuse_written
+from offload_trainer.offload.autograd import not_compiled
+from offload_trainer.offload.gradients.norms import clip_factor
+from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.offload.weights.parameter import (
+    OffloadedParameter,
+    forget_writes,
+    refuse_recording,
+    refuse_written,
+)
 from offload_trainer.optim.rules import Hyper
-from offload_trainer.plan.formats import ADAMW, LION, UpdateRule
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.tiered.state_formats import ADAMW, LION, UpdateRule
 from offload_trainer.session.adapters import merging
-from offload_trainer.session.listing import listed
+from offload_trainer.session.extra_params import Changes, changes_of, counted_in, norm_of_all, with_gradient
+from offload_trainer.session.lazy_state_dict import listed
 from offload_trainer.session.optimizer import OffloadedOptimizer
-from offload_trainer.session.resident import Changes, changes_of, counted_in, norm_of_all, with_gradient
 from offload_trainer.session.saving import Saves, Stateful, steps_done
 
 

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from offload_trainer.errors import TrainerError, UserError, reason
-from offload_trainer.readback import open_file
+from offload_trainer.safe_files import open_file
 from offload_trainer.storage.crc import combined
 
 SAFETENSORS_DTYPES = {

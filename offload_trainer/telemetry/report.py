@@ -16,10 +16,10 @@ from string import Template
 from typing import Any, TypeVar
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import is_there, open_file
-from offload_trainer.storage.durable import write_text
+from offload_trainer.safe_files import is_there, open_file
+from offload_trainer.storage.atomic_io import write_text
 from offload_trainer.telemetry.charts import Series, bars, lines
-from offload_trainer.telemetry.record import EvalRecord, StepRecord
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _Record = TypeVar("_Record")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
-from offload_trainer.telemetry.record import StepRecord
+from offload_trainer.telemetry.metrics import StepRecord
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _LEAST_MOVED = 1e6  # bytes a second; below it a drive takes only logs

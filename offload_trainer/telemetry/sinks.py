@@ -14,9 +14,9 @@ from pathlib import Path
 from pydantic import with_config
 
 from offload_trainer.errors import TrainerError, reason
-from offload_trainer.readback import LENIENT, Steps, open_given, parsed
-from offload_trainer.storage.durable import open_to_append, write_bytes
-from offload_trainer.telemetry.record import EvalRecord, StepRecord
+from offload_trainer.safe_files import LENIENT, Steps, open_given, parsed
+from offload_trainer.storage.atomic_io import open_to_append, write_bytes
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 from offload_trainer.telemetry.screen import Screen, four_digits
 from offload_trainer.telemetry.trackers import Trackers
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from offload_trainer.errors import UserError
-from offload_trainer.readback import read_back
-from offload_trainer.storage.durable import write_text
-from offload_trainer.telemetry.record import EvalRecord, StepRecord
+from offload_trainer.safe_files import read_back
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 Numbers = dict[str, float]
 Say = Callable[[str], None]

@@ -19,7 +19,7 @@ _PATTERN = (1 << 24) + 43  # numbers; shares no divisor with any width, so that 
 @contextmanager
 def cheap_weights(wanted: bool) -> Iterator[None]:
     """Inside, every model with random weights has these instead, if they are wanted."""
-    from offload_trainer.model.source import ModelSource
+    from offload_trainer.model.loader import ModelSource
 
     if not wanted:
         yield

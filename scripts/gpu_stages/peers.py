@@ -66,7 +66,7 @@ _BUILDERS = {"native": _native, "foreach": _foreach, "fsdp2": _fsdp2, "torchao":
 
 def _groups(module: Any, source: Any, optim: Any) -> list[dict[str, Any]]:
     """Return AdamW's two parameter groups, with weight decay and without."""
-    from offload_trainer.plan.zero import decay_groups
+    from offload_trainer.plan.deepspeed.zero_buffers import decay_groups
 
     weights = dict(module.model.named_parameters())
     decayed, plain = decay_groups(source.shape.weights)
@@ -121,8 +121,8 @@ class TorchAO(_Rival):
         import torch
         from torchao.optim import CPUOffloadOptimizer
 
+        from offload_trainer.model.loader import DTYPES
         from offload_trainer.model.pretrained import as_parameter
-        from offload_trainer.model.source import DTYPES
 
         dtype = DTYPES[config.model.dtype]
         self._device = torch.device("cuda")
@@ -146,7 +146,7 @@ class Fsdp2(_Rival):
         import torch
         import torch.distributed as dist
 
-        from offload_trainer.model.source import DTYPES
+        from offload_trainer.model.loader import DTYPES
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for library in ("NCCL", "GLOO"):
@@ -170,7 +170,7 @@ class Fsdp2(_Rival):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        from offload_trainer.model.source import block_names
+        from offload_trainer.model.loader import block_names
 
         on_gpu = self._device.type == "cuda"
         settings: dict[str, Any] = {

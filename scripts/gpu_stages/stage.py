@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from gpu_stages.record import OUT_OF_TIME, Record
-from offload_trainer.storage.removal import scratch
+from offload_trainer.storage.owned_dirs import scratch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _Of = TypeVar("_Of")

@@ -67,7 +67,7 @@ class Served:
 
     def _build(self, words: list[str], output: str, fill: bool = False, peer: str | None = None) -> None:
         """From wish to engine; returns once `close` is asked for."""
-        from offload_trainer.run.launch import prepare_process
+        from offload_trainer.run.process_setup import prepare_process
         from offload_trainer.settings import load_config
 
         config = load_config([*_ALWAYS, *words, "--output", output])
@@ -199,14 +199,14 @@ class Served:
 @contextmanager
 def _nothing_kept() -> Iterator[None]:
     """Inside, plans count no export and no checkpoints, of tens of gigabytes: with `instead` none is made."""
-    from offload_trainer.plan import choose
+    from offload_trainer.plan import planner
 
-    counted = choose.saved_items
-    choose.saved_items = lambda *_, **__: []
+    counted = planner.saved_items
+    planner.saved_items = lambda *_, **__: []
     try:
         yield
     finally:
-        choose.saved_items = counted
+        planner.saved_items = counted
 
 
 def digest_of(weights: Iterator[tuple[str, Any]]) -> str:

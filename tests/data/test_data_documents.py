@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.data import documents
+from offload_trainer.data.chunked_tokenize import Cutter
 from offload_trainer.data.documents import read_documents
-from offload_trainer.data.pieces import Cutter
 from offload_trainer.errors import UserError
 
 

@@ -11,8 +11,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import pieces
-from offload_trainer.data.pieces import Cutter
+from offload_trainer.data import chunked_tokenize
+from offload_trainer.data.chunked_tokenize import Cutter
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ def test_ids_are_those_of_the_text_in_one_piece(
     suffix: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sixty pieces: of a text file, and of one document of a jsonl file."""
-    monkeypatch.setattr(pieces, "PIECE", 1000)
+    monkeypatch.setattr(chunked_tokenize, "PIECE", 1000)
     path = tmp_path / f"a{suffix}"
     path.write_text(CORPUS if suffix == ".txt" else json.dumps({"text": CORPUS}))
     said: list[str] = []
@@ -119,7 +119,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 37)
+    monkeypatch.setattr(chunked_tokenize, "PIECE", 37)
     tokenizer = load_tokenizer("builtin")
     cutter = Cutter(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"])
     for size in (1, 10, 37, 50, 1000):
@@ -131,7 +131,7 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
 
 
 def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 12)
+    monkeypatch.setattr(chunked_tokenize, "PIECE", 12)
     cutter = Cutter(lambda text: list(text.encode()))
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
     assert found == ["aaa\n", "bbb\n\n\n\n\nccc\n", "ddd"]
@@ -139,7 +139,7 @@ def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.Mon
 
 
 def test_cuts_that_may_change_ids_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 50)
+    monkeypatch.setattr(chunked_tokenize, "PIECE", 50)
     (tmp_path / "a.txt").write_text("x" * 500)
     said: list[str] = []
     prepare_tokens(

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import documents, pieces, prepare, sums, tokenfile
-from offload_trainer.data.pieces import Cutter
+from offload_trainer.data import chunked_tokenize, documents, file_hashes, prepare, tokenfile
+from offload_trainer.data.chunked_tokenize import Cutter
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -180,7 +180,7 @@ def test_special_tokens_in_a_text_are_their_ids_and_no_end_of_text_is_told_of(
 def test_pieces_and_batches_of_a_long_document_leave_no_trace(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 100)
+    monkeypatch.setattr(chunked_tokenize, "PIECE", 100)
     monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 250)
     tokens = prepared(source, tokenizer=tokenizer, cache=tmp_path / "cache")
     assert tokenizer.calls > 5
@@ -211,7 +211,7 @@ def test_the_cache_is_reused_until_something_changes(
 def test_a_text_of_the_same_size_and_time_gives_its_own_tokens(
     way: str, tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sums, "_SETTLED_NS", 0)  # or the two seconds alone would have it read again
+    monkeypatch.setattr(file_hashes, "_SETTLED_NS", 0)  # or the two seconds alone would have it read again
     cache = tmp_path / "cache"
     prepared(source, tokenizer=tokenizer, cache=cache)
     before = source.stat()
@@ -229,15 +229,15 @@ def test_a_text_that_was_left_alone_is_not_read_again(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    real = sums._sum
+    real = file_hashes._sum
 
     def counted(path: Path) -> str:
         read.append(path)
         return real(path)
 
-    monkeypatch.setattr(sums, "_sum", counted)
+    monkeypatch.setattr(file_hashes, "_sum", counted)
     cache, now = tmp_path / "cache", [source.stat().st_ctime_ns + 10**9]
-    monkeypatch.setattr(sums, "time", SimpleNamespace(time_ns=lambda: now[0]))
+    monkeypatch.setattr(file_hashes, "time", SimpleNamespace(time_ns=lambda: now[0]))
     first = prepared(source, tokenizer=tokenizer, cache=cache)
     prepared(source, tokenizer=tokenizer, cache=cache)
     assert len(read) == 2  # it had just been written, and may have been again within the clock's tick
@@ -577,7 +577,7 @@ def test_without_locks_each_does_the_work(
 def test_progress_is_said_now_and_then(
     tmp_path: Path, source: Path, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 100)
+    monkeypatch.setattr(chunked_tokenize, "PIECE", 100)
     monkeypatch.setattr(prepare, "BATCH_PIECES", 1)
     clock = itertools.count(step=2)
     monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock)))

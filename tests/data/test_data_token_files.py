@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from offload_trainer.config import DataSection, ModelSection
+from offload_trainer.data.concat import TokenShards
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.rows import RowReader
-from offload_trainer.data.shards import TokenShards
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint

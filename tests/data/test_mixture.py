@@ -15,7 +15,7 @@ from offload_trainer.data.mixture import Shares, mixed
 from offload_trainer.data.rows import DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.run.data import RunData, check_data, prepare_data
 
 LENGTH = 5

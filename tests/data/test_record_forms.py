@@ -15,7 +15,7 @@ from chats import TEMPLATE, chat_tokenizer
 from datasets import Dataset
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.marked_rows import IDS, NOT_LEARNED
+from offload_trainer.data.packing import IDS, NOT_LEARNED
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.errors import UserError
 

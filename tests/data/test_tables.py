@@ -17,9 +17,9 @@ from datasets import Dataset, DatasetDict
 from pyarrow import ipc, parquet
 
 from offload_trainer.config import DataSection
-from offload_trainer.data import opened, tables
+from offload_trainer.data import decompress, tables
+from offload_trainer.data.concat import Tokens
 from offload_trainer.data.prepare import prepare_tokens
-from offload_trainer.data.shards import Tokens
 from offload_trainer.errors import UserError
 
 
@@ -188,7 +188,7 @@ def test_splits_and_half_copied_data_sets_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_library_the_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened, "is_installed", lambda module: module != "pyarrow")
+    monkeypatch.setattr(decompress, "is_installed", lambda module: module != "pyarrow")
     for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
         (tmp_path / name).write_bytes(b"")
         with pytest.raises(UserError, match=r"needs pyarrow, which is not installed: pip install 'pyarrow>=21'"):

@@ -20,7 +20,7 @@ from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.token_bytes import TokenBytes
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.data.tokenizer import load_tokenizer
-from offload_trainer.telemetry.record import EvalRecord
+from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.trainer import _evaluate
 
 SHIPPED = BUILTIN_CORPUS.read_text("utf-8")

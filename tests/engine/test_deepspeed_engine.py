@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from stock_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
 
 from offload_trainer.config import ModelSection
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loader import resolve_model
 
 HERE = Path(__file__).parents[1]
 

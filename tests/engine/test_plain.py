@@ -11,7 +11,7 @@ import torch
 from bench_of_engines import batches, engine, model_directory, train
 
 from offload_trainer.run import train as train_module
-from offload_trainer.run.launch import prepare_process
+from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.settings import load_config
 
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan, settle_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 

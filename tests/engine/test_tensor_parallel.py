@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from stock_ranks import ACCUMULATE, planned_bytes, run_stock_ranks
 
 from offload_trainer.config import ModelSection
-from offload_trainer.engine.tensor import Parts
+from offload_trainer.engine.tp_shards import Parts
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.export.weights import export
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.export.export_command import export
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.settings import load_config
 

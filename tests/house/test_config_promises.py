@@ -22,15 +22,15 @@ from conftest import TINY, products_of_torch
 from plans import SHAPES, machine
 
 from offload_trainer import trainer
-from offload_trainer.engine import parts
+from offload_trainer.engine import build_tiered
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
-from offload_trainer.model.source import resolve_model
-from offload_trainer.offloading.node import Node
-from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.zero import Placement, zero_sizes
-from offload_trainer.run import launch
-from offload_trainer.run.launch import prepare_process
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.run import process_setup
+from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.run.train import train_run
 from offload_trainer.settings import all_keys, load_config
 from offload_trainer.storage import transfer
@@ -118,7 +118,7 @@ ELSEWHERE = {
     "data.format": "data/test_conversations.py::test_forms_are_known_by_their_keys",
     "data.loss": "data/test_conversations.py::test_the_wish_makes_another_file",
     "data.chat_template": "run/test_chat_run.py::test_a_template_of_the_users",
-    "optim.nonfinite": "offloading/test_nonfinite.py::test_a_skipped_step_changes_nothing",
+    "optim.nonfinite": "offload/test_nonfinite.py::test_a_skipped_step_changes_nothing",
     "train.deterministic": "engine/test_plain.py::test_a_gpu_takes_the_same_bits_where_that_is_asked_for",
     "train.epochs": "run/test_epochs.py::test_epochs_make_the_steps_that_visit_the_rows",
     "train.tokens_per_step": "plan/test_time.py::test_tokens_a_step_choose_micro_batch_and_accumulation",
@@ -127,13 +127,13 @@ ELSEWHERE = {
     "parallel.sequence": "engine/test_sequence_parallel.py::test_pieces_of_rows_have_the_losses_of_whole_rows",
     "parallel.partition_activations": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
     "parallel.tensor": "engine/test_tensor_parallel.py::test_two_ranks_share_each_product",
-    "tiered.overlap": "offloading/test_overlap.py::test_forty_steps_are_plain_torchs",
+    "tiered.overlap": "offload/test_overlap.py::test_forty_steps_are_plain_torchs",
     "placement.hung_seconds": "run/test_watch.py::test_a_rank_that_hangs_within_the_kernel_is_named_and_killed",
-    "tiered.fetch": "offloading/test_parts.py::test_parts_of_blocks_have_plain_torchs_bits",
-    "tiered.take": "offloading/test_rank_bytes.py::test_bytes_are_the_plans",
-    "tiered.masters": "offloading/test_tiered_remainders.py::test_bytes_are_the_planned_ones",
+    "tiered.fetch": "offload/test_parts.py::test_parts_of_blocks_have_plain_torchs_bits",
+    "tiered.take": "offload/test_rank_bytes.py::test_bytes_are_the_plans",
+    "tiered.masters": "offload/test_tiered_remainders.py::test_bytes_are_the_planned_ones",
     "tiered.io": "house/test_config_promises.py::test_the_backend_of_transfers",
-    "tiered.checksums": "offloading/test_tiered.py::test_a_changed_block_is_found_with_checksums",
+    "tiered.checksums": "offload/test_tiered.py::test_a_changed_block_is_found_with_checksums",
     "model.trust_remote_code": "house/test_config_promises.py::test_a_models_own_code_runs_where_it_is_allowed",
     "placement.force": "house/test_config_promises.py::test_force_lets_a_plan_pass_that_does_not_fit",
     "placement.gpus": "house/test_config_promises.py::test_ranks_are_started",
@@ -237,8 +237,8 @@ def _trained(train: Callable[..., Any], given: Any, more: Any, facts: dict[str, 
     preadv = os.preadv
 
     def counted(descriptor: int, parts: Any, at: int) -> int:
-        requests.append(sum(map(len, parts)))
-        return preadv(descriptor, parts, at)
+        requests.append(sum(map(len, build_tiered)))
+        return preadv(descriptor, build_tiered, at)
 
     patch.setattr(transfer.os, "preadv", counted)
     samples: list[str] = []
@@ -319,13 +319,13 @@ def test_deepspeed_is_told(name: str) -> None:
 
 
 def test_the_backend_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine opens its files with; DeepSpeed's kernel itself: tests/offloading/test_tiered.py."""
-    monkeypatch.setattr(parts, "load_async_io", lambda: None)
-    monkeypatch.setattr(parts, "async_io_handle", lambda *_, **__: lambda: None)
+    """What the engine opens its files with; DeepSpeed's kernel itself: tests/offload/test_tiered.py."""
+    monkeypatch.setattr(build_tiered, "load_async_io", lambda: None)
+    monkeypatch.setattr(build_tiered, "async_io_handle", lambda *_, **__: lambda: None)
     names = []
     for io in ("threads", "async_io"):
         config = load_config(["--nvme", "/ssd", "--optimizer", "nvme", f"tiered.io={io}"])
-        made = parts._transfers(make_plan(config, SHAPES["gpt2"], machine()).sizes, Node())
+        made = build_tiered._transfers(make_plan(config, SHAPES["gpt2"], machine()).sizes, Node())
         names.append(type(made).__name__)
         made.close()
     assert names == ["ThreadedTransfers", "CheckedTransfers"]
@@ -354,10 +354,10 @@ def test_force_lets_a_plan_pass_that_does_not_fit() -> None:
 
 def test_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(launch, "run_ranks", lambda words, count: 10 * count)
-    launch.start_ranks([], count=1, engine="tiered")
+    monkeypatch.setattr(process_setup, "run_ranks", lambda words, count: 10 * count)
+    process_setup.start_ranks([], count=1, engine="tiered")
     for words in (["--gpus", "3", "--engine", "deepspeed"], ["--gpus", "2"]):
         place = load_config(words).placement
         with pytest.raises(SystemExit) as ended:
-            launch.start_ranks(words, count=place.gpus, engine=place.engine)
+            process_setup.start_ranks(words, count=place.gpus, engine=place.engine)
         assert ended.value.code == 10 * place.gpus

@@ -17,21 +17,21 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "engine.tiered.TieredEngine.__init__": "a run's facts, and what is built for it or, in tests, stands in for it",
     "model.sample.sample_text": "the keys of a sample",
-    "offloading.gradients.Gradients.__init__": "homes, and the sizes of all buffers on the way there",
-    "offloading.update.Updater.__init__": "the stores of three things, two kernels and their device",
-    "plan.activations.peak_of": "counts, and all that changes which moment is the largest",
+    "offload.gradients.collector.Gradients.__init__": "homes, and the sizes of all buffers on the way there",
+    "offload.update.updater.Updater.__init__": "the stores of three things, two kernels and their device",
+    "plan.memory.activations.peak_of": "counts, and all that changes which moment is the largest",
 }
 # Who knows the whole configuration: what reads it, what plans with it, and who starts from it.
 WHOLE = {
     "settings",
-    "plan.choose",
-    "plan.longest",
-    "run.launch",  # what a process must be, of four sections
-    "run.elsewhere",
+    "plan.planner",
+    "plan.max_seq_len",
+    "run.process_setup",  # what a process must be, of four sections
+    "run.commands.plan",
     "run.planning",
-    "run.roomier",
+    "run.memory_fallbacks",
     "run.train",
-    "session.start",  # the library's own way in
+    "session.api",  # the library's own way in
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

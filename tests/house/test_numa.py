@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload_trainer import numa
-from offload_trainer.run import launch
+from offload_trainer.run import process_setup
 
 
 def test_nodes_have_the_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,10 +36,10 @@ def test_ranks_stay_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[frozenset[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: told.append(cpus))
     monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1}), frozenset({2, 3})])
-    launch._stay_near(0, ranks=1)
+    process_setup._stay_near(0, ranks=1)
     for rank in range(2):
-        launch._stay_near(rank, ranks=2)
+        process_setup._stay_near(rank, ranks=2)
     assert told == [{0, 1}, {2, 3}]
     monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0, 1, 2, 3})])
-    launch._stay_near(1, ranks=2)
+    process_setup._stay_near(1, ranks=2)
     assert len(told) == 2

@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offload_trainer.config import ModelSection
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenizer import load_tokenizer
-from offload_trainer.machine import cache
+from offload_trainer.machine import rate_cache
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.model.source import ModelSource, resolve_model
+from offload_trainer.model.loader import ModelSource, resolve_model
 from offload_trainer.plan.machine import Rate, Rates
-from offload_trainer.telemetry.record import EvalRecord, StepRecord
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 # -- floating-point operations: torch's counter ------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
         patch.setenv("OFFLOAD_TRAINER_CACHE", str(folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "2")
         here = probe_machine(drives=(), output=str(folder))
-        cache.keep_rates(replace(here, rates=Rates(matmul={"bf16": Rate(PEAK, "measured", "for a test")})))
+        rate_cache.keep_rates(replace(here, rates=Rates(matmul={"bf16": Rate(PEAK, "measured", "for a test")})))
         start = time.perf_counter()
         run = call(ROOT / "configs/demo.yaml", *words, output=folder / "run")
         wall = time.perf_counter() - start
@@ -276,7 +276,7 @@ def is_false(c: Counted) -> None:
 
 
 def is_not_told(c: Counted) -> None:
-    """An update in line hides nothing; of one behind the forward: offloading/test_overlap.py."""
+    """An update in line hides nothing; of one behind the forward: offload/test_overlap.py."""
     assert all("hidden" not in step for step in c.run.steps)
 
 

@@ -17,12 +17,12 @@ import offload_trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_resume, find_checkpoint, read_state, reading
 from offload_trainer.data.tokenfile import TokenFile
 from offload_trainer.errors import UserError
-from offload_trainer.export.card import checkpoint_card
-from offload_trainer.machine import cache
+from offload_trainer.export.model_card import checkpoint_card
+from offload_trainer.machine import rate_cache
 from offload_trainer.manifest import Manifest
 from offload_trainer.model.pretrained import checkpoint_files
 from offload_trainer.plan.machine import DriveFacts, MachineProfile, Rate, Rates, read_machine
-from offload_trainer.readback import file_bytes, parsed, read_back, shown
+from offload_trainer.safe_files import file_bytes, parsed, read_back, shown
 
 WRONG = {
     "": "not JSON",
@@ -191,17 +191,17 @@ def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
 ) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     text, wrong = CACHES[name]
-    cache.cache_file().write_text(text.replace("KEY", cache.fingerprint(MACHINE)))
-    found = cache.with_cached_rates(MACHINE)
+    rate_cache.cache_file().write_text(text.replace("KEY", rate_cache.fingerprint(MACHINE)))
+    found = rate_cache.with_cached_rates(MACHINE)
     assert found.rates == Rates()
     (note,) = found.notes
     assert wrong in note
     assert note.isprintable()
-    cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # of a machine that was not timed: nothing is kept
-    cache.keep_rates(MACHINE)
+    rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})  # of a machine that was not timed: nothing is kept
+    rate_cache.keep_rates(MACHINE)
     for _ in range(2):
-        cache.keep_ratios(MACHINE, {"tiered.update": 1.5})
-    again = cache.with_cached_rates(MACHINE)
+        rate_cache.keep_ratios(MACHINE, {"tiered.update": 1.5})
+    again = rate_cache.with_cached_rates(MACHINE)
     assert again.notes == ()
     assert again.rates.memory == MACHINE.rates.memory
     assert again.rates.corrections == {"tiered.update": 1.5}
@@ -209,28 +209,28 @@ def test_rates_that_cannot_be_read_are_said_once_and_timed_anew(
 
 def test_rates_that_others_may_have_written_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    cache.keep_rates(MACHINE)
-    assert cache.with_cached_rates(MACHINE).rates.memory == MACHINE.rates.memory
-    cache.cache_file().chmod(0o666)
-    (note,) = cache.with_cached_rates(MACHINE).notes
+    rate_cache.keep_rates(MACHINE)
+    assert rate_cache.with_cached_rates(MACHINE).rates.memory == MACHINE.rates.memory
+    rate_cache.cache_file().chmod(0o666)
+    (note,) = rate_cache.with_cached_rates(MACHINE).notes
     assert "others may change it (mode 666; chmod go-w), and it is not trusted" in note
     with pytest.raises(UserError, match="others may change it"):
-        cache.refuse_unwritable()
-    cache.cache_file().chmod(0o644)
-    cache.refuse_unwritable()
+        rate_cache.refuse_unwritable()
+    rate_cache.cache_file().chmod(0o644)
+    rate_cache.refuse_unwritable()
     if os.geteuid() == 0:
-        os.chown(cache.cache_file(), 65534, 65534)
-        (note,) = cache.with_cached_rates(MACHINE).notes
+        os.chown(rate_cache.cache_file(), 65534, 65534)
+        (note,) = rate_cache.with_cached_rates(MACHINE).notes
         assert "it belongs to another user (number 65534), and is not trusted" in note
 
 
 def test_entries_of_other_machines_and_versions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     other = {"rates": {"warp": 9}, "more": [1]}
-    cache.cache_file().write_text(json.dumps({"machines": {"other": other}, "drives": {}}))
-    assert cache.with_cached_rates(MACHINE).notes == ()
-    cache.keep_rates(MACHINE)
-    assert json.loads(cache.cache_file().read_text())["machines"]["other"] == other
+    rate_cache.cache_file().write_text(json.dumps({"machines": {"other": other}, "drives": {}}))
+    assert rate_cache.with_cached_rates(MACHINE).notes == ()
+    rate_cache.keep_rates(MACHINE)
+    assert json.loads(rate_cache.cache_file().read_text())["machines"]["other"] == other
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ ELSEWHERE = {
     "data/sources.py": "whether a user's text looks like JSON",
     "data/token_bytes.py": "what a tokenizer in memory says of itself",
     "data/tokenizer.py": "what a tokenizer in memory says of itself",
-    "export/final.py": "a record in memory, as it would be read back",
+    "export/final_export.py": "a record in memory, as it would be read back",
     "hf.py": "whether the Trainer's own state was written to its end",
     "storage/tensorfile.py": "a header that the safetensors library has checked",
-    "readback.py": "",
+    "safe_files.py": "",
 }
 
 
@@ -315,26 +315,26 @@ OPENING = {
     "export/directory.py": "files that it has just written",
     "export/gguf.py": "a file that it has just written",
     "machine/probe.py": "the kernel's",
-    "model/beside.py": "copyfile, of what was read before",
+    "model/generation_files.py": "copyfile, of what was read before",
     "numa.py": "the kernel's",
-    "offloading/node.py": "another rank's memory",
-    "offloading/page_account.py": "the kernel's",
-    "offloading/page_index.py": "new, in a private directory",
+    "offload/ranks/node_comm.py": "another rank's memory",
+    "offload/pages/manifest.py": "the kernel's",
+    "offload/pages/index.py": "new, in a private directory",
     "optim/kernel_cache.py": "the package's own, and what the compiler has made",
     "optim/nvrtc.py": "the package's own",
     "plan/machine.py": "the package's own",
-    "readback.py": "the opener",
-    "run/doctor.py": "the kernel's",
-    "run/recipes.py": "the package's own, and a new file",
-    "run/tune.py": "in a private directory",
-    "run/watch.py": "the kernel's",
-    "storage/durable.py": "new files, directories, and O_NONBLOCK",
+    "safe_files.py": "the opener",
+    "run/commands/doctor.py": "the kernel's",
+    "run/commands/recipes.py": "the package's own, and a new file",
+    "run/commands/tune.py": "in a private directory",
+    "run/ranks/watchdog.py": "the kernel's",
+    "storage/atomic_io.py": "new files, directories, and O_NONBLOCK",
     "storage/locks.py": "O_NONBLOCK, and regular files only",
-    "storage/record.py": "for reading and writing, which no pipe waits for",
-    "storage/removal.py": "directories, and O_NONBLOCK",
+    "storage/ab_record.py": "for reading and writing, which no pipe waits for",
+    "storage/owned_dirs.py": "directories, and O_NONBLOCK",
     "storage/tensorfile.py": "new files, and what open_file has looked at",
     "storage/transfer.py": "for reading and writing, which no pipe waits for",
-    "streams.py": "/dev/null",
+    "stdio.py": "/dev/null",
     "telemetry/meters.py": "the kernel's",
     "telemetry/report.py": "the package's own",
 }

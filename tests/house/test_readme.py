@@ -16,8 +16,8 @@ import pytest
 
 from offload_trainer.cli import export_wish, main
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.run.draw import draw_of
-from offload_trainer.run.recipes import recipes
+from offload_trainer.run.commands.recipes import recipes
+from offload_trainer.run.commands.sampling import draw_of
 from offload_trainer.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

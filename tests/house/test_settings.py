@@ -13,10 +13,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from offload_trainer.cache_dir import cache_directory
 from offload_trainer.config import TrainConfig
 from offload_trainer.errors import UserError
-from offload_trainer.places import cache_directory
-from offload_trainer.plan.choose import combination_mistakes
+from offload_trainer.plan.planner import combination_mistakes
 from offload_trainer.settings import FLAGS, all_keys, dump_config, load_config
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.errors import UserError
+from offload_trainer.help_text import command_names, switches_of, take_command
 from offload_trainer.settings import FLAGS, all_keys, load_config
 from offload_trainer.synonyms import _COMMANDS, _FAMILIES, _NEAR, _TERMS, _VALUES, nearest
-from offload_trainer.usage import command_names, switches_of, take_command
 
 ADAPTERS, QUANTISED, LOGGED = "adapters (PEFT) are trained with the library", "never quantised", "metrics.jsonl"
 

@@ -12,14 +12,14 @@ from plans import SHAPES, machine, wish
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
-from offload_trainer.export.card import model_card
+from offload_trainer.export.model_card import model_card
+from offload_trainer.help_text import flags_of, help_text, switches_of
 from offload_trainer.machine.probe import probe_machine
-from offload_trainer.plan.choose import _slower, make_plan
 from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.planner import _slower, make_plan
 from offload_trainer.run.directory import Log
 from offload_trainer.settings import FLAGS, load_config
 from offload_trainer.units import shown
-from offload_trainer.usage import flags_of, help_text, switches_of
 
 WITHOUT_FLAGS = ("export", "sample", "chat", "runs", "report", "ls", "cp", "completion")
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b\u202e"

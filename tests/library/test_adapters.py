@@ -24,8 +24,8 @@ from trainers import model_folder, rows
 from transformers import AutoModelForCausalLM
 
 import offload_trainer as ot
-import offload_trainer.plan.layout as layout
-from offload_trainer.export.weights import export
+import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.export.export_command import export
 from offload_trainer.manifest import MANIFEST
 from offload_trainer.session import saving
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 import offload_trainer as ot
 from offload_trainer.config import TrainConfig
 from offload_trainer.hf import load as load_for_trainer
-from offload_trainer.session.keys import SessionKeys, known_keys
+from offload_trainer.session.kwargs import SessionKeys, known_keys
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the reference's bits are the CPU's"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from offload_trainer.errors import UserError
 from offload_trainer.hf import save_merged, session_of
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.run.elsewhere import plan_elsewhere
+from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.run.planning import plan_run
 from offload_trainer.settings import load_config
 

@@ -25,15 +25,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import offload_trainer as ot
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import UserError
-from offload_trainer.export.weights import export
-from offload_trainer.offloading.store import UnitStore
-from offload_trainer.offloading.update import Updater
+from offload_trainer.export.export_command import export
+from offload_trainer.offload.pages.store import UnitStore
+from offload_trainer.offload.update.updater import Updater
 from offload_trainer.plan.plan import Plan
-from offload_trainer.session import saving, start
-from offload_trainer.session.process import ThisProcess
-from offload_trainer.storage import removal
+from offload_trainer.session import api, saving
+from offload_trainer.session.process_memory import ThisProcess
+from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.tensorfile import PlacedWriter
 
 pytestmark = [
@@ -245,8 +245,8 @@ def test_an_update_that_begins_before_its_step_is_decided_is_refused(drive: Path
 def test_copies_and_reads_that_complete_late_change_nothing(
     kind: str, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_trainer.engine.parts._device", lambda *_, **__: LateDevice())
-    monkeypatch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._device", lambda *_, **__: LateDevice())
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = MODELS[kind](tmp_path)
     expected, weights = by_torch(copy.deepcopy(model))
     with ot.offload(model, nvme=drive, page_size=8192, **HOMES["on the drive"]) as session:
@@ -347,7 +347,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # what kills itself in a call
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),
     "before the new name": (saving, "put_in_place", 1, 2),
-    "with the new name": (removal, "_empty", 1, 4),
+    "with the new name": (owned_dirs, "_empty", 1, 4),
     "in the middle of an update": (UnitStore, "write", 3, 2),
 }
 
@@ -683,11 +683,11 @@ def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> 
 
 def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a run takes them; what is said stays. The numbers are the same."""
-    here = start.machine_here(())
+    here = api.machine_here(())
     monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
 
     def trained(ram: int, **keys: Any) -> tuple[Plan, list[float]]:
-        monkeypatch.setattr(start, "machine_here", lambda drives: replace(here, ram_bytes=ram))
+        monkeypatch.setattr(api, "machine_here", lambda drives: replace(here, ram_bytes=ram))
         torch.manual_seed(0)
         model, losses = Tower(), list[float]()
         with ot.offload(model, params="cpu", say=lambda line: None, **keys) as session:

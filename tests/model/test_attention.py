@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from offload_trainer.config import ModelSection
 from offload_trainer.model import attention
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loader import resolve_model
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.export.directory import write_model
 from offload_trainer.export.gguf import write_gguf
 from offload_trainer.export.sources import Source
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.run.directory import keep_model
 
 END, TURN, THIRD = 0, 2048, 2049

@@ -12,7 +12,7 @@ from counted import EPS, masked, random_weights, transformers_alone
 from offload_trainer.config import ModelSection
 from offload_trainer.data.rows import weights_in_step
 from offload_trainer.errors import TrainerError
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loader import resolve_model
 
 
 @pytest.fixture(scope="module")

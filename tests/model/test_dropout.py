@@ -24,7 +24,7 @@ from bench_of_engines import (
 )
 from conftest import KILL, TINY, call, call_and_kill
 
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.checkpoint import read_state
 from offload_trainer.data.rows import Batch, DataState, RowReader
 from offload_trainer.data.tokenfile import TokenFile

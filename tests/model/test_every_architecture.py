@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.model import held
-from offload_trainer.model.source import ModelSource, resolve_model
-from offload_trainer.plan.auto import wants_checkpointing
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.model.loader import ModelSource, resolve_model
+from offload_trainer.model.meta import allocation_trace
+from offload_trainer.plan.defaults import wants_checkpointing
+from offload_trainer.plan.planner import make_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import every_architecture
@@ -49,7 +49,7 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "Rwkv":
-        monkeypatch.setattr(held, "_MOST_OPERATIONS", 300)  # it takes tokens one by one, and is estimated
+        monkeypatch.setattr(allocation_trace, "_MOST_OPERATIONS", 300)  # it takes tokens one by one, and is estimated
     result = every_architecture.examine(name, tmp_path)
     assert (result.outcome, result.why) == ("right", "")
     notes = " ".join(result.notes)

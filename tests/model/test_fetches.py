@@ -11,11 +11,11 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, reference
 
-from offload_trainer.model.activations import count_activations
-from offload_trainer.model.source import block_names
-from offload_trainer.plan.layout import units_of
-from offload_trainer.plan.order import as_gradients_come, orders, with_order
+from offload_trainer.model.loader import block_names
+from offload_trainer.model.meta.activations import count_activations
 from offload_trainer.plan.shape import ModelShape, Needs, Order, Weight
+from offload_trainer.plan.tiered.access_order import as_gradients_come, orders, with_order
+from offload_trainer.plan.tiered.layout import units_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import parts_of_all
@@ -63,7 +63,7 @@ def test_units_of_every_architecture_come_as_often_as_planned(request: pytest.Fi
 
 
 def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_trainer.model.source.with_order", lambda shape, _: shape)
+    monkeypatch.setattr("offload_trainer.model.loader.with_order", lambda shape, _: shape)
     result = examine("MossTranscribeDiarize", tmp_path)
     assert result.outcome == "wrong"
     assert "model.audio_tower.layers.0 0 times for 2" in result.why

@@ -18,9 +18,9 @@ from transformers import (
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.model.initial import initial_weights
+from offload_trainer.model.init_weights import initial_weights
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.model.source import resolve_model
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

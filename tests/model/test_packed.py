@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from offload_trainer.config import ModelSection
-from offload_trainer.data.answers import Encoded
-from offload_trainer.data.marked_rows import Packer, RowMaker
+from offload_trainer.data.loss_mask import Encoded
+from offload_trainer.data.packing import Packer, RowMaker
 from offload_trainer.data.rows import RowReader, Rows
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.errors import UserError
-from offload_trainer.model import packed
+from offload_trainer.model.loader import resolve_model
 from offload_trainer.model.loss import CausalLoss
-from offload_trainer.model.packed import refuse_crossing
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.probes import packing
+from offload_trainer.model.probes.packing import refuse_crossing
 from offload_trainer.settings import load_config
 
 REFUSED = ("opt, whose head calls a part of the body", "falcon-h1, whose head reads a scale of the body")
@@ -131,7 +131,7 @@ def test_a_trial_that_lacks_a_part_of_the_model_says_nothing_of_it(monkeypatch: 
     model.extra = torch.nn.GRU(2, 2)
     with pytest.raises(UserError, match=r"does not run \(it has no GRU\), so whether documents .* is not known"):
         refuse_crossing(model, trust_remote_code=False)
-    monkeypatch.setattr(packed, "_tried", lambda *_, **__: (float("nan"), 1.0))
+    monkeypatch.setattr(packing, "_tried", lambda *_, **__: (float("nan"), 1.0))
     with pytest.raises(UserError, match="computes something else"):
         refuse_crossing(model, trust_remote_code=False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_trainer.model import apart
+from offload_trainer.model.probes import submodules
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import parts_of_all
@@ -45,15 +45,17 @@ def test_what_is_not_divided_says_why(tmp_path: Path) -> None:
 
 
 def test_a_module_that_cannot_be_divided_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "_proven", lambda twin, blocks: {kind for kind, _ in apart._with_children(twin, blocks)})
+    monkeypatch.setattr(
+        submodules, "_proven", lambda twin, blocks: {kind for kind, _ in submodules._with_children(twin, blocks)}
+    )
     result = parts_of_all.examine("Mamba", tmp_path)
     assert result.outcome == "wrong"
     assert "a loss is NaN" in result.why
 
 
 def test_another_order_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = apart._inside
-    monkeypatch.setattr(apart, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
+    inside = submodules._inside
+    monkeypatch.setattr(submodules, "_inside", lambda block, names: tuple(dict.fromkeys(inside(block, names))))
     result = parts_of_all.examine("Llama", tmp_path)
     assert result.outcome == "wrong"
     assert "planned: model.layers" in result.why

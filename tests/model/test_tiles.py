@@ -17,12 +17,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import offload_trainer.plan.layout as layout
+import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.config import ModelSection
-from offload_trainer.model.positionwise import tileable, with_tiles
-from offload_trainer.model.source import block_names, resolve_model
-from offload_trainer.model.tiles import tile
-from offload_trainer.offloading.device import CpuDevice
+from offload_trainer.model.loader import block_names, resolve_model
+from offload_trainer.model.probes.positionwise import tileable, with_tiles
+from offload_trainer.model.tiled_mlp import tile
+from offload_trainer.offload.device.base import CpuDevice
 
 TILED = {  # the part of each block that is found
     "gpt2": "mlp",
@@ -234,7 +234,7 @@ def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_
     for home, more in HOMES.items():
         (tmp_path / home).mkdir()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("offload_trainer.engine.parts._transfers", lambda *_: LateTransfers())
+            patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
             with engine(model, *words, *more, drives=[tmp_path / home], device=LateDevice()) as ours:
                 assert train(ours, batches(6), accumulate=2) == tiled, home
                 assert_same(masters(ours), bits)

@@ -7,7 +7,7 @@ from architectures import small
 from transformers import AutoConfig, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from offload_trainer.model.source import spared_names
+from offload_trainer.model.loader import spared_names
 
 
 @pytest.mark.parametrize(

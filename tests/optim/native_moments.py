@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from offload_trainer.optim.constants import TYPES
+from offload_trainer.optim.kernel_args import TYPES
 from offload_trainer.optim.moments import Bits
 from offload_trainer.optim.native_adam import NativeLibrary, tables
 

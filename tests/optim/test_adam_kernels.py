@@ -15,9 +15,9 @@ from parts import ADAMW, form, update_stretch
 
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.optim import kernels, native_adam, torch_adam
+from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.protocol import Kernel
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
 

@@ -26,11 +26,11 @@ from test_update_page import MARK, STATES, cut
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
+from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
 from offload_trainer.optim.kernels import gives_the_bits_of, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
 from offload_trainer.optim.nvrtc import Gpu, find_nvrtc, gpu_of, load_nvrtc
-from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.optim.torch_adam import TorchKernel
 
 N = 20_000  # not a multiple of 256

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 
 import offload_trainer as ot
 from offload_trainer.errors import UserError
-from offload_trainer.model.source import resolve_model
-from offload_trainer.offloading.page_index import read_store
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.offload.pages.index import read_store
 from offload_trainer.optim.state_files import read_engine_state
-from offload_trainer.plan.choose import make_plan
-from offload_trainer.plan.formats import ADAMW, LION, state_format
 from offload_trainer.plan.machine import read_machine
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.tiered.state_formats import ADAMW, LION, state_format
 from offload_trainer.settings import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")

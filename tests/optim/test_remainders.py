@@ -10,12 +10,12 @@ from emulated import EmulatedGpu
 from parts import ADAMW, FORMATS, by_rule, form, part
 
 from offload_trainer.optim.cuda_adam import CudaKernel
+from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
-from offload_trainer.optim.remainders import join, read_masters, split, with_remainders
 from offload_trainer.optim.rules import AdamW
+from offload_trainer.optim.split_masters import join, read_masters, split, with_remainders
 from offload_trainer.optim.torch_adam import TorchKernel
 
 # 0, the least and the greatest subnormal, even and odd, around a carry into the exponent, what rounds to infinity,

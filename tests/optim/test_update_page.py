@@ -7,10 +7,10 @@ import torch
 from parts import ADAMW, FORMATS, by_rule, form, part
 
 from offload_trainer.optim import moments as moments_
+from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
 from offload_trainer.optim.kernels import matches_torch, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
-from offload_trainer.optim.protocol import Kernel, PageNoise, Stretch
 from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.torch_adam import TorchKernel
 

@@ -16,11 +16,12 @@ from offload_trainer.machine import probe
 from offload_trainer.machine.bench import dtypes_to_time
 from offload_trainer.model.presets import preset_shape
 from offload_trainer.optim import nvrtc
-from offload_trainer.plan.card import card_mistakes, runs
-from offload_trainer.plan.choose import engine_of, make_plan, settle_and_plan
+from offload_trainer.plan.gpu_support import card_mistakes, runs
 from offload_trainer.plan.machine import MachineProfile, Rate, Rates, profile_from_json, read_machine
-from offload_trainer.plan.memory import CUDA_CONTEXT
-from offload_trainer.run import doctor, launch
+from offload_trainer.plan.memory.common import CUDA_CONTEXT
+from offload_trainer.plan.planner import engine_of, make_plan, settle_and_plan
+from offload_trainer.run import process_setup
+from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")  # torch 2.11's wheels for CUDA 13.0
@@ -223,10 +224,10 @@ def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypa
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
     def prepared(**environment: str) -> list[str | None]:
-        monkeypatch.setattr(launch, "begin_watch", lambda say, hung: None)
+        monkeypatch.setattr(process_setup, "begin_watch", lambda say, hung: None)
         kept = {key: value for key, value in os.environ.items() if key not in names}
         monkeypatch.setattr(os, "environ", kept | environment)
-        launch.prepare_process(load_config([]))
+        process_setup.prepare_process(load_config([]))
         return [os.environ.get(name) for name in names]
 
     grows = "expandable_segments:True"  # by both names: torch from 2.9 on warns of the second where it reads it

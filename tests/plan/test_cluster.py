@@ -10,11 +10,11 @@ import pytest
 from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.cli import main
-from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.exchange import GPUS, MEETS, NETWORK, NORMS, OUTBOX, exchange_of
-from offload_trainer.plan.layout import homes_of, pages_of, stretch_of, units_of
 from offload_trainer.plan.machine import Latency, Links, MachineProfile, Rate, Rates, read_machine
+from offload_trainer.plan.parallel.comm_cost import GPUS, MEETS, NETWORK, NORMS, OUTBOX, exchange_of
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.tiered.layout import homes_of, pages_of, stretch_of, units_of
 
 CLUSTERS = ("4xrtx4090-10gbe", "4xa100-80gb-100gbe", "8xa100-80gb", "8xh100-80gb")
 

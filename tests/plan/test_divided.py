@@ -9,14 +9,14 @@ import pytest
 from plans import GB, machine
 
 from offload_trainer.errors import UserError
-from offload_trainer.plan.divided import divided, is_divided, undivided
-from offload_trainer.plan.layout import Unit, units_of
 from offload_trainer.plan.machine import Rate
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.run import elsewhere
-from offload_trainer.run.elsewhere import compare_modes, plan_cluster, plan_elsewhere
+from offload_trainer.plan.tiered.layout import Unit, units_of
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.submodule_units import divided, is_divided, undivided
+from offload_trainer.run.commands import plan as plan_command
+from offload_trainer.run.commands.plan import compare_modes, plan_cluster, plan_elsewhere
 from offload_trainer.settings import load_config
 
 WIDE = 2048
@@ -140,9 +140,9 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
 def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, on one machine or on two: what a run would take is what tables of both say."""
     compared = list[Plan]()
-    taken = elsewhere._of_rows
+    taken = plan_command._of_rows
     monkeypatch.setattr(
-        elsewhere, "_of_rows", lambda *given, **more: compared.append(taken(*given, **more)) or compared[-1]
+        plan_command, "_of_rows", lambda *given, **more: compared.append(taken(*given, **more)) or compared[-1]
     )
     for gpus, nodes in ((2, 1), (1, 2)):
         config, needs = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus)]), list[int]()

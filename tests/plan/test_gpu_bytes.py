@@ -14,13 +14,13 @@ from plans import machine, wish
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from offload_trainer.config import ModelSection
-from offload_trainer.model import held
-from offload_trainer.model import source as model_source
-from offload_trainer.model.positionwise import with_tiles
+from offload_trainer.model import loader as model_source
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.meta import allocation_trace
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.activations import Activations, Growth, Part, peak_of, pruned
-from offload_trainer.plan.choose import make_plan
+from offload_trainer.model.probes.positionwise import with_tiles
+from offload_trainer.plan.memory.activations import Activations, Growth, Part, peak_of, pruned
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -215,7 +215,7 @@ def test_an_architecture_that_cannot_be_counted_has_a_shape(kind: str) -> None:
 
 
 def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "_MOST_OPERATIONS", 1000)
+    monkeypatch.setattr(allocation_trace, "_MOST_OPERATIONS", 1000)
     assert resolve_model(ModelSection(name="gpt2"), seed=0).shape.on_gpu is None
 
 

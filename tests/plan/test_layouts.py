@@ -10,14 +10,24 @@ import pytest
 from plans import SHAPES, wish
 from test_time import timed
 
-from offload_trainer.plan import norm_parts, rings, sizes
-from offload_trainer.plan.choose import settle_and_plan
-from offload_trainer.plan.layout import ALIGN, ELSEWHERE, Page, Unit, homes_of, on_node, pages_of, stretch_of, units_of
-from offload_trainer.plan.norm_parts import given, piece_width
-from offload_trainer.plan.norm_parts import norm_parts as parts_of
-from offload_trainer.plan.rings import fetches
-from offload_trainer.plan.routes import route_of, routes_of
+from offload_trainer.plan.planner import settle_and_plan
 from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered import norm_shards, spec, weight_buffers
+from offload_trainer.plan.tiered.layout import (
+    ALIGN,
+    ELSEWHERE,
+    Page,
+    Unit,
+    homes_of,
+    on_node,
+    pages_of,
+    stretch_of,
+    units_of,
+)
+from offload_trainer.plan.tiered.norm_shards import given, piece_width
+from offload_trainer.plan.tiered.norm_shards import norm_parts as parts_of
+from offload_trainer.plan.tiered.update_staging import route_of, routes_of
+from offload_trainer.plan.tiered.weight_buffers import fetches
 
 
 def uneven() -> ModelShape:
@@ -108,8 +118,8 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         laid_out.append(shape)
         return units_of(shape)
 
-    monkeypatch.setattr(sizes, "pages_of", divide)
-    monkeypatch.setattr(sizes, "units_of", lay_out)
+    monkeypatch.setattr(spec, "pages_of", divide)
+    monkeypatch.setattr(spec, "units_of", lay_out)
     config = wish("--ram-fraction", "0.5", "train.tokens_per_step=2048", "--seq-len", "1024")
     _, plan = settle_and_plan(config, SHAPES["gpt2-medium"], timed())
     assert plan.fits
@@ -121,13 +131,13 @@ def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_many_units_that_lie_alike_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    alone = norm_parts._given_of
+    alone = norm_shards._given_of
 
     def ask(unit: object, place: object, **how: object) -> object:
         asked.append(place.weight.name)  # type: ignore[attr-defined]
         return alone(unit, place, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(norm_parts, "_given_of", ask)
+    monkeypatch.setattr(norm_shards, "_given_of", ask)
     given(units_of(uneven()), ranks=3, ordered=True)
     assert asked == ["wte", "h.0.q", "h.0.f", "h.0.ln", "h.2.f", "h.2.ln"]
 
@@ -148,13 +158,13 @@ def test_an_order_that_comes_again_is_walked_until_it_repeats_itself() -> None:
 
 def test_a_step_of_many_micro_batches_is_counted_without_walking_each(monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[object] = []
-    once = rings._Walk.once
+    once = weight_buffers._Walk.once
 
-    def walk(self: rings._Walk) -> list[tuple[int, int]]:
+    def walk(self: weight_buffers._Walk) -> list[tuple[int, int]]:
         walked.append(self)
         return once(self)
 
-    monkeypatch.setattr(rings._Walk, "once", walk)
+    monkeypatch.setattr(weight_buffers._Walk, "once", walk)
     blocks = [Unit(index, str(index), True, (), trained=0, elements=ALIGN) for index in range(20)]
     order = [*range(20), *reversed(range(20))]
     found = fetches(blocks, order, blocks=3, times=1000)

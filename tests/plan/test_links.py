@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.machine import cache, links
+from offload_trainer.machine import link_rates, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.plan.machine import Latency, Links, Rate, describe_rates, profile_from_json, read_machine
-from offload_trainer.run.bench import _ranks_to_time
+from offload_trainer.run.commands.bench import _ranks_to_time
 
 
 def test_two_ranks_time_what_is_between_them_and_it_is_found_again(
@@ -22,7 +22,7 @@ def test_two_ranks_time_what_is_between_them_and_it_is_found_again(
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
     said: list[str] = []
-    found = links.bench_links(known, ranks=2, say=said.append)
+    found = link_rates.bench_links(known, ranks=2, say=said.append)
     assert said == ["bench: links between 2 ranks"]
     assert (found.ranks, found.message) == (2, known.message)
     timed = (found.to_device_at_once, found.from_device_at_once, found.all_gather, found.all_to_all)
@@ -31,21 +31,21 @@ def test_two_ranks_time_what_is_between_them_and_it_is_found_again(
         assert one.origin == "measured"
         assert "2 ranks" in one.source
     here = probe_machine(output=str(tmp_path))
-    cache.keep_rates(replace(here, links=found))
+    rate_cache.keep_rates(replace(here, links=found))
     monkeypatch.setenv("OMP_NUM_THREADS", "17")
-    assert cache.with_cached_rates(here).links == found
-    cache.keep_rates(here)  # timed again without ranks
-    assert cache.with_cached_rates(here).links == found
-    assert cache.with_cached_rates(replace(here, gpu="another")).links == Links()
+    assert rate_cache.with_cached_rates(here).links == found
+    rate_cache.keep_rates(here)  # timed again without ranks
+    assert rate_cache.with_cached_rates(here).links == found
+    assert rate_cache.with_cached_rates(replace(here, gpu="another")).links == Links()
     again = profile_from_json(json.loads(json.dumps(replace(here, links=found).to_json())))
     assert again.links == found
     assert "all gather" in describe_rates(again)
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links.sys, "executable", "/bin/false")
+    monkeypatch.setattr(link_rates.sys, "executable", "/bin/false")
     with pytest.raises(TrainerError, match=r"between 2 ranks could not be timed: rank [01] \(exit code 1\)"):
-        links.bench_links(Links(), ranks=2, say=lambda line: None)
+        link_rates.bench_links(Links(), ranks=2, say=lambda line: None)
 
 
 def test_files_without_the_new_links_load() -> None:

@@ -13,15 +13,15 @@ from plans import GB, SHAPES, machine, wish
 
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.model.positionwise import with_tiles
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
-from offload_trainer.plan.longest import longest, longest_row
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.model.probes.positionwise import with_tiles
 from offload_trainer.plan.machine import Rate, layer_key, read_machine
+from offload_trainer.plan.max_seq_len import longest, longest_row
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan, settle_and_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.workload import chunks_of
-from offload_trainer.run.elsewhere import plan_elsewhere
+from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.settings import load_config
 
 WIDE = {"n_positions": 65536, "n_layer": 2, "n_embd": 256, "n_inner": 16384, "n_head": 4}

@@ -14,9 +14,9 @@ import pytest
 from parts import form
 
 from offload_trainer.cli import main
-from offload_trainer.engine.updates import available_updates, kernel_update, make_buffers
+from offload_trainer.engine.timed_updates import available_updates, kernel_update, make_buffers
 from offload_trainer.errors import UserError
-from offload_trainer.machine import bench, cache, layers
+from offload_trainer.machine import bench, layer_rates, rate_cache
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.plan.machine import (
@@ -30,9 +30,9 @@ from offload_trainer.plan.machine import (
     read_machine,
     update_key,
 )
-from offload_trainer.run import launch
-from offload_trainer.run.elsewhere import described
-from offload_trainer.run.launch import prepare_process
+from offload_trainer.run import process_setup
+from offload_trainer.run.commands.plan import described
+from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import ThreadedTransfers
 
@@ -53,8 +53,8 @@ def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machi
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_PIECE", 1 << 20)
     monkeypatch.setattr(bench, "_repeat", _a_few)
-    monkeypatch.setattr(layers, "_TOKENS", {False: 32})
-    monkeypatch.setattr(layers, "_WIDTH", {False: 64})
+    monkeypatch.setattr(layer_rates, "_TOKENS", {False: 32})
+    monkeypatch.setattr(layer_rates, "_WIDTH", {False: 64})
     kernel, _ = choose_kernel("torch")
     return bench.bench_machine(
         probe_machine(drives=(str(drive),), output=str(tmp_path)),
@@ -113,14 +113,14 @@ def test_rates_are_found_again_on_the_same_machine_only(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     bare = probe_machine(drives=(str(drive),), output=str(tmp_path))
-    assert cache.with_cached_rates(bare).rates == Rates()
-    cache.keep_rates(timed)
-    known = cache.with_cached_rates(bare)
+    assert rate_cache.with_cached_rates(bare).rates == Rates()
+    rate_cache.keep_rates(timed)
+    known = rate_cache.with_cached_rates(bare)
     assert known.rates == timed.rates
     assert known.drives[0].rates == timed.drives[0].rates
-    assert cache.with_cached_rates(replace(bare, cores=bare.cores + 1)).rates == Rates()
+    assert rate_cache.with_cached_rates(replace(bare, cores=bare.cores + 1)).rates == Rates()
     boxed = replace(bare, drives=(replace(bare.drives[0], throttle="read_bps_device 254:0 1000"),))
-    assert cache.with_cached_rates(boxed).drives[0].rates is None
+    assert rate_cache.with_cached_rates(boxed).drives[0].rates is None
 
 
 def test_threads_that_were_not_timed_are_named(
@@ -128,38 +128,38 @@ def test_threads_that_were_not_timed_are_named(
 ) -> None:
     """A program of one's own says nothing of them, and has all cores; torchrun's ranks have one each."""
     machine = replace(probe_machine(output=str(tmp_path)), cores=6)
-    monkeypatch.setattr(cache.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(rate_cache.os, "cpu_count", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    cache.keep_rates(replace(machine, rates=timed.rates))
+    rate_cache.keep_rates(replace(machine, rates=timed.rates))
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert cache.with_cached_rates(machine).rates == timed.rates
-    assert cache.with_cached_rates(machine).notes == ()
+    assert rate_cache.with_cached_rates(machine).rates == timed.rates
+    assert rate_cache.with_cached_rates(machine).notes == ()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = cache.with_cached_rates(machine)
+    found = rate_cache.with_cached_rates(machine)
     assert found.rates == Rates()
     (note,) = found.notes
     assert "timed with 6 CPU threads, and is not known with the 2 that" in note
     assert "`offload-train bench placement.threads=2`" in note
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     of_rank = replace(machine, cores=3)  # on its own NUMA node
-    assert cache.with_cached_rates(of_rank).rates == timed.rates
+    assert rate_cache.with_cached_rates(of_rank).rates == timed.rates
 
 
 def test_ratios_of_earlier_runs_add_up_to_one_correction(timed: MachineProfile) -> None:
-    cache.keep_rates(timed)
+    rate_cache.keep_rates(timed)
     key = "tiered.update.drive"
-    cache.keep_ratios(timed, {key: 1.2})
-    assert cache.with_cached_rates(timed).rates.corrections == {key: 1.0}  # one run alone may have had company
-    cache.keep_ratios(timed, {key: 1.2})
-    twice = cache.with_cached_rates(timed)
+    rate_cache.keep_ratios(timed, {key: 1.2})
+    assert rate_cache.with_cached_rates(timed).rates.corrections == {key: 1.0}  # one run alone may have had company
+    rate_cache.keep_ratios(timed, {key: 1.2})
+    twice = rate_cache.with_cached_rates(timed)
     assert twice.rates.corrections == {key: 1.2}
     # Planned with 1.2 and measured right on: the true ratio is still 1.2. One run beside other work ruins nothing.
-    cache.keep_ratios(twice, {key: 1.0})
-    cache.keep_ratios(twice, {key: 3.0})
-    assert cache.with_cached_rates(timed).rates.corrections == {key: pytest.approx(1.2)}
-    cache.cache_file().write_text("{torn")
-    assert cache.with_cached_rates(timed).rates == Rates()
+    rate_cache.keep_ratios(twice, {key: 1.0})
+    rate_cache.keep_ratios(twice, {key: 3.0})
+    assert rate_cache.with_cached_rates(timed).rates.corrections == {key: pytest.approx(1.2)}
+    rate_cache.cache_file().write_text("{torn")
+    assert rate_cache.with_cached_rates(timed).rates == Rates()
 
 
 def test_named_machines() -> None:
@@ -294,9 +294,9 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
 ) -> None:
     """A rank has its share of the cores, and the rates of a machine are those of all its ranks' threads."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
-    monkeypatch.setattr(launch, "begin_watch", lambda say, hung: None)
-    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda process: set(range(64)))
-    monkeypatch.setattr(launch.numa, "nodes", list)
+    monkeypatch.setattr(process_setup, "begin_watch", lambda say, hung: None)
+    monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(process_setup.numa, "nodes", list)
     machine = probe_machine(output=str(tmp_path))
 
     def prepared(*more: str, **environment: str) -> int:
@@ -318,11 +318,11 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
 
     each = 3 if words else 64 // 6
     assert prepared("--gpus", "6") == 6 * each
-    cache.keep_rates(replace(machine, rates=Rates(matmul={"bf16": Rate(1e12, "measured", "six ranks' threads")})))
+    rate_cache.keep_rates(replace(machine, rates=Rates(matmul={"bf16": Rate(1e12, "measured", "six ranks' threads")})))
     rank = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "6"}
     assert prepared("--gpus", "6", **rank) == each
-    assert "bf16" in cache.with_cached_rates(machine).rates.matmul
+    assert "bf16" in rate_cache.with_cached_rates(machine).rates.matmul
     assert prepared("--gpus", "5") == (15 if words else 60)
-    assert ("bf16" in cache.with_cached_rates(machine).rates.matmul) == (not words)  # 5 x 12 threads, as 6 x 10
+    assert ("bf16" in rate_cache.with_cached_rates(machine).rates.matmul) == (not words)  # 5 x 12 threads, as 6 x 10
     assert prepared() == (3 if words else 64)
-    assert "bf16" not in cache.with_cached_rates(machine).rates.matmul
+    assert "bf16" not in rate_cache.with_cached_rates(machine).rates.matmul

@@ -9,14 +9,14 @@ import pytest
 from plans import SHAPES, machine, wish
 from test_time import timed
 
-from offload_trainer.plan.choose import make_plan
-from offload_trainer.plan.layout import units_of
+from offload_trainer.plan.calibration import steady_ratios
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.overlap import AheadOf, Part, ahead_of, hidden_seconds, left_after, parts_left, parts_of
-from offload_trainer.plan.ratios import steady_ratios
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
-from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.plan.time import Bound, Forecast
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.time.overlap import AheadOf, Part, ahead_of, hidden_seconds, left_after, parts_left, parts_of
+from offload_trainer.plan.time.step_time import Bound, Forecast
 from offload_trainer.units import format_seconds
 
 

@@ -13,17 +13,17 @@ from plans import GB, SHAPES, machine, wish
 from offload_trainer.cli import main
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.errors import UserError
-from offload_trainer.plan.choose import make_plan, settle_and_plan, workload
-from offload_trainer.plan.division import tensor_of
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
+from offload_trainer.plan.deepspeed.zero_gathers import gathers
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
-from offload_trainer.plan.parallel import Flow, Mode, columns, flows, link_seconds, modes, refusal, weights_held
-from offload_trainer.plan.parallel_cost import priced, stock_rates
-from offload_trainer.plan.parallel_table import compare
+from offload_trainer.plan.parallel.cost import priced, stock_rates
+from offload_trainer.plan.parallel.modes import Flow, Mode, columns, flows, link_seconds, modes, refusal, weights_held
+from offload_trainer.plan.parallel.table import compare
+from offload_trainer.plan.parallel.tensor_degree import tensor_of
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan, settle_and_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.workload import Workload
-from offload_trainer.plan.zero import Placement, zero_sizes
-from offload_trainer.plan.zero_gathers import gathers
 
 SHAPE = SHAPES["gpt2-medium"]  # 24 blocks of 1024, 16 heads
 

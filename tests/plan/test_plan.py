@@ -21,14 +21,24 @@ from offload_trainer.config import TrainConfig
 from offload_trainer.engine.ds_config import deepspeed_config
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.choose import make_plan, workload
-from offload_trainer.plan.layout import ALIGN, DEVICE, RAM, aligned, homes_of, pages_of, rank_of, stretch_of, units_of
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
 from offload_trainer.plan.machine import MachineProfile, Rate, Rates
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape, Weight
-from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.plan.take import NCCL_BYTES
-from offload_trainer.plan.zero import Placement, zero_sizes
+from offload_trainer.plan.tiered.layout import (
+    ALIGN,
+    DEVICE,
+    RAM,
+    aligned,
+    homes_of,
+    pages_of,
+    rank_of,
+    stretch_of,
+    units_of,
+)
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.weight_transfer import NCCL_BYTES
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes
 

@@ -12,7 +12,7 @@ from conftest import call
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.run.elsewhere import described, plan_elsewhere
+from offload_trainer.run.commands.plan import described, plan_elsewhere
 from offload_trainer.settings import load_config
 from offload_trainer.units import format_bytes
 

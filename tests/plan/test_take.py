@@ -8,14 +8,14 @@ import pytest
 from plans import GB, SHAPES, machine, wish
 from test_cluster import rate
 
-from offload_trainer.plan.choose import make_plan
-from offload_trainer.plan.exchange import GPUS
-from offload_trainer.plan.layout import ALIGN, units_of
 from offload_trainer.plan.machine import Links, MachineProfile, Rates
-from offload_trainer.plan.norm_parts import given, norm_parts, piece_width
+from offload_trainer.plan.parallel.comm_cost import GPUS
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.sizes import TierSizes
-from offload_trainer.plan.take import Taken, at_once, is_by_parts, seconds_of, taken
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.plan.tiered.layout import ALIGN, units_of
+from offload_trainer.plan.tiered.norm_shards import given, norm_parts, piece_width
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.plan.tiered.weight_transfer import Taken, at_once, is_by_parts, seconds_of, taken
 from offload_trainer.units import format_seconds
 
 MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3e10}

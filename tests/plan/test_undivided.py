@@ -7,8 +7,8 @@ from plans import GB, machine, wish
 
 from offload_trainer.errors import UserError
 from offload_trainer.model.presets import PRESETS, gpt2_shape
-from offload_trainer.plan.choose import make_plan
 from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.units import format_bytes
 

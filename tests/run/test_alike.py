@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from offload_trainer.errors import Elsewhere, UserError
-from offload_trainer.run import alike
-from offload_trainer.run.alike import refuse_other_data, refuse_other_programs
+from offload_trainer.run.ranks import consistency
+from offload_trainer.run.ranks.consistency import refuse_other_data, refuse_other_programs
 from offload_trainer.settings import load_config
 
 
 def others(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, **changed: Any) -> None:
     """Three ranks, of which the last has these facts instead."""
-    monkeypatch.setattr(alike, "gather", lambda mine: [mine, mine, mine | changed])
-    monkeypatch.setattr(alike, "place_here", lambda: (rank, 3))
+    monkeypatch.setattr(consistency, "gather", lambda mine: [mine, mine, mine | changed])
+    monkeypatch.setattr(consistency, "place_here", lambda: (rank, 3))
 
 
 def wishes(*words: str) -> dict[str, Any]:

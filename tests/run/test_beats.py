@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from offload_trainer import ranks
 from offload_trainer.errors import Elsewhere, TrainerError, UserError
-from offload_trainer.run import beats as module
-from offload_trainer.run.beats import _Beats, _go_on
+from offload_trainer.run.ranks import heartbeat as module
+from offload_trainer.run.ranks.heartbeat import _Beats, _go_on
 
 NODES = [range(2), range(2, 4), range(4, 6)]
 

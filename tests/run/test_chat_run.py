@@ -16,8 +16,8 @@ from conftest import KILL, TINY, ask, call, call_and_kill
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from offload_trainer.data.answers import Encoded
-from offload_trainer.data.marked_rows import RowMaker
+from offload_trainer.data.loss_mask import Encoded
+from offload_trainer.data.packing import RowMaker
 from offload_trainer.data.rows import RowReader
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter
 from offload_trainer.data.tokenizer import BUILTIN_TOKENIZER

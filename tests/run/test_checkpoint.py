@@ -12,8 +12,8 @@ from offload_trainer import checkpoint
 from offload_trainer.checkpoint import find_resume, read_manifest
 from offload_trainer.errors import TrainerError
 from offload_trainer.retention import bytes_that_go, complete_checkpoints, remove_leftovers
-from offload_trainer.storage import durable
-from offload_trainer.storage.durable import bytes_below, exchange
+from offload_trainer.storage import atomic_io
+from offload_trainer.storage.atomic_io import bytes_below, exchange
 
 
 @pytest.mark.parametrize("file", ["state.json", "MANIFEST.json", "master.safetensors"])
@@ -41,7 +41,7 @@ def test_a_disk_that_fills_up_while_saving(file: str, tmp_path: Path, monkeypatc
 def test_the_same_step_twice_and_pruning(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the filesystem cannot exchange two names."""
     if not swaps:
-        monkeypatch.setattr(durable, "exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic_io, "exchange", lambda one, other: False)
     for step in (1, 2, 3, 3):
         save(tmp_path, step)
     root = tmp_path / "checkpoints"

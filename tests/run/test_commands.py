@@ -13,9 +13,9 @@ from conftest import environment
 
 from offload_trainer import cli
 from offload_trainer.completion import SHELLS, script
-from offload_trainer.run.recipes import recipes
+from offload_trainer.help_text import command_names
+from offload_trainer.run.commands.recipes import recipes
 from offload_trainer.settings import FLAGS, all_keys, load_config
-from offload_trainer.usage import command_names
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))

@@ -14,11 +14,11 @@ from test_telemetry import Page, a_step
 
 from offload_trainer import cli
 from offload_trainer.errors import UserError
-from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.machine import read_machine
-from offload_trainer.run.compare import compared, table
+from offload_trainer.plan.planner import settle_and_plan
+from offload_trainer.run.commands.compare import compared, table
 from offload_trainer.settings import dump_config, load_config
-from offload_trainer.telemetry.record import EvalRecord
+from offload_trainer.telemetry.metrics import EvalRecord
 
 
 def a_run(directory: Path, *words: str, steps: int = 6, **row: Any) -> Path:

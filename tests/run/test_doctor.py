@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import ask
 
-from offload_trainer.engine import op_builder, updates  # noqa: F401  imported before its kernels are replaced
+from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.choose import engine_of
 from offload_trainer.plan.machine import DriveFacts, read_machine
-from offload_trainer.run import doctor
+from offload_trainer.plan.planner import engine_of
+from offload_trainer.run.commands import doctor
 from offload_trainer.settings import load_config
 
 

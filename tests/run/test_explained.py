@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from offload_trainer.errors import Interrupted, Stopped, TrainerError, UserError, exit_code, explain, reason
-from offload_trainer.machine import bench, cache, probe
-from offload_trainer.run import bench as run_bench
+from offload_trainer.machine import bench, probe, rate_cache
+from offload_trainer.run.commands import bench as run_bench
 from offload_trainer.run.directory import Log, _ends_told
-from offload_trainer.storage.durable import write_text
-from offload_trainer.storage.removal import replacing, workplace_of
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.owned_dirs import replacing, workplace_of
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/out/file")
 
@@ -104,9 +104,9 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_a_bench_has_measured_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache's disk may fill up while it measures."""
-    monkeypatch.setattr(cache, "refuse_unwritable", lambda: None)
+    monkeypatch.setattr(rate_cache, "refuse_unwritable", lambda: None)
     monkeypatch.setattr(bench, "bench_machine", lambda machine, **_: "measured")
-    monkeypatch.setattr(cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
+    monkeypatch.setattr(rate_cache, "keep_rates", lambda _: (_ for _ in ()).throw(NO_SPACE))
     said: list[str] = []
     facts = {"output": ".", "dtype": "bf16", "page": 4096, "ranks": 1, "drive_bytes": None}
     assert run_bench.bench_here((), **facts, say=said.append) == "measured"  # type: ignore[arg-type]

@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from offload_trainer import cli
 from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.export.export_command import export
 from offload_trainer.export.sources import opened
-from offload_trainer.export.weights import export
-from offload_trainer.model.speaker import Speaker, empty_model, read_as_called
-from offload_trainer.run.draw import Draw
-from offload_trainer.run.generate import chat, sample, speaker
-from offload_trainer.run.runs import runs_in, table
+from offload_trainer.model.inference import Speaker, empty_model, read_as_called
+from offload_trainer.run.commands.generate import chat, sample, speaker
+from offload_trainer.run.commands.list_runs import runs_in, table
+from offload_trainer.run.commands.sampling import Draw
 from offload_trainer.storage.locks import open_lock, take
-from offload_trainer.telemetry.record import EvalRecord, StepRecord
+from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
 TOKENS = 12
 

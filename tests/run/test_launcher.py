@@ -11,9 +11,9 @@ from conftest import run_script
 from offload_trainer import ranks
 from offload_trainer.errors import LOST, UserError
 from offload_trainer.manifest import MANIFEST
-from offload_trainer.run import launcher
-from offload_trainer.run.launcher import Ended, first_failure
-from offload_trainer.run.left import saying_where
+from offload_trainer.run.ranks import launcher
+from offload_trainer.run.ranks.launcher import Ended, first_failure
+from offload_trainer.run.resume_point import saying_where
 from offload_trainer.run.train import _join
 from offload_trainer.settings import load_config
 

@@ -14,14 +14,14 @@ from conftest import TINY, ask
 from safetensors.torch import save_file
 
 from offload_trainer.data.documents import read_records
-from offload_trainer.data.sums import source_sums
+from offload_trainer.data.file_hashes import source_sums
 from offload_trainer.data.tokenizer import load_tokenizer, read_template
 from offload_trainer.errors import UserError
 from offload_trainer.manifest import crc32_of
-from offload_trainer.model.speaker import empty_model
+from offload_trainer.model.inference import empty_model
+from offload_trainer.run.commands.list_runs import runs_in
 from offload_trainer.run.directory import WRITTEN, Log, held, refuse_strangers, run_directory
-from offload_trainer.run.runs import runs_in
-from offload_trainer.storage.durable import copy_tree, open_to_append, sync_file
+from offload_trainer.storage.atomic_io import copy_tree, open_to_append, sync_file
 from offload_trainer.storage.tensorfile import TensorFileReader
 from offload_trainer.telemetry.report import read_metrics, refuse_foreign, write_comparison
 from offload_trainer.telemetry.sinks import JsonLines

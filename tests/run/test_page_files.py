@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from workplaces import dead_lease
 
 from offload_trainer.errors import AGAIN
-from offload_trainer.offloading.page_account import read_description, read_newest
-from offload_trainer.offloading.page_index import read_store
-from offload_trainer.run.left import ANEW, goes_on, made_with
+from offload_trainer.offload.pages.index import read_store
+from offload_trainer.offload.pages.manifest import read_description, read_newest
 from offload_trainer.run.planning import _as_left
+from offload_trainer.run.resume_point import ANEW, goes_on, made_with
 from offload_trainer.settings import load_config
-from offload_trainer.storage.lease import DriveLease, dead_runs, folders_in
+from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_in
 
 STEPS = 6
 ALL = [*TINY, "--ram-fraction", "0", "tiered.places=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]

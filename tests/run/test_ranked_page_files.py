@@ -16,8 +16,8 @@ from ranked import call_ranks
 from test_page_files import ALL, DYING, gone_on, left, place  # noqa: F401  # a fixture
 from test_page_files import killed as killed_alone
 
-from offload_trainer.offloading.page_account import read_description, read_newest
-from offload_trainer.storage.lease import folders_in, hold
+from offload_trainer.offload.pages.manifest import read_description, read_newest
+from offload_trainer.storage.scratch_dir import folders_in, hold
 
 TIERED = [*ALL, "--engine", "tiered"]
 MOMENTS = [  # whose, before or after what, and by how many steps the files go on

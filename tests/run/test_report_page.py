@@ -17,15 +17,15 @@ import pytest
 from plans import SHAPES
 from test_telemetry import a_step
 
-from offload_trainer.plan.choose import settle_and_plan
 from offload_trainer.plan.machine import MachineProfile, Rates, read_machine
 from offload_trainer.plan.plan import Plan
-from offload_trainer.plan.time import tokens_that_hide_the_update
+from offload_trainer.plan.planner import settle_and_plan
+from offload_trainer.plan.time.step_time import tokens_that_hide_the_update
 from offload_trainer.run.advice import FASTER, SMALLER, advice
 from offload_trainer.run.planning import Planned
 from offload_trainer.run.report import wear
 from offload_trainer.settings import load_config
-from offload_trainer.telemetry.record import EvalRecord
+from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.telemetry.report import write_report
 from offload_trainer.units import format_bytes, format_count
 

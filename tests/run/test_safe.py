@@ -19,7 +19,7 @@ from saved import save
 from offload_trainer.checkpoint import read_manifest
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import UserError
-from offload_trainer.model.source import resolve_model
+from offload_trainer.model.loader import resolve_model
 
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 

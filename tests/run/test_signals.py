@@ -14,7 +14,7 @@ from children import GONE, in_a_fork, lose_streams
 
 from offload_trainer.errors import Stopped, exit_code
 from offload_trainer.signals import no_checkpoint_yet, stop_at_once, waiting
-from offload_trainer.streams import write_now
+from offload_trainer.stdio import write_now
 
 STOPPING = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
 

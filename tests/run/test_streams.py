@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from offload_trainer.cli import main
 from offload_trainer.run.directory import Log
-from offload_trainer.streams import lasting_streams, write_now
+from offload_trainer.stdio import lasting_streams, write_now
 
 
 def say_much() -> None:

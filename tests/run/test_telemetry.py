@@ -16,7 +16,7 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.telemetry import meters, screen, sinks
 from offload_trainer.telemetry.charts import thinned, ticks
 from offload_trainer.telemetry.meters import IoCount, PhaseClock, read_io
-from offload_trainer.telemetry.record import (
+from offload_trainer.telemetry.metrics import (
     EvalRecord,
     StepRecord,
     bits_per_byte,

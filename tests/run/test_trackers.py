@@ -16,11 +16,11 @@ from conftest import TINY
 from test_telemetry import a_step
 
 from offload_trainer.errors import UserError
-from offload_trainer.run.launch import prepare_process
+from offload_trainer.run.process_setup import prepare_process
 from offload_trainer.run.train import train_run
 from offload_trainer.settings import load_config
 from offload_trainer.telemetry import trackers
-from offload_trainer.telemetry.record import EvalRecord
+from offload_trainer.telemetry.metrics import EvalRecord
 from offload_trainer.telemetry.trackers import Tracked, Trackers, _Kind, _Tracker
 
 EVALUATION = EvalRecord(step=2, validation_loss=2.5, perplexity=None, bits_per_byte=None)

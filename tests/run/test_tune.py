@@ -11,8 +11,8 @@ from conftest import TINY, ask
 from plans import SHAPES, machine, wish
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.plan.choose import make_plan
-from offload_trainer.run import tune
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.run.commands import tune
 from offload_trainer.settings import load_config
 
 

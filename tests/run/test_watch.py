@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import run_script
 
-from offload_trainer.run import watch
-from offload_trainer.run.watch import _LOOKS, _LaunchersWatch, _Wait, _Watch
+from offload_trainer.run.ranks import watchdog
+from offload_trainer.run.ranks.watchdog import _LOOKS, _LaunchersWatch, _Wait, _Watch
 
 HERE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
 
@@ -213,7 +213,7 @@ def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
 def test_a_process_alone_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     before = Path("/proc/self/comm").read_text()
-    watch.begin_watch(print)
+    watchdog.begin_watch(print)
     assert Path("/proc/self/comm").read_text() == before
 
 
@@ -270,8 +270,8 @@ def test_a_wait_that_goes_on_is_none_that_hangs(
     switches = [0]
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(watch, "_waits_of", lambda pid: [_Wait(pid, pid, (str(switches[0]),))] if pid == 102 else [])
+    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(watchdog, "_waits_of", lambda pid: [_Wait(pid, pid, (str(switches[0]),))] if pid == 102 else [])
     found: dict[int, int | None] = {101: 1, 102: 2}
     for _ in range(100):
         switches[0] += 1

@@ -18,10 +18,10 @@ from offload_trainer.checkpoint import Checkpoints, RunRecord, TrainState, compl
 from offload_trainer.config import ModelSection
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export import gguf
-from offload_trainer.export.weights import export
-from offload_trainer.model.source import resolve_model
-from offload_trainer.plan.formats import is_signed
-from offload_trainer.storage.finite import unusable
+from offload_trainer.export.export_command import export
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.plan.tiered.state_formats import is_signed
+from offload_trainer.storage.nan_check import unusable
 
 NAN, INF = float("nan"), float("inf")
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage.lease import DriveLease, hold, wait_for_ranks
+from offload_trainer.storage.scratch_dir import DriveLease, hold, wait_for_ranks
 from offload_trainer.storage.tensorfile import TensorEntry, TensorFileWriter
 
 
@@ -28,7 +28,7 @@ def test_two_leases_do_not_touch_each_other(tmp_path: Path) -> None:
 
 def test_a_dead_run_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from offload_trainer.storage.lease import DriveLease\n"
+        "import os, sys; from pathlib import Path; from offload_trainer.storage.scratch_dir import DriveLease\n"
         "lease = DriveLease(Path(sys.argv[1])); (lease.path / 'state').write_text('x'); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -9

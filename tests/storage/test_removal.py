@@ -15,9 +15,8 @@ import pytest
 from workplaces import NOBODY, ROOT, WHAT, dead_lease, died
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.storage import removal
-from offload_trainer.storage.lease import DriveLease, dead_runs
-from offload_trainer.storage.removal import (
+from offload_trainer.storage import owned_dirs
+from offload_trainer.storage.owned_dirs import (
     MARK,
     NotOurs,
     Workplace,
@@ -28,6 +27,7 @@ from offload_trainer.storage.removal import (
     remove_dead,
     replacing,
 )
+from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 RECURSIVE = {"rmtree", "removedirs", "rmdir", "move", "renames", "TemporaryDirectory"}
 SINGLE = {"unlink", "rename", "replace", "remove", "truncate", "ftruncate"}
-THE_ONE = "offload_trainer/storage/removal.py"
+THE_ONE = "offload_trainer/storage/owned_dirs.py"
 SINGLE_FILES = {
     ("offload_trainer/data/tokenfile.py", "unlink"): "our temporary, and a sidecar of other content beside new ids",
     ("offload_trainer/data/tokenfile.py", "replace"): "a finished token file takes its name",
@@ -43,7 +43,10 @@ SINGLE_FILES = {
     ("offload_trainer/hf.py", "replace"): "weights of a save that the Trainer asked for take their names",
     ("offload_trainer/engine/op_builder.py", "unlink"): "torch's build lock, behind which nobody works",
     ("offload_trainer/export/directory.py", "unlink"): "the buffers' file in our workplace",
-    ("offload_trainer/run/nodes.py", "unlink"): "the token by which nodes see that they share the run directory",
+    (
+        "offload_trainer/run/ranks/node_checks.py",
+        "unlink",
+    ): "the token by which nodes see that they share the run directory",
     ("offload_trainer/retention.py", "rename"): "a checkpoint of ours takes its hidden name before it is removed",
     ("offload_trainer/run/directory.py", "ftruncate"): "the lock file that this run holds",
     ("offload_trainer/storage/host_memory.py", "ftruncate"): "memory without a name gets its size",
@@ -51,9 +54,9 @@ SINGLE_FILES = {
         "offload_trainer/storage/tensorfile.py",
         "ftruncate",
     ): "a file just made gets its size; ranks write in it",
-    ("offload_trainer/storage/durable.py", "unlink"): "our temporary, by a name with our process's number",
-    ("offload_trainer/storage/durable.py", "replace"): "the one atomic replacement of a file",
-    ("offload_trainer/storage/durable.py", "rename"): "what is finished takes its name",
+    ("offload_trainer/storage/atomic_io.py", "unlink"): "our temporary, by a name with our process's number",
+    ("offload_trainer/storage/atomic_io.py", "replace"): "the one atomic replacement of a file",
+    ("offload_trainer/storage/atomic_io.py", "rename"): "what is finished takes its name",
     ("offload_trainer/trainer.py", "unlink"): "the file `save`, which asks for a checkpoint by being there",
 }
 # They remove what they have made with mkdtemp or TemporaryDirectory; tests what they have made below tmp_path.
@@ -166,7 +169,7 @@ def folder_as_mark(root: Path) -> Path:
 
 def without_locks(root: Path) -> Path:
     lease = dead_lease(root)
-    (lease / MARK).write_bytes(removal._content(f"{WHAT} (no locks here)", lease.name))
+    (lease / MARK).write_bytes(owned_dirs._content(f"{WHAT} (no locks here)", lease.name))
     return lease
 
 
@@ -323,9 +326,9 @@ def test_a_place_is_made_anew_only_over_its_own_kind(tmp_path: Path) -> None:
 def test_what_a_kill_left_of_an_exchange_goes_back(tmp_path: Path) -> None:
     """Where two names cannot be exchanged, the only whole one lies in the workplace for an instant."""
     final = tmp_path / "hf"
-    place = Workplace(removal.workplace_of(final), what="the export to")
-    (place.path / removal.REPLACED).mkdir()
-    (place.path / removal.REPLACED / "weights").write_text("whole")
+    place = Workplace(owned_dirs.workplace_of(final), what="the export to")
+    (place.path / owned_dirs.REPLACED).mkdir()
+    (place.path / owned_dirs.REPLACED / "weights").write_text("whole")
     died(place)
     with pytest.raises(ZeroDivisionError), replacing(final, what="the export to"):
         1 / 0  # noqa: B018

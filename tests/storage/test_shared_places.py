@@ -23,18 +23,18 @@ import pytest
 from saved import save
 from workplaces import NOBODY, ROOT, dead_lease, died
 
+from offload_trainer.cache_dir import cache_directory
 from offload_trainer.checkpoint import find_resume, reading
 from offload_trainer.engine import op_builder
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.machine import cache
+from offload_trainer.machine import rate_cache
 from offload_trainer.optim import kernel_cache
-from offload_trainer.places import cache_directory
 from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
 from offload_trainer.run.directory import Log, held, refuse_second
-from offload_trainer.storage import durable, locks
-from offload_trainer.storage.lease import DriveLease, dead_runs, is_alive, root_of
-from offload_trainer.storage.removal import Workplace, clear
+from offload_trainer.storage import atomic_io, locks
+from offload_trainer.storage.owned_dirs import Workplace, clear
+from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, is_alive, root_of
 
 # -- locks -------------------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ def test_both_names_are_taken(tmp_path: Path) -> None:
 LEASES = """
 import os, sys, time
 from pathlib import Path
-from offload_trainer.storage.lease import DriveLease, dead_runs
+from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
 os.umask(0o022)
 os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))
 with DriveLease(Path(sys.argv[1])) as lease:
@@ -383,15 +383,15 @@ def test_new_parents_of_a_directory_last(synced: list[str], tmp_path: Path) -> N
 
 
 def test_a_file_that_is_replaced_is_whole_at_any_moment(synced: list[str], tmp_path: Path) -> None:
-    durable.write_text(tmp_path / "x", "old")
+    atomic_io.write_text(tmp_path / "x", "old")
     synced.clear()
-    durable.write_text(tmp_path / "x", "new")
+    atomic_io.write_text(tmp_path / "x", "new")
     assert [line.split()[0] for line in synced] == ["sync", "name", "sync"]
     assert synced[2] == f"sync {tmp_path}"
     # a link that somebody has put in the place of the temporary is not followed
     (tmp_path / "precious").write_text("precious")
     (tmp_path / f".x.{os.getpid()}.tmp").symlink_to("precious")
-    durable.write_text(tmp_path / "x", "newest")
+    atomic_io.write_text(tmp_path / "x", "newest")
     assert (tmp_path / "precious").read_text() == "precious"
     assert (tmp_path / "x").read_text() == "newest"
 
@@ -495,21 +495,21 @@ def test_rates_kept_by_several_at_once_are_all_kept(
     """Each thread opens the lock for itself, as a process would."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "new" / "cache"))
     machine = MachineProfile(gpu=None, gpu_bytes=0, ram_bytes=1, cores=1, drives=(), output=DriveFacts("/", 1, "ext4"))
-    cache.keep_rates(machine)
+    rate_cache.keep_rates(machine)
     assert f"sync {tmp_path}/new" in synced
-    written = synced.index(f"name {cache.cache_file()}")
+    written = synced.index(f"name {rate_cache.cache_file()}")
     assert synced[written - 1].startswith("sync ")
 
     def work(name: str) -> None:
         for number in range(5):
-            cache.keep_ratios(machine, {f"{name}.{number}": 1.5})
+            rate_cache.keep_ratios(machine, {f"{name}.{number}": 1.5})
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
     for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
         thread.start()
     for thread in threads if filesystem in ("local", "nfs") else threads[:1]:
         thread.join()
-    kept = cache.with_cached_rates(machine).rates.corrections
+    kept = rate_cache.with_cached_rates(machine).rates.corrections
     assert len(kept) == (20 if filesystem in ("local", "nfs") else 5)
 
 
@@ -518,7 +518,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(UserError, match=r"machine\.json: rates cannot be kept there.*OFFLOAD_TRAINER_CACHE"):
-        cache.refuse_unwritable()
+        rate_cache.refuse_unwritable()
     for name in ("OFFLOAD_TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.retention import WORK, remove_leftovers
-from offload_trainer.storage import removal
-from offload_trainer.storage.lease import DriveLease, dead_runs
+from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.locks import take
-from offload_trainer.storage.removal import MARK, NotOurs, is_unfinished, remove_dead, replacing
+from offload_trainer.storage.owned_dirs import MARK, NotOurs, is_unfinished, remove_dead, replacing
+from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
 
 
 def leave(path: Path, how: str) -> Path:
@@ -82,9 +82,9 @@ def test_a_lease_that_is_taken_for_dead_while_it_is_made(
     def meanwhile(place: Path) -> None:
         if not taken:
             taken.append(place)
-            monkeypatch.setattr(removal, "take", take)
-            assert removal.remove_unfinished(place)
-            monkeypatch.setattr(removal, "take", locked)
+            monkeypatch.setattr(owned_dirs, "take", take)
+            assert owned_dirs.remove_unfinished(place)
+            monkeypatch.setattr(owned_dirs, "take", locked)
 
     def locked(descriptor: int, *, shared: bool = False) -> None:
         if when == "before its lock":
@@ -96,9 +96,9 @@ def test_a_lease_that_is_taken_for_dead_while_it_is_made(
             meanwhile(path.parent)
         return open_lock(path, create=create)
 
-    open_lock = removal.open_lock
-    monkeypatch.setattr(removal, "take", locked)
-    monkeypatch.setattr(removal, "open_lock", opened)
+    open_lock = owned_dirs.open_lock
+    monkeypatch.setattr(owned_dirs, "take", locked)
+    monkeypatch.setattr(owned_dirs, "open_lock", opened)
     with DriveLease(tmp_path) as lease:
         assert len(taken) == 1
         assert lease.path != taken[0]

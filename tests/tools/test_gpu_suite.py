@@ -354,7 +354,7 @@ def test_a_loss_that_is_far_from_plain_torchs_or_nan_fails() -> None:
 
 def test_filled_weights_are_the_same_each_time_and_rows_differ() -> None:
     from offload_trainer.config import ModelSection
-    from offload_trainer.model.source import resolve_model
+    from offload_trainer.model.loader import resolve_model
 
     source = resolve_model(ModelSection(overrides={"n_layer": 2, "n_embd": 64}), seed=3)
     one, other = dict(filled_for_benchmarks(source)), dict(filled_for_benchmarks(source))

@@ -1,4 +1,4 @@
-// Masters in two bytes beside their bf16 weights, a block at a time; remainders.py defines what these compute.
+// Masters in two bytes beside their bf16 weights, a block at a time; split_masters.py defines what these compute.
 #pragma once
 
 #include "formats.h"

@@ -1,0 +1,140 @@
+"""Build what `OffloadedModel` needs from a plan: the layout, the device, the drives and the update kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload_trainer.engine.op_builder import load_async_io
+from offload_trainer.errors import UserError
+from offload_trainer.model.loader import DTYPES
+from offload_trainer.offload.allocation import Layout
+from offload_trainer.offload.device.base import CpuDevice, Device
+from offload_trainer.offload.device.cuda import CudaDevice
+from offload_trainer.offload.pages.drive_dirs import Drives
+from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernel_api import Kernel
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.plan.deepspeed.zero_buffers import Placement
+from offload_trainer.plan.tiered.layout import DEVICE, Unit, units_of
+from offload_trainer.plan.tiered.spec import TierSizes, gradient_ring, homes_in
+from offload_trainer.plan.workload import Workload
+from offload_trainer.storage.transfer import (
+    AioTransfers,
+    CheckedTransfers,
+    ThreadedTransfers,
+    Transfers,
+    async_io_handle,
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects that place, move and update the model's state."""
+
+    layout: Layout
+    device: Device
+    drives: Drives
+    kernels: tuple[Kernel, Kernel]  # for the CPU, and for pages on the device
+
+
+def opened(
+    work: Workload,
+    placement: Placement,
+    sizes: TierSizes,
+    directories: Sequence[Path],
+    *,
+    stack: ExitStack,
+    say: Say,
+    device: Device | None = None,
+) -> Parts:
+    """Open the device, drives and kernels of a run; `stack` closes them.
+
+    Args:
+        work: the workload. Its ranks are those of this process's group.
+        placement: tiers of weights and optimizer state.
+        sizes: shares and buffer sizes.
+        directories: private directories on drives, the same ones for all ranks of a node.
+        stack: closes everything that is opened here.
+        say: receives a sentence about the chosen kernel.
+        device: the device to use; by default the GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: pages are on the GPU, and it has no update kernel.
+    """
+    units, dtype = units_of(work.shape), DTYPES[work.dtype]
+    device = device or _device(units, placement, itemsize=dtype.itemsize)
+    stack.callback(device.close)
+    node = Node(together=work.world > 1, by_parts=sizes.by_parts)
+    assert node.world == work.world == sizes.ranks, "pages are laid out for other ranks than there are"
+    assert len(node.nodes) == work.nodes == sizes.nodes, "and for other nodes"
+    drives = Drives(directories, _transfers(sizes, node))
+    stack.callback(drives.close)
+    homes = homes_in(units, placement, sizes, node=node.number)
+    layout = Layout(
+        units=units,
+        homes=homes,
+        dtype=dtype,
+        gradient_dtype=torch.float32 if work.gradient_bytes == 4 else dtype,
+        format=sizes.format,
+        page_buffers=sizes.page_buffers,
+        unit_buffers=sizes.unit_buffers,
+        places=sizes.places,
+        node=node,
+        behind=sizes.overlap,
+        ahead=sizes.ahead,
+        ring_bytes=gradient_ring(
+            units,
+            homes.gradients,
+            item_bytes=work.item_bytes,
+            several=work.added > 1,
+            gpu=device.is_cuda,
+        ),
+    )
+    kernel, why = choose_kernel(work.kernel)
+    say(why)
+    return Parts(layout, device, drives, (kernel, _kernel_there(layout, device, kernel, say=say)))
+
+
+def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:
+    if not torch.cuda.is_available():
+        return CpuDevice()
+    largest = max(unit.elements for unit in units) * itemsize
+    return CudaDevice(
+        torch.device("cuda", torch.cuda.current_device()),
+        staging_bytes=largest if placement.params == "nvme" else 0,
+        stagings=2,
+    )
+
+
+def _kernel_there(layout: Layout, device: Device, kernel: Kernel, *, say: Say) -> Kernel:
+    """Return the kernel that updates pages on the device with the bits of `kernel`.
+
+    Raises:
+        UserError: the GPU has no such kernel.
+    """
+    if device.place.type != "cuda" or not any(page.home == DEVICE for page in layout.homes.pages):
+        return kernel
+    found, why = choose_cuda_kernel(device.place, kernel)
+    say(why)
+    if found is None:
+        raise UserError(f"{why}. Use --gpu-fraction 0, so that the state is in RAM and on drives")
+    return found
+
+
+def _transfers(sizes: TierSizes, node: Node) -> Transfers:
+    """Return the transfers for drives, by the configured backend."""
+    if sizes.io == "async_io":
+        handle = async_io_handle(load_async_io(), block_bytes=min(sizes.io_block_bytes, 1 << 20))
+        return CheckedTransfers(
+            AioTransfers(handle), memory=node.memory
+        )  # async_io reports no errors, so every byte is checked
+    threads = ThreadedTransfers(threads=sizes.io_threads, block=sizes.io_block_bytes)
+    return CheckedTransfers(threads, memory=node.memory) if sizes.checksums else threads

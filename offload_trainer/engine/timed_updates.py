@@ -1,0 +1,181 @@
+"""AdamW as each engine does it, ready to be timed: from a 16-bit gradient to a 16-bit weight.
+
+Each takes a number of parameters and returns what carries out one step on them; the buffers are made before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from offload_trainer.engine.op_builder import is_built, load_cpu_adam
+from offload_trainer.errors import UserError
+from offload_trainer.optim.cuda_adam import choose_cuda_kernel
+from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernels import choose_kernel
+from offload_trainer.optim.moment_codec import empty_fields, stored_moment
+from offload_trainer.optim.moments import Noise
+from offload_trainer.optim.rules import AdamW
+from offload_trainer.plan.machine import update_key
+from offload_trainer.plan.tiered.state_formats import MOMENT_FORMATS, StateFormat, state_format
+from offload_trainer.storage.dtypes import DTYPES
+from offload_trainer.storage.host_memory import host_buffer
+
+_ADAMW = AdamW(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+_SCALE = 0.7
+_PATTERN = 1 << 18  # elements whose ordinary values are repeated
+
+Step = Callable[[int], None]  # called with the step's number, from 1
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A page as the tiered engine has it: its fields, a bf16 gradient and the new bf16 weights."""
+
+    fields: dict[str, torch.Tensor]
+    grad: torch.Tensor
+    out: torch.Tensor
+
+
+ADAMW_FP32 = state_format("adamw", "fp32")
+
+
+def update_bytes(format: StateFormat) -> float:
+    """Of memory traffic for each parameter: gradient, state both ways, new weight."""
+    return 2 + 2 * format.bytes_each + 2
+
+
+def make_buffers(elements: int, *, page: int | None = None, format: StateFormat = ADAMW_FP32) -> list[Buffers]:
+    """Ordinary values in memory as the trainer has it, in pages of at most `page` elements (None: one page)."""
+    sizes = [min(page or elements, elements - start) for start in range(0, elements, page or elements)]
+    whole = [format.page_bytes(size) for size in sizes]
+    memory = iter(host_buffer(sum(whole)).split(whole))
+    narrow = [host_buffer(2 * elements).view(torch.bfloat16).split(sizes) for _ in range(2)]
+    values = _ordinary(format)
+    pages = []
+    for size, grad, out in zip(sizes, *narrow, strict=True):
+        data, start, fields = next(memory), 0, {}
+        for name, field in format.fields.items():
+            fields[name] = data[start:][: field.bytes(size)].view(DTYPES[field.dtype])
+            _repeat(values[name], fields[name])
+            start += field.padded(size)
+        _repeat(values["grad"], grad)
+        pages.append(Buffers(fields, grad, out))
+    return pages
+
+
+def _ordinary(format: StateFormat) -> dict[str, torch.Tensor]:
+    """A gradient and the fields of a page, as they are stored."""
+    random = torch.Generator().manual_seed(0)
+    master, first, grad = 0.02 * torch.randn(3, _PATTERN, generator=random)
+    found = empty_fields(format, _PATTERN)
+    found["master"].copy_(master)
+    for moment in format.rule.moments:
+        stored_moment(moment, found).write(first if moment.signed else first.square())
+    return {**found, "grad": grad.bfloat16()}
+
+
+def _repeat(values: torch.Tensor, out: torch.Tensor) -> None:
+    for part in out.split(values.numel()):
+        part.copy_(values[: part.numel()])
+
+
+def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateFormat = ADAMW_FP32) -> Step:
+    """One of the tiered engine's kernels, page by page."""
+    sizes = [page.grad.numel() for page in pages]
+
+    def update(step: int) -> None:
+        start = 0
+        for page, size in zip(pages, sizes, strict=True):
+            kernel.update_page(
+                page.fields,
+                page.grad,
+                page.out,
+                [Stretch(0, size, _ADAMW, step)],
+                format=format,
+                scale=_SCALE,
+                noise=PageNoise(Noise(0, step), 0, start) if format.moments.stochastic else None,
+            )
+            start += size
+
+    return update
+
+
+def available_updates(*, say: Callable[[str], None]) -> list[tuple[str, Callable[[int, int], Step]]]:
+    """Names (`update_key`), and what makes each update of so many parameters in pages of so many.
+
+    Our kernels, the fastest that is there with each form of moments; DeepSpeed's step where its kernel is built; and
+    "cuda", the kernel for state that lives on the GPU.
+    """
+    found: list[tuple[str, Callable[[int, int], Step]]] = []
+    for name in ("native", "torch"):
+        try:
+            kernel, _ = choose_kernel(name)
+        except UserError as error:
+            say(f"bench: {name} kernel left out: {error}")
+            continue
+        for moments in MOMENT_FORMATS if not found else ["fp32"]:
+            format = state_format("adamw", moments)
+            found.append((update_key(name, moments), partial(_with_buffers, kernel, format=format)))
+    if is_built("cpu_adam"):
+        load_cpu_adam()
+        found.append(("deepspeed", lambda elements, page: stock_update(make_buffers(elements)[0], gradient=False)))
+    if torch.cuda.is_available():
+        place = torch.device("cuda", torch.cuda.current_device())
+        there, words = choose_cuda_kernel(place, choose_kernel("auto")[0])
+        if there is None:
+            say(f"bench: {words}")
+        else:
+            for moments in MOMENT_FORMATS:
+                format = state_format("adamw", moments)
+                found.append((update_key("cuda", moments), partial(_on_gpu, there, format=format)))
+    return found
+
+
+def _on_gpu(kernel: Kernel, elements: int, page: int, *, format: StateFormat) -> Step:
+    pages = [
+        Buffers({name: field.cuda() for name, field in one.fields.items()}, one.grad.cuda(), one.out.cuda())
+        for one in make_buffers(elements, page=page, format=format)
+    ]
+    update = kernel_update(kernel, pages, format=format)
+
+    def carried_out(step: int) -> None:
+        update(step)
+        torch.cuda.synchronize()
+
+    return carried_out
+
+
+def _with_buffers(kernel: Kernel, elements: int, page: int, *, format: StateFormat) -> Step:
+    return kernel_update(kernel, make_buffers(elements, page=page, format=format), format=format)
+
+
+def stock_update(b: Buffers, *, gradient: bool = True) -> Step:
+    """What DeepSpeed's ZeRO-Offload does between a 16-bit gradient and a 16-bit weight, operation by operation.
+
+    Without `gradient` what is left for its step, since its hooks make the fp32 gradients before: the norm as well.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    parameter = torch.nn.Parameter(b.fields["master"])
+    given = {"lr": _ADAMW.lr, "betas": _ADAMW.betas, "eps": _ADAMW.eps, "weight_decay": _ADAMW.decay}
+    optimizer = DeepSpeedCPUAdam([parameter], **given)
+    optimizer.state[parameter] = {"step": 0, "exp_avg": b.fields["exp_avg"], "exp_avg_sq": b.fields["exp_avg_sq"]}
+    made_before = b.grad.float()
+
+    def update(step: int) -> None:
+        if gradient:
+            parameter.grad = b.grad.float()
+            parameter.grad.mul_(_SCALE)
+        else:
+            parameter.grad = made_before
+            torch.linalg.vector_norm(made_before)
+            made_before.mul_(1.0)  # clipping; the same values each time
+        optimizer.step()
+        b.out.copy_(parameter.data)
+        parameter.grad = None
+
+    return update

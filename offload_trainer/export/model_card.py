@@ -1,0 +1,183 @@
+"""Write the model card (README.md) of exported weights: model, data, settings, and the recorded numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import with_config
+
+from offload_trainer.checkpoint import read_state
+from offload_trainer.safe_files import LENIENT, Flag, Number, Steps, read_back
+from offload_trainer.telemetry.report import read_evaluations, read_metrics
+from offload_trainer.units import format_count, format_seconds, shown
+
+_HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- offload-trainer
+---
+"""
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Model:
+    name: str
+    dtype: str
+    overrides: dict[str, Any]
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Optim:
+    lr: Number
+    betas: tuple[Number, Number]
+    weight_decay: Number
+    clip: Number
+    schedule: str
+    states: str
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Data:
+    path: list[str]
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Train:
+    steps: Steps
+    seed: int
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Config:
+    model: _Model
+    optim: _Optim
+    data: _Data
+    train: _Train
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Environment:
+    packages: dict[str, str | None] = field(default_factory=dict)
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Run:
+    """The part of a run.json that a card uses."""
+
+    config: _Config
+    random: Flag
+    environment: _Environment = _Environment()
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Final:
+    """The part of an export.json that a card uses."""
+
+    step: Steps
+    run: _Run
+
+
+def model_card(
+    run_directory: Path,
+    *,
+    dtype: str,
+    source: str,
+    run: Mapping[str, Any],
+    step: int | None = None,
+    updates: int | None = None,
+) -> str:
+    """Return the card's text. `run` is a checkpoint's run.json (may be empty); metrics come from `run_directory`.
+
+    Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
+    out.
+    """
+    config: Mapping[str, Any] = run.get("config", {})
+    told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
+    if config:
+        model, optim = config["model"], config["optim"]
+        title = "Lion" if optim.get("name") == "lion" else "AdamW"
+        start = "random weights" if run["random"] else "its weights"
+        told += [
+            ("Model", f"{model['name']}, from {start}" + _changes(model["overrides"])),
+            ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['states']}"),
+            ("Text", ", ".join(Path(path).name for path in config["data"]["path"])),
+            (
+                "Optimizer",
+                f"{title}, peak rate {optim['lr']:g}, betas {tuple(optim['betas'])}, weight decay "
+                f"{optim['weight_decay']:g}, clipping {optim['clip']:g}, schedule {optim['schedule']}",
+            ),
+            ("Seed", config["train"]["seed"]),
+        ]
+    rows = read_metrics(run_directory / "metrics.jsonl")
+    if updates is not None:
+        step = next((row.step for row in [r for r in rows if not r.skipped][updates - 1 : updates]), updates)
+    rows = [row for row in rows if step is None or row.step <= step]
+    if rows:
+        last = rows[-1]
+        told += [
+            ("Steps", f"{last.step}" + (f" of {config['train']['steps']}" if config else "")),
+            ("Tokens", f"{last.tokens} ({format_count(last.tokens)})"),
+            ("Loss of the last step", f"{last.loss:.4f}" if last.loss is not None else None),
+            ("Time in steps", format_seconds(sum(row.seconds for row in rows))),
+        ]
+    elif step is not None:
+        told.append(("Steps", step))
+    seen = [e for e in read_evaluations(run_directory / "evaluations.jsonl") if step is None or e.step <= step]
+    if seen and seen[-1].validation_loss is not None:
+        bits = seen[-1].bits_per_byte
+        told.append(
+            (
+                f"Validation loss after step {seen[-1].step}",
+                f"{seen[-1].validation_loss:.4f}" + (f" ({bits:.4f} bits a byte)" if bits is not None else ""),
+            )
+        )
+    packages = run.get("environment", {}).get("packages", {})
+    if packages:
+        told.append(("Made with", ", ".join(f"{name} {number}" for name, number in packages.items() if number)))
+    lines = [f"| {name} | {_plain(value)} |" for name, value in told if value is not None]
+    return f"{_HEAD}\n# {_plain(_title(config))}\n\n| | |\n| --- | --- |\n" + "\n".join(lines) + "\n"
+
+
+def checkpoint_card(checkpoint: Path, *, dtype: str) -> str:
+    """Return the card of a checkpoint, with the metrics of its run directory if it is still inside one."""
+    fix = "Export another checkpoint of the run"
+    run = read_back(checkpoint / "run.json", dict[str, Any], fix=fix)
+    if run.get("config"):
+        read_back(checkpoint / "run.json", _Run, fix=fix)
+    step = read_state(checkpoint).step
+    return model_card(checkpoint.parent.parent, dtype=dtype, source=checkpoint.name, run=run, step=step)
+
+
+def final_card(record: Path, *, dtype: str) -> str:
+    """Return the card of a run's final weights; `record` is the run's export.json."""
+    fix = f"Move it and {record.parent / 'export'} away"
+    step = read_back(record, _Final, fix=fix).step
+    run = read_back(record, dict[str, Any], fix=fix)["run"]
+    return model_card(record.parent, dtype=dtype, source=f"the run after step {step}", run=run, step=step)
+
+
+def _plain(text: object) -> str:
+    """Return text for a Markdown table: markup and HTML escaped, on one line."""
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(shown(text).split()))
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    return Path(config["model"]["name"]).name if config else "Trained weights"
+
+
+def _changes(overrides: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{key}={value}' for key, value in overrides.items())})" if overrides else ""

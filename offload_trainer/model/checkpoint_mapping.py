@@ -1,0 +1,160 @@
+"""Map checkpoint keys and layouts to a model's parameters and back by transformers' conversion rules, group by group.
+
+    keys of files       ──loading_groups──>  Group ...  ──convert──>  parameters under the model's names
+    model's parameters  ──saving_groups───>  Group ...  ──convert──>  tensors in the hub's layout
+
+transformers has rules for each architecture that rename, merge or split tensors (experts are saved separately and fused
+in the model). It applies them to a whole model. This module converts one group at a time in bounded memory, and tries
+each conversion on meta tensors first, so that names and shapes are known before any data is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from offload_trainer.errors import UserError
+from offload_trainer.model.init_weights import meta_model
+from offload_trainer.safe_files import one_line, read_back, shown
+
+_MOST_LAYERS = 10_000  # each is a module; models of 1,000 have been published
+
+Shapes = Mapping[str, tuple[int, ...]]
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are converted together; most groups have one source and one result."""
+
+    sources: tuple[str, ...]
+    convert: Callable[[Read], dict[str, torch.Tensor]]  # reads each source once
+
+    def shapes(self, sources: Shapes) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the results."""
+        try:
+            made = self.convert(lambda name: torch.empty(sources[name], device="meta"))
+        except Exception as error:  # transformers' operations validate little, so anything may be raised
+            told = ", ".join(f"{name} {sources[name]}" for name in self.sources)
+            raise UserError(f"these weights cannot be merged as the model wants them: {told} ({error})") from error
+        return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+
+def loading_groups(keys: Sequence[str], model: PreTrainedModel) -> tuple[list[Group], list[str]]:
+    """Return the groups that convert these keys to parameters of `model`, and the keys that match no parameter.
+
+    `model` may be on the meta device.
+    """
+    renamings, converters = _kinds(get_model_conversion_mapping(model))
+    wanted = dict(model.state_dict())
+    members: dict[str, list[tuple[str, str | None]]] = {}
+    unexpected = []
+    for key in sorted(keys, key=dot_natural_key):
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted:  # a rule may have renamed a correct key, or only the body's prefix is missing
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted or (pattern is None and name in members):
+            unexpected.append(key)
+        else:
+            members.setdefault(name, []).append((key, pattern))
+    groups = [_group(name, found, converters, model, rename=lambda name: name) for name, found in members.items()]
+    return groups, unexpected
+
+
+def saving_groups(names: Sequence[str], model: PreTrainedModel) -> list[Group]:
+    """Return the groups that convert the model's parameters to what `save_pretrained` would write."""
+    # Keep prefixes: it is unknown whether the original weights had one, and transformers reads both forms.
+    rules = [
+        rule for rule in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(rule, PrefixChange)
+    ]
+    renamings, converters = _kinds([rule.reverse_transform() for rule in rules[::-1]])
+    members: dict[str, list[tuple[str, str | None]]] = {}
+    for name in names:
+        first, pattern = rename_source_key(name, [], converters)
+        members.setdefault(first, []).append((name, pattern))
+
+    def rename(name: str) -> str:
+        return rename_source_key(name, renamings, [])[0]
+
+    return [_group(first, found, converters, model, rename=rename) for first, found in members.items()]
+
+
+def saved_groups(names: Sequence[str], directory: Path) -> list[Group]:
+    """Return `saving_groups` for the model that a directory's config.json describes."""
+    if "auto_map" in read_model_config(directory):
+        # transformers has no rules for a model with custom code, and an export must not run that code.
+        return [Group((name,), _as_it_is(name)) for name in names]
+    try:
+        model = meta_model(AutoConfig.from_pretrained(directory))
+    except Exception as error:  # transformers' classes validate little, so anything may be raised
+        raise UserError(f"{directory / 'config.json'}: transformers makes no model of it: {one_line(error)}") from error
+    return saving_groups(names, model)
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """Read a model directory's config.json, which may contain Infinity (Mamba's time steps).
+
+    Raises:
+        UserError: the file cannot be read, or names more layers than can be built.
+    """
+    path, fix = directory / "config.json", "It is no model's configuration; save or download it again"
+    values = read_back(path, dict[str, Any], links=True, finite=False, fix=fix)
+    refuse_endless(values, str(path))
+    return values
+
+
+def refuse_endless(values: Mapping[Any, Any], told: str) -> None:
+    """Raise UserError for a number of layers that transformers would never finish to make modules of."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            refuse_endless(value, told)
+        elif str(key).endswith(("layer", "layers")) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise UserError(f"{told}: {shown(str(key))} is {value}, and at most {_MOST_LAYERS} layers are planned")
+
+
+def _as_it_is(name: str) -> Callable[[Read], dict[str, torch.Tensor]]:
+    return lambda read: {name: read(name)}
+
+
+def _kinds(rules: Sequence[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    return [r for r in rules if isinstance(r, WeightRenaming)], [r for r in rules if isinstance(r, WeightConverter)]
+
+
+def _group(
+    first: str,
+    members: Sequence[tuple[str, str | None]],
+    converters: Sequence[WeightConverter],
+    model: PreTrainedModel,
+    *,
+    rename: Callable[[str], str],
+) -> Group:
+    """Build a group; `members` are (source, converter pattern or None), `first` is the first resulting name."""
+    sources = tuple(source for source, _ in members)
+    patterns = [pattern for _, pattern in members if pattern is not None]
+    if not patterns:
+        return Group(sources, lambda read: {rename(first): read(sources[0])})
+    converter = next(c for c in reversed(converters) if patterns[0] in c.source_patterns)
+
+    def convert(read: Read) -> dict[str, torch.Tensor]:
+        rule = copy.deepcopy(converter)  # a converter accumulates state
+        for source, pattern in members:
+            rule.add_tensor(first, source, pattern, read(source))
+        made = rule.convert(first, model=model, config=model.config)
+        return {rename(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    return Group(sources, convert)

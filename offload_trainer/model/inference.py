@@ -1,0 +1,124 @@
+"""A model that only speaks: built without memory, its weights set or read as its modules are called, run on the CPU.
+
+empty_model ── set_weight for each ─┐
+            └─ read_as_called ──────┴─ Speaker.go_on ──> ids, one after another, with transformers' cache
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, TextStreamer
+from transformers.initialization import no_init_weights
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.model.init_weights import parameters_without_memory
+from offload_trainer.safe_files import one_line, refuse_pipes
+
+_LIKELIEST = 50  # tokens that are drawn from
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that goes on with a text."""
+
+    model: Any
+    tokenizer: Any
+
+    def go_on(self, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False) -> list[int]:
+        """At most so many ids behind `ids`, until the model ends the text; the same seed gives the same.
+
+        `temperature` 0 takes the likeliest always. `show`: printed as they come.
+        TrainerError where the model's values are no numbers.
+        """
+        config = copy.deepcopy(self.model.generation_config)
+        drawn = {"temperature": temperature, "top_k": _LIKELIEST, "top_p": 1.0} if temperature else {}
+        config.update(max_new_tokens=tokens, max_length=None, do_sample=bool(drawn), **drawn)
+        if config.pad_token_id is None:
+            config.pad_token_id = self.tokenizer.eos_token_id
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
+        given = torch.tensor([ids])
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            found = self.model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([self._known]),
+                streamer=streamer,
+            )
+        told: list[int] = found[0, len(ids) :].tolist()
+        return told
+
+    def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Ids that the tokenizer has."""
+        if not torch.isfinite(scores).any() or torch.isnan(scores).any():
+            raise TrainerError("the model's logits are not numbers: its weights cannot be used, or were not all read")
+        scores[:, len(self.tokenizer) :] = -torch.inf
+        return scores
+
+
+def empty_model(directory: Path) -> Any:
+    """The model of a configuration, its parameters one NaN each, tied ones the same, its buffers as transformers
+    computes them.
+    """
+    refuse_pipes(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory} cannot be read: {one_line(error)}") from error
+    with no_init_weights(), parameters_without_memory():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    away: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = away.setdefault(parameter, _away(parameter.shape))
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model.eval()
+
+
+def _away(shape: torch.Size) -> nn.Parameter:
+    return nn.Parameter(torch.full((1,), torch.nan).expand(shape), requires_grad=False)
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def set_weight(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Give a parameter its value."""
+    _holder(model, name)._parameters[name.rpartition(".")[2]] = nn.Parameter(value, requires_grad=False)
+
+
+def read_as_called(model: Any, names: Container[str], read: Callable[[str], torch.Tensor]) -> None:
+    """Each module has its own weights while it is called; a tied one reads what it is tied to."""
+    ties = model.all_tied_weights_keys
+    for path, module in model.named_modules():
+        held = {key: f"{path}.{key}".lstrip(".") for key, value in module._parameters.items() if value is not None}
+        wanted = {key: name if name in names else ties.get(name, name) for key, name in held.items()}
+        if wanted:
+            _watch(module, wanted, read)
+
+
+def _watch(module: nn.Module, wanted: dict[str, str], read: Callable[[str], torch.Tensor]) -> None:
+    shapes = {key: module.get_parameter(key).shape for key in wanted}
+
+    def fetch(*_: Any) -> None:
+        for key, name in wanted.items():
+            module._parameters[key] = nn.Parameter(read(name).float(), requires_grad=False)
+
+    def let_go(*_: Any) -> None:
+        for key, shape in shapes.items():
+            module._parameters[key] = _away(shape)
+
+    module.register_forward_pre_hook(fetch)
+    module.register_forward_hook(let_go, always_call=True)

@@ -1,0 +1,403 @@
+"""From the name a user gives to a model: its configuration, its shape, its weights, and the module itself.
+
+    resolve_model(section, seed)  ->  ModelSource  ->  .build(dtype, context)   a module, its weights not yet set
+                                                   ->  .weights()               (name, tensor), one at a time
+
+Nothing here knows an architecture; transformers does.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from offload_trainer.config import ModelSection
+from offload_trainer.errors import UserError
+from offload_trainer.model.attention import repeat_keys_where_needed
+from offload_trainer.model.checkpoint_mapping import read_model_config, refuse_endless
+from offload_trainer.model.flops import attention_widths, of_layer, products_of
+from offload_trainer.model.generation_files import check_beside, copy_beside
+from offload_trainer.model.init_weights import (
+    NamedTensor,
+    initial_weights,
+    meta_model,
+    parameters_without_memory,
+    tied_names,
+)
+from offload_trainer.model.loss import CausalLoss, adds_router_loss, comes_apart
+from offload_trainer.model.meta.activations import Counted, count_activations
+from offload_trainer.model.presets import PRESETS
+from offload_trainer.model.pretrained import (
+    OpenedWeights,
+    match_weights,
+    opened_weights,
+    persistent_buffers,
+    pretrained_buffers,
+    pretrained_order,
+    pretrained_weights,
+)
+from offload_trainer.model.probes.packing import refuse_crossing
+from offload_trainer.model.tiled_mlp import tile
+from offload_trainer.model.tp_plan import splits
+from offload_trainer.model.ulysses import refuse_pieces
+from offload_trainer.plan.defaults import wants_checkpointing
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered.access_order import with_order
+from offload_trainer.safe_files import one_line
+from offload_trainer.storage.dtypes import DTYPES
+
+BUFFERS = "buffers.safetensors"  # beside a run's config.json
+_UNLIMITED = 2048  # tokens of a row, where a model says nothing
+_MOST_WEIGHTS = 10**13  # whose pages a plan counts in minutes
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built: where its shape and its weights come from."""
+
+    config: Any  # transformers.PreTrainedConfig
+    shape: ModelShape
+    section: ModelSection
+    seed: int
+    directory: Path | None  # holds the tokenizer, and the weights unless they are random
+    random: bool
+    tied: frozenset[str]
+
+    def build(
+        self,
+        *,
+        dtype: torch.dtype,
+        context: AbstractContextManager[Any] | None = None,
+        reentrant: bool = False,
+        offload: bool = False,
+        mlp_chunk: int = 0,
+    ) -> CausalLoss:
+        """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
+
+        `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`); `reentrant` is
+        torch's variant of checkpointing; `offload`: transformers keeps its inputs in host memory, on the stream that
+        computes; `mlp_chunk`: tokens that go through an MLP at a time, where not all. Parameters that stay fixed and
+        checkpointing are set; ties are in place.
+        """
+        if torch.cuda.is_available():
+            repeat_keys_where_needed()
+        with context or nullcontext(), no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(self.config),
+                dtype=dtype,
+                trust_remote_code=self.section.trust_remote_code,
+            )
+        model.tie_weights()
+        if hasattr(model.config, "rescale_every"):
+            model.config.rescale_every = 0  # RWKV divides its weights in place outside training, against fp16's range
+        if reentrant and wants_checkpointing(self.section, self.shape) and adds_router_loss(model):
+            raise UserError(
+                "the routers' loss (output_router_logits) gets no gradient through the reentrant checkpointing that "
+                "stock DeepSpeed needs for weights on NVMe: use --engine tiered"
+            )
+        trainable = {weight.name: weight.trainable for weight in self.shape.weights}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable[name])
+        if wants_checkpointing(self.section, self.shape):
+            # Without a GPU they are in host memory already.
+            checkpoint_blocks(model, reentrant=reentrant, offload=offload and torch.cuda.is_available())
+            if reentrant:
+                # That variant gives no gradients at all where its input needs none: with frozen embeddings.
+                model.enable_input_require_grads()
+        for name in self.shape.tiles if mlp_chunk else ():
+            tile(model.get_submodule(name), chunk=mlp_chunk)
+        return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """(name, tensor on the CPU) of every parameter, tied ones once; random ones are fp32."""
+        if self.random:
+            return initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)
+        assert self.directory is not None
+        return pretrained_weights(self.directory, self._meta())
+
+    def order(self) -> list[str]:
+        """Names as `weights` gives them, where those are read."""
+        assert self.directory is not None
+        return pretrained_order(self.directory, self._meta())
+
+    def opened(self) -> AbstractContextManager[OpenedWeights]:
+        """The same weights, where they are read, each as often as it is asked for."""
+        assert self.directory is not None
+        return opened_weights(self.directory, self._meta())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).
+
+        Those that are saved with the weights are as the files have them.
+        """
+        small = copy.deepcopy(self.config)
+        with no_init_weights(), parameters_without_memory():
+            model = AutoModelForCausalLM.from_config(small, trust_remote_code=self.section.trust_remote_code)
+        computed = dict(model.named_buffers())
+        if not self.random and self.directory is not None and persistent_buffers(model):
+            computed |= pretrained_buffers(self.directory, self._meta())
+        return computed
+
+    def _meta(self) -> PreTrainedModel:
+        return meta_model(self.config, trust_remote_code=self.section.trust_remote_code)
+
+
+def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool = False) -> None:
+    """Blocks keep their inputs only. transformers named the method anew after 5.17, and has `offload` from 5.17 on."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
+
+
+def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pieces: bool = False) -> ModelSource:
+    """Find the model that `section.name` means. Raises UserError when there is none, or keys do not exist.
+
+    `packed`: for rows of several documents, which are counted, and refused for models in which they would cross.
+    `pieces`: for rows of which each rank has a piece, refused for models that would compute something else.
+    """
+    directory = None if section.name in PRESETS else _directory(section)
+    config = _config(section, directory)
+    random = directory is None or section.scratch
+    if section.overrides and not random:
+        raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
+    _override(config, section.overrides)
+    refuse_endless(config.to_dict(), section.name)
+    try:
+        # None: transformers takes SDPA, or eager where a model does not have it.
+        config._attn_implementation = None if section.attention == "auto" else section.attention
+        model = meta_model(config, trust_remote_code=section.trust_remote_code)
+    except Exception as error:  # of transformers' constructors, which check little
+        hint = " (model.attention=auto?)" if section.attention == "sdpa" else ""
+        raise UserError(f"--model {section.name}: {one_line(error)}{hint}") from error
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if total > _MOST_WEIGHTS:
+        raise UserError(
+            f"--model {section.name}: its configuration makes {total:.2g} weights, and at most {_MOST_WEIGHTS:.0e} are "
+            "planned: correct its vocab_size or the width of its layers"
+        )
+    if packed:
+        refuse_crossing(model, trust_remote_code=section.trust_remote_code)
+    if pieces:
+        refuse_pieces(model, trust_remote_code=section.trust_remote_code)
+    if not random:
+        assert directory is not None
+        check_beside(directory)
+        match_weights(directory, model)
+    return ModelSource(
+        config=config,
+        shape=_shape(model, section, packed=packed),
+        section=section,
+        seed=seed,
+        directory=directory,
+        random=random,
+        tied=tied_names(model),
+    )
+
+
+def _directory(section: ModelSection) -> Path:
+    path = Path(section.name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise UserError(f"{path}: not a model directory: it has no config.json")
+        return path
+    if "/" not in section.name or section.name.startswith((".", "/", "~")):
+        near = difflib.get_close_matches(section.name, PRESETS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"--model {section.name}: neither a preset ({', '.join(PRESETS)}), nor a directory, "
+            f"nor a hub id such as openai-community/gpt2{hint}"
+        )
+    return _download(section.name, weights=not section.scratch)
+
+
+def _download(name: str, *, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        raise UserError(f"--model {name}: could not be downloaded{offline}: {one_line(error)}") from error
+
+
+def _config(section: ModelSection, directory: Path | None) -> Any:
+    if directory is None:
+        preset = dict(PRESETS[section.name])
+        return AutoConfig.for_model(preset.pop("model_type"), **preset)
+    read_model_config(directory)  # what transformers would wait for, or never finish, is refused first
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
+    except Exception as error:  # of transformers' classes, each with checks of its own or none
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{directory}: this model is Python code of its own, beside its config.json. Read it, and let it run "
+                "with model.trust_remote_code=true"
+            ) from error
+        raise UserError(f"{directory}: {one_line(error)}") from error
+
+
+def _override(config: Any, overrides: dict[str, Any]) -> None:
+    known = set(config.to_dict())
+    unknown = [key for key in overrides if key not in known]
+    if unknown:
+        hints = [(key, difflib.get_close_matches(key, known, n=1)) for key in unknown]
+        told = ", ".join(f"{key}" + (f" (did you mean {near[0]}?)" if near else "") for key, near in hints)
+        raise UserError(f"model.overrides: {type(config).__name__} has no {told}")
+    for key, value in overrides.items():
+        setattr(config, key, value)
+
+
+def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = False) -> ModelShape:
+    """Counts of a model on the meta device; its parameters are in the run's dtype, and frozen, afterwards."""
+    freeze, patterns = section.freeze, []
+    for text in freeze:
+        try:
+            patterns.append(re.compile(text))
+        except re.error as error:
+            raise UserError(f"model.freeze: {text!r} is not a regular expression: {error}") from error
+    names = [name for name, _ in model.named_parameters()]
+    idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
+    if idle:
+        raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
+    if section.checkpointing == "on" and not model.supports_gradient_checkpointing:
+        raise UserError(f"model.checkpointing=on: {type(model).__name__} has none in transformers; leave it auto")
+    blocks = block_names(model)
+    products = products_of(model)
+    spared, divided = spared_names(model), splits(model, blocks)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    weights = []
+    for name, parameter in model.named_parameters():
+        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        weights.append(
+            Weight(
+                name,
+                tuple(parameter.shape),
+                trainable=not any(pattern.search(name) for pattern in patterns),
+                unit=block or name.rpartition(".")[0],
+                block=block is not None,
+                uses=uses[id(parameter)],
+                spared=name in spared,
+                split=divided.get(name, ""),
+                products=products[name],
+            )
+        )
+    # With none, adapters will be trained beside them, and what those need of a pass is counted as a whole model's.
+    trained = {weight.name for weight in weights if weight.trainable} or set(names)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    counted = _activations(model, blocks, section, packed=packed)
+    whole = counted is None and not comes_apart(model)
+    if whole:
+        counted = _activations(model, blocks, section, packed=packed, whole_logits=True)
+    text = model.config.get_text_config()
+    shape = ModelShape(
+        weights=tuple(weights),
+        layers=getattr(text, "num_hidden_layers", None) or len(blocks),
+        hidden=getattr(text, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1],
+        vocabulary=text.vocab_size,
+        context=_context(text),
+        attention=attention_widths(model, blocks),
+        heads=_count(text, "num_attention_heads"),
+        key_heads=_count(text, "num_key_value_heads") or _count(text, "num_attention_heads"),
+        on_gpu=counted.on_gpu if counted else None,
+        on_cpu=counted.on_cpu if counted else None,
+        can_checkpoint=model.supports_gradient_checkpointing,
+        whole_logits=whole,
+        packed=packed,
+        notes=_notes(model, section, whole_logits=whole),
+    )
+    return with_order(shape, counted.order) if counted and counted.order else shape
+
+
+def _count(text: Any, name: str) -> int:
+    """A number of a configuration; 0 where it has none, or each block its own."""
+    found = 0 if getattr(text, "is_heterogeneous", False) else getattr(text, name, None)
+    return found if isinstance(found, int) else 0
+
+
+def _context(text: Any) -> int:
+    """Longest row. Some have no limit, or call it -1."""
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    return positions if positions > 0 else _UNLIMITED
+
+
+def _activations(
+    model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, packed: bool, whole_logits: bool = False
+) -> Counted | None:
+    """Counted, or None for a model that cannot run without values: its plan is an estimate."""
+    try:
+        dtype = DTYPES[section.dtype]
+        return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed)
+    except Exception:  # of an architecture's own code, which may do anything
+        return None
+
+
+def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
+    """What its plan has to say of it."""
+    notes, name, text = [], type(model).__name__, model.config.get_text_config()
+    attends = bool(getattr(of_layer(text, 0), "num_attention_heads", None))
+    if section.attention == "auto" and attends and text._attn_implementation == "eager":
+        notes.append(f"attention: eager, since {name} has no SDPA in transformers; its matrices are kept")
+    if section.checkpointing == "auto" and not model.supports_gradient_checkpointing:
+        notes.append(f"gradient checkpointing: off whatever its size, since {name} has none in transformers")
+    if whole_logits:
+        notes.append(
+            f"loss: with the logits of all tokens at once, since {name}'s head cannot be run on a chunk of hidden "
+            "states; model.loss_chunk changes nothing"
+        )
+    return tuple(notes)
+
+
+# As transformers' Trainer tells biases and norms; and the rates at which Mamba's state decays, as its authors do.
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
+
+
+def spared_names(model: PreTrainedModel) -> frozenset[str]:
+    """Parameters of more than one dimension that are biases or part of a norm, by their names and modules' classes."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))
+
+
+def block_names(model: PreTrainedModel) -> list[str]:
+    """The repeated blocks: the outermost modules that transformers says must not be split over devices."""
+    kinds = tuple(model._no_split_modules or ())
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
+
+
+def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
+    """Write config.json and generation_config.json that `from_pretrained` reads beside exported weights.
+
+    Of a pretrained model the latter is the directory's own, if it has one. Buffers that belong to the weights go along
+    in a file of their own, from which exports take them.
+    """
+    config = copy.deepcopy(source.config)
+    config.architectures = [type(source._meta()).__name__]
+    config.dtype = dtype
+    if source.random and end_of_text is not None:
+        config.bos_token_id = config.eos_token_id = end_of_text
+    config.save_pretrained(directory)
+    GenerationConfig.from_model_config(config).save_pretrained(directory)
+    if not source.random and source.directory is not None:
+        copy_beside(source.directory, directory)
+    kept = persistent_buffers(source._meta())
+    if kept:
+        held = source.buffers()
+        save_file({name: held[name].contiguous() for name in kept}, directory / BUFFERS)

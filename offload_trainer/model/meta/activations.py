@@ -1,0 +1,399 @@
+"""Counts what a model's forward and backward hold, for any architecture: the module itself runs on the meta device.
+
+    allocations and releases of tensors, in order, dropout and all  (model/meta/allocation_trace.py)
+    the same in rows or tokens twice as many                        -> how each grows
+    cut where blocks begin and where gradients come back            -> moments of each part
+    (plan/memory/activations.py)
+
+No tensor has memory there, so a count costs the dispatch: three passes of three blocks of each kind. Experts are
+counted as transformers groups them, one row for each token and expert chosen, whatever the routing.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from offload_trainer.model.loss import CausalLoss, cross_entropy
+from offload_trainer.model.meta.access_trace import Needed
+from offload_trainer.model.meta.activation_fit import ROWS, levels_of
+from offload_trainer.model.meta.allocation_trace import Gradient, Held, Kernels, Operations, TooLong
+from offload_trainer.model.meta.tile_stub import BACKWARD, FORWARD, Hollow
+from offload_trainer.plan.memory.activations import Activations, Growth, Part, pruned
+from offload_trainer.plan.shape import Order
+
+_NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attributes that tell alike blocks apart
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a model holds, and in which order its passes need its weights."""
+
+    on_gpu: Activations
+    on_cpu: Activations
+    order: Order | None  # None: blocks are not known
+
+
+class _Run:
+    """One pass of a body, or of a head, on the meta device."""
+
+    def __init__(
+        self,
+        loss: CausalLoss,
+        kernels: Kernels,
+        *,
+        operations: Operations,
+        packed: bool,
+        tiles: Sequence[nn.Module],
+        needed: Needed,
+    ) -> None:
+        self._loss, self._model, self._kernels, self.operations = loss, loss.model, kernels, operations
+        self._packed, self._hollow, self.needed = packed, Hollow(tiles), needed
+
+    @contextmanager
+    def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[Held]:
+        parameters = list(self._model.parameters())
+        there = iter([*parameters, *self._model.buffers(), *given])
+        held = Held(there, self.operations, packed=self._packed, reader=self.needed.given)
+        places = {id(block): place for place, block in enumerate(blocks)}
+        first: list[Any] = []  # the first block's input, which checkpointing keeps
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            number = sum(what == "block" for what, _, _ in held.marks)
+            if not first:
+                first.extend(tree_iter((args, kwargs)))
+                comes = next((v for v in first if isinstance(v, torch.Tensor) and v.requires_grad), None)
+                if comes is not None:
+                    comes.register_hook(lambda _: held.mark("gradient", -1))
+            held.mark("block", number)
+            held.called.append(places[id(module)])
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = next(value for value in tree_iter(output) if isinstance(value, torch.Tensor))
+            self.hidden = hidden.shape[-1]
+            number = sum(what == "after" for what, _, _ in held.marks)
+            held.mark("after", number)
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: held.mark("gradient", number))
+
+        def hand_over(parameter: nn.Parameter) -> None:
+            parameter.grad = None
+
+        with ExitStack() as hooks:
+            collecting = gc.isenabled()
+            gc.disable()
+            hooks.callback(gc.enable if collecting else gc.disable)
+            handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
+            handles += [block.register_forward_hook(after) for block in blocks]
+            handles += [p.register_post_accumulate_grad_hook(hand_over) for p in parameters if p.requires_grad]
+            for handle in handles:
+                hooks.callback(handle.remove)
+            with self._kernels, self.needed.noting(first=bool(blocks)), held:
+                yield held
+            first.clear()
+
+    @property
+    def all_trained(self) -> bool:
+        return all(parameter.requires_grad for parameter in self._model.parameters())
+
+    @property
+    def item_bytes(self) -> int:
+        return self._model.dtype.itemsize
+
+    def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> Held:
+        ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+        positions = [torch.zeros_like(ids)] if self._packed else []
+        with self._watched(blocks, ids, *positions) as held, self._hollow.marking(held):
+            output = self._loss.run(ids, *positions)
+            states = output.logits if self._loss.whole else output.last_hidden_state
+            self.kind, self.width = type(output), states.shape[-1]
+            if not self._loss.whole:
+                self.hidden = self.width
+            loss = Gradient.apply(states)
+            del output, states
+            held.mark("body")
+            loss.backward()
+        return held
+
+    def pieces(self, tokens: int) -> list[Held]:
+        """After `body`: of each call of a tiled part a piece of so many tokens. Of parts that are alike, one is run."""
+        known: dict[Any, Held] = {}
+        found = []
+        for module, whole in self._hollow.called:
+            shape = (*(1,) * (len(whole) - 2), tokens, whole[-1])
+            kind = _signature(module), shape
+            if kind not in known:
+                known[kind] = self._piece(module, shape)
+            found.append(known[kind])
+        return found
+
+    def _piece(self, module: nn.Module, shape: Sequence[int]) -> Held:
+        """Its forward without a graph, and once more with one, and the backward."""
+        x = torch.empty(shape, dtype=self._model.dtype, device="meta")
+        gradient = torch.empty_like(x)
+        with self._watched([], x, gradient) as held:
+            with torch.no_grad():
+                module(x)
+            held.mark("body")
+            piece = x.detach().requires_grad_()
+            weights = [weight for weight in module.parameters() if weight.requires_grad]
+            torch.autograd.grad(module(piece), [piece, *weights], gradient, allow_unused=True)
+        return held
+
+    def head(self, tokens: int) -> Held:
+        """After `body`."""
+        states = torch.empty(tokens, self.width, dtype=self._model.dtype, device="meta", requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
+        with self._watched([], states, targets) as held:
+            summed = (
+                cross_entropy(states.float(), targets)
+                if self._loss.whole
+                else self._loss.summed(self.kind, states, targets)
+            )
+            held.mark("body")
+            summed.backward()
+        return held
+
+
+_LENGTHS = 256, 16  # of its rows; the shorter one where an architecture takes tokens one by one
+_LONG = 65536  # tokens of a row, that what is kept is looked at for
+
+
+class _Cut:
+    """A pass's moments, part by part. `chain`: the kind of each block that ran."""
+
+    def __init__(
+        self, passes: Sequence[Held], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
+    ) -> None:
+        """`pieces`: one of each call of a tiled part."""
+        self._held, self._marks = levels_of(passes, length)
+        self._pieces = pieces
+        self._at = {(what, number): event for what, number, event in self._marks}
+        self._chain = chain
+
+    def counted(self, head: Part, *, blocks: Sequence[int], hidden: Growth) -> Activations:
+        return Activations(
+            before=self._start(0),
+            kinds=tuple(self._block(self._typical(kind)) for kind in range(max(self._chain) + 1)),
+            blocks=tuple(blocks),
+            hidden=hidden,
+            norm=self._norm(),
+            head=head,
+            embedding=self._moments(self._at.get(("gradient", -1), len(self._held)), len(self._held) - 1),
+        )
+
+    def whole(self) -> Part:
+        """All of it, with nothing before."""
+        body = self._at["body", 0]
+        return Part(self._held[body], self._moments(0, body), self._moments(body, len(self._held) - 1))
+
+    def _typical(self, kind: int) -> int:
+        """Of the blocks of this kind that ran, the last but one: others come before it and behind."""
+        return [number for number, other in enumerate(self._chain) if other == kind][-2:][0]
+
+    def _start(self, number: int) -> Growth:
+        """What is held where this block begins; behind the last one, what would be where one more began."""
+        if number < len(self._chain):
+            return self._held[self._at["block", number]]
+        typical = self._typical(self._chain[-1])
+        if typical == number - 1:
+            return self._held[self._at["after", typical]]
+        return self._start(number - 1) + self._start(typical + 1) - self._start(typical)
+
+    def _block(self, number: int) -> Part:
+        start = self._start(number)
+        return Part(
+            kept=self._start(number + 1) - start,
+            forward=self._moments(self._at["block", number], self._at["after", number], beyond=start),
+            backward=self._backward(self._at.get(("gradient", number)), beyond=start),
+        )
+
+    def _norm(self) -> Part:
+        start, body = self._start(len(self._chain)), self._at["body", 0]
+        return Part(
+            kept=self._held[body] - start,
+            forward=self._moments(self._at["after", len(self._chain) - 1], body, beyond=start),
+            backward=self._backward(body, beyond=start),
+        )
+
+    def _backward(self, start: int | None, *, beyond: Growth) -> tuple[Growth, ...]:
+        """Until the next gradient of hidden states; nothing where none comes, since nothing before is trained."""
+        if start is None:
+            return ()
+        later = (at for what, _, at in self._marks if what == "gradient" and at > start)
+        return self._moments(start, min(later, default=len(self._held) - 1), beyond=beyond)
+
+    def _moments(self, start: int, end: int, *, beyond: Growth | None = None) -> tuple[Growth, ...]:
+        base = beyond or Growth()
+        found = [held - base for held in self._held[start : end + 1]]
+        for what, number, at in self._marks:
+            if what in (FORWARD, BACKWARD) and start <= at <= end:
+                piece = self._pieces[number]
+                more = piece.forward if what == FORWARD else piece.backward
+                found += [self._held[at] - base + moment for moment in more]
+        return pruned(found)
+
+
+def count_activations(
+    model: PreTrainedModel,
+    blocks: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    whole_logits: bool = False,
+    packed: bool = False,
+    tiles: Sequence[str] = (),
+) -> Counted:
+    """What `model` (on the meta device, parameters as they train) holds on a GPU and on a CPU, run in `dtype`.
+
+    `packed`: in rows of several documents, with a mask between them. `tiles`: names of parts that run in pieces.
+    The model's parameters have that dtype afterwards.
+    Raises whatever a model does that cannot run without values.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.train()
+    needed = Needed(model, blocks)
+    blocks = blocks or _checkpointed(model)
+    loss = CausalLoss(model, chunk=1, whole=whole_logits)
+    kernels, operations = Kernels("gpu"), Operations()
+    parts = [model.get_submodule(name) for name in tiles]
+
+    def run(kernels: Kernels) -> _Run:
+        return _Run(loss, kernels, operations=operations, packed=packed, tiles=parts, needed=needed)
+
+    on_gpu, order = _count(model, blocks, lambda: run(kernels))
+    on_cpu = _count(model, blocks, lambda: run(Kernels("cpu")))[0] if kernels.differs else on_gpu
+    return Counted(on_gpu, on_cpu, order)
+
+
+def _checkpointed(model: PreTrainedModel) -> list[str]:
+    """What transformers checkpoints, in an architecture that does not name its blocks."""
+    return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _count(
+    model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]
+) -> tuple[Activations, Order | None]:
+    """With three or two blocks of each kind where the model runs so, else with all."""
+    modules = [model.get_submodule(name) for name in blocks]
+    kinds = _kinds(modules)
+    failed: Exception = ValueError("no blocks")
+    tried = (_last(kinds, 3), _last(kinds, 2), list(range(len(blocks))))
+    for ran in (ran for place, ran in enumerate(tried) if ran and ran not in tried[:place]):
+        for length in _LENGTHS:
+            run = begin()
+            run.operations.attempt()
+            try:
+                with _only(model, blocks, ran):
+                    found = _counted(run, [modules[n] for n in ran], kinds=kinds, ran=ran, length=length)
+                return found, run.needed.order(ran)
+            except TooLong as error:
+                failed = error
+            except Exception as error:  # of transformers' code, where blocks are found by their number
+                failed = error
+                break
+    raise failed
+
+
+def _last(kinds: Sequence[int], count: int) -> list[int]:
+    """Numbers of the last so many blocks of each kind."""
+    return sorted(n for kind in set(kinds) for n in [n for n, other in enumerate(kinds) if other == kind][-count:])
+
+
+def _counted(
+    run: _Run, modules: Sequence[nn.Module], *, kinds: Sequence[int], ran: Sequence[int], length: int
+) -> Activations:
+    sizes = [(ROWS, length), (2 * ROWS, length), (ROWS, 2 * length)]
+    bodies, heads, pieces = [], [], []
+    for rows, tokens in sizes:
+        bodies.append(run.body(modules, rows, tokens))
+        heads.append(run.head(rows * tokens))
+        pieces.append(run.pieces(rows * tokens))
+        run.operations.go_on()
+    kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
+    head = _Cut(heads, [], length=length).whole()
+    hidden = Growth(token=run.hidden * run.item_bytes)
+    parts = [_of_piece(_Cut(each, [], length=length).whole()) for each in zip(*pieces, strict=True)]
+    found = _Cut(bodies, chain, length=length, pieces=parts).counted(head, blocks=kinds, hidden=hidden)
+    least = hidden.at(1, _LONG) / 2 if run.all_trained else 0
+    if any(part.kept.at(1, _LONG) < least for part in found.kinds):
+        raise ValueError("what blocks keep does not grow as the lengths that were run say")
+    return found
+
+
+def _of_piece(counted: Part) -> Part:
+    """What grows with the tokens of a part that was run alone grows with those of a piece."""
+
+    def of_piece(moment: Growth) -> Growth:
+        if replace(moment, fixed=0.0, token=0.0) != Growth():
+            raise ValueError("what a piece holds does not grow with its tokens")
+        return Growth(fixed=moment.fixed, piece=moment.token)
+
+    forward, backward = (tuple(map(of_piece, moments)) for moments in (counted.forward, counted.backward))
+    return Part(Growth(), forward, backward)
+
+
+def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The kind of each block of the model that a text goes through, and of each call, numbered anew from 0.
+
+    A vision tower's are never called. Where some are called more than once every call is a kind of its own.
+    """
+    alive = {kinds[number] for number in order}
+    if sorted(order) == [number for number in ran if kinds[number] in alive]:
+        anew = {kind: place for place, kind in enumerate(sorted(alive))}
+        return [anew[kind] for kind in kinds if kind in alive], [anew[kinds[number]] for number in order]
+    if len(ran) < len(kinds):
+        raise ValueError("blocks are called more than once")
+    return list(range(len(order))), list(range(len(order)))
+
+
+def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
+    """A number for each block, the same for those that are alike in weights and settings."""
+    known: dict[Any, int] = {}
+    return [known.setdefault(_signature(block), len(known)) for block in blocks]
+
+
+def _signature(block: nn.Module) -> Any:
+    weights = tuple((name, p.shape, p.requires_grad) for name, p in block.named_parameters())
+    settings = tuple(
+        (name, key, value)
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and not _NUMBER.search(key)
+    )
+    return type(block), weights, settings
+
+
+@contextmanager
+def _only(model: PreTrainedModel, blocks: Sequence[str], numbers: Sequence[int]) -> Iterator[None]:
+    """The lists of blocks cut down to those with these numbers. ValueError where they are not in lists."""
+    if len(numbers) == len(blocks):
+        yield
+        return
+    wanted = {blocks[number] for number in numbers}
+    whole: list[tuple[nn.ModuleList, dict[str, Any], list[Any]]] = []
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
+        module = model.get_submodule(parent)
+        inside = [name for name in blocks if name.rpartition(".")[0] == parent]
+        if isinstance(module, nn.ModuleList) and len(module) == len(inside):
+            kept = [block for key, block in module._modules.items() if f"{parent}.{key}" in wanted]
+            whole.append((module, dict(module._modules), kept))
+        elif not wanted.issuperset(inside):
+            raise ValueError("blocks are not in lists of their own")
+    try:
+        for module, _, kept in whole:
+            module._modules = {str(place): block for place, block in enumerate(kept)}
+        yield
+    finally:
+        for module, held, _ in whole:
+            module._modules = held

@@ -1,0 +1,101 @@
+"""Define the interface of update kernels: one optimizer step on a page of state, on any device.
+
+    grad (16 bit) -> x scale -> exp_avg, exp_avg_sq, master (in place, as stored) -> out (16 bit)
+
+A page is a range of one unit. The kernels are torch's (`torch_adam.py`), adam.cpp (`native_adam.py`), and adam.cu for
+GPU memory (`cuda_adam.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from offload_trainer.optim.moments import Bits, Noise
+from offload_trainer.optim.rules import Hyper
+from offload_trainer.plan.tiered.state_formats import StateFormat
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements [start, end) of a unit or a page that share hyperparameters and step number."""
+
+    start: int
+    end: int
+    hyper: Hyper
+    step: int
+
+
+@dataclass(frozen=True)
+class PageNoise:
+    """The random bits of one page in one step, which are its unit's from element `first` on."""
+
+    noise: Noise
+    unit: int
+    first: int
+
+    def bits(self, field: str, start: int = 0) -> Bits:
+        """Return the random bits for `field` from the page's element `start` on."""
+        return self.noise.bits(field, self.unit, self.first + start)
+
+
+class Kernel(Protocol):
+    """A kernel that applies one step of an update rule (`rules.py`) to one page per call."""
+
+    name: str
+
+    def update_page(
+        self,
+        fields: Mapping[str, torch.Tensor],
+        grad: torch.Tensor,
+        out: torch.Tensor | None,
+        parts: Sequence[Stretch],
+        *,
+        format: StateFormat,
+        scale: float,
+        noise: PageNoise | None,
+    ) -> None:
+        """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
+
+        All tensors are 1-D, contiguous and on one device.
+
+        Args:
+            fields: the page's state by `format` (plan/tiered/state_formats.py), `n` elements each. master is fp32.
+            exp_avg and
+                exp_avg_sq are fp32, bf16 or uint8; uint8 comes with exp_avg_scales and exp_avg_sq_scales,
+                fp32[ceil(n / 256)]. Lion has no exp_avg_sq. With split masters there is no master, but remainder
+                int16[n] and ties int16[ceil(n / 256)] (`split_masters.py`).
+            grad: bf16, fp16 or fp32 [n]; not modified.
+            out: bf16, fp16 or fp32 [n], or None; receives the masters rounded to nearest even. With split masters it is
+                bf16 and holds the old weights on entry.
+            parts: ascending, disjoint ranges that start at multiples of 256 and end at one or at the page's end. Not a
+                bit outside them changes, neither in codes and scales nor in `out`. A part's `step` counts from 1, and
+                its rule is that of `format`. A page may have no parts.
+            format: storage format of the fields.
+            scale: factor on the gradient.
+            noise: random bits for moments that are rounded stochastically; None for fp32 moments.
+
+        For each element a kernel decodes the moments to fp32 (`moments.py`), applies the rule, and encodes the new
+        moments: bf16 with the bits of each field, 8-bit exp_avg to the nearest code, and 8-bit exp_avg_sq with its
+        bits. Each operation is rounded to fp32 separately, except those that are `fused` in adam.cpp, whose functions
+        `adam` and `lion` list the operations; `step_constants` in kernel_args.py computes the constants. An element
+        depends only on itself, and in 8 bits on the 256 elements of its scale. So the bits depend neither on page cuts
+        nor on the device. `TorchKernel` is the reference, and `kernels.matches_torch` compares. Subnormal numbers are
+        not flushed; infinities and NaN propagate, and any NaN equals any other.
+
+        On the CPU the page is updated on return. A kernel of a device may return once the work is queued in the current
+        stream, and must not keep references to its arguments. Calls do not overlap.
+        """
+        ...
+
+
+def within(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:
+    """Return the parts of `stretches` inside [start, end), relative to `start`."""
+    return [
+        replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start)
+        for part in stretches
+        if part.start < end and part.end > start
+    ]

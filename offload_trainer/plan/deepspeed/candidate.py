@@ -1,0 +1,230 @@
+"""One placement of stock DeepSpeed in a plan: what it takes, and how long.
+
+Derivations: P parameters, T trainable ones, e bytes a weight, W ranks, w of them on this node, which holds w / W of
+what is divided. Items are those of `memory.py`, traffic is what was counted
+(docs/benchmarks/placements-354m.md); docs/benchmarks/predictions.md holds both against measurements.
+A GPU's way to the host carries what its rank owns: the rest comes from the other ranks' GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload_trainer.config import DeepSpeedSection
+from offload_trainer.plan.deepspeed.memory import StockBytes
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes, drive_stretch, zero_sizes
+from offload_trainer.plan.deepspeed.zero_gathers import gathers
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory.common import Item
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, zero_bounds
+from offload_trainer.plan.parallel.modes import Flow, Mode, flows, link_seconds, weights_held
+from offload_trainer.plan.time.step_time import PHASES, UPDATE_START, Bound, Forecast, forecast, update_rate
+from offload_trainer.plan.time.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_count
+
+# By docs/benchmarks/step.md and predictions.md: seconds a parameter that its hooks add to a backward on the CPU, and
+# the speed of its step, of the fused kernel's.
+_HOOKS = 8e-9
+_SPEED = 0.47
+
+# Keys that steer its NVMe optimizer. 12 buffers are the fewest that work with both pipelines.
+TUNING_OF_DRIVES = (
+    ("deepspeed.pipeline_read=false deepspeed.pipeline_write=false", "deepspeed.optimizer_buffer_count=16"),
+    ("deepspeed.sub_group_size=20000000", "deepspeed.sub_group_size=100000000"),
+    ("deepspeed.aio_threads=1", "deepspeed.aio_threads=4", "deepspeed.aio_threads=8"),
+    ("deepspeed.aio_block_size=262144", "deepspeed.aio_block_size=8388608"),
+    ("deepspeed.aio_queue_depth=8", "deepspeed.aio_queue_depth=128"),
+)
+_TUNING = ("deepspeed.reduce_bucket_size=20000000", "deepspeed.reduce_bucket_size=200000000")
+
+
+def stock_update_rate(work: Workload, machine: MachineProfile) -> float | None:
+    """Parameters a second of DeepSpeedCPUAdam on a node; None where nothing was timed."""
+    rate, stock = update_rate(work, machine), machine.rates.update.get("deepspeed")
+    if rate is None:
+        return None
+    return stock.value if stock else rate * _SPEED
+
+
+@dataclass(frozen=True)
+class DeepSpeedCandidate:
+    """One placement, with sizes worked out for it."""
+
+    work: Workload
+    machine: MachineProfile
+    placement: Placement
+    section: DeepSpeedSection
+    moments: str  # bitsandbytes' on the GPU where they are 8-bit ones
+
+    @cached_property
+    def sizes(self) -> ZeroSizes:
+        work = self.work
+        return zero_sizes(work.shape, self.section, self.placement, world=work.world, item_bytes=work.item_bytes)
+
+    @property
+    def title(self) -> str:
+        if self.work.tensor > 1:
+            return f"DeepSpeed's AutoTP over {self.work.tensor}, ZeRO-1"
+        return f"DeepSpeed ZeRO-{self.placement.stage}"
+
+    @property
+    def homes(self) -> str:
+        return self.machine.in_words(str(self.placement))
+
+    @property
+    def uses_drives(self) -> bool:
+        return "nvme" in (self.placement.params, self.placement.optimizer)
+
+    @property
+    def cannot_save(self) -> str | None:
+        if self.placement.optimizer == "nvme":
+            return "stock DeepSpeed loses moments of an NVMe optimizer on resume, and cannot export its checkpoints"
+        if self.moments == "8bit":
+            return "the 8-bit moments live in DeepSpeed's flat buffers, which cannot be saved by weight"
+        return None
+
+    @property
+    def _drive(self) -> str | None:
+        return self.machine.drives[0].directory if self.machine.drives else None
+
+    def _of_node(self, count: int) -> int:
+        """What is divided over all ranks, as far as it lies on one node."""
+        return -(-count // self.work.nodes)
+
+    @property
+    def _mode(self) -> Mode:
+        return Mode(data=self.work.data, stage=self.placement.stage, tensor=self.work.tensor)
+
+    @cached_property
+    def _held(self) -> int:
+        """Weights of a rank where none are divided but by tensor parallel."""
+        return weights_held(self._mode, self.work.shape)
+
+    @property
+    def _held_trained(self) -> int:
+        return -(-self._held * self.work.shape.trainable // self.work.shape.parameters)
+
+    @property
+    def _trained(self) -> int:
+        """Whose state lies on one node."""
+        if self.work.tensor > 1:
+            return -(-self._held_trained * self.work.here // self.work.data)
+        return self._of_node(self.work.shape.trainable)
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def items(self) -> list[Item]:
+        """What stock DeepSpeed holds at its peak."""
+        return StockBytes(
+            work=self.work,
+            placement=self.placement,
+            sizes=self.sizes,
+            mode=self._mode,
+            held=self._held,
+            held_trained=self._held_trained,
+            trained=self._trained,
+            device=self.machine.device,
+            drive=self._drive or "nvme",
+        ).items()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def traffic(self) -> list[Traffic]:
+        """What a step moves: 16 bytes a parameter each way, since it swaps fp32 gradients with the state."""
+        work, e, micro, drive = self.work, self.work.item_bytes, self.work.accumulate, self._drive
+        trained, total = self._trained, self._of_node(work.shape.parameters)
+        own_trained, own = -(-trained // work.here), -(-work.shape.parameters // work.world)
+        micro_out = 1 if self.placement.stage == 1 else micro
+        found = []
+        if self.placement.optimizer != "gpu":
+            found.append(Traffic("device", "backward", 0, e * own_trained * micro_out))
+            found.append(Traffic("device", "update", e * own_trained, 0))
+        if self.placement.optimizer == "nvme" and drive:
+            found.append(Traffic(drive, "update", 16 * trained, 16 * trained))
+        if self.placement.params != "gpu":
+            found += [Traffic("device", phase, e * own * micro, 0) for phase in ("forward", "backward")]
+        if self.placement.params == "nvme" and drive:
+            found += [Traffic(drive, phase, e * total * micro, 0) for phase in ("forward", "backward")]
+            found.append(Traffic(drive, "update", 0, e * total))
+        return found
+
+    def links(self) -> tuple[Traffic, ...]:
+        return tuple(_as_traffic(self._flows, here=self.work.here))
+
+    @cached_property
+    def _flows(self) -> list[Flow]:
+        gathered = None
+        if self.placement.stage == 3 and self.work.world > 1:
+            gathered = gathers(self.work.shape, self.sizes, checkpointing=self.work.checkpointing)
+        return list(flows(self._mode, self.work, held=self._held, trained=self._held_trained, gathered=gathered))
+
+    def bounds(self) -> list[Bound]:
+        """AdamW alone, on the CPU or on the device, and the collectives."""
+        hidden = _as_traffic([one for one in self._flows if one.hides != "nothing"], here=self.work.here)
+        return [*self._update(), *zero_bounds(list(hidden), self.machine)]  # the rest comes on top
+
+    def _update(self) -> list[Bound]:
+        if self.machine.gpu is not None and self.placement.optimizer == "gpu":
+            return [Bound("update", 0.0, "AdamW on the GPU", "adamw")]
+        count, rate = self._trained, stock_update_rate(self.work, self.machine)
+        seconds = None if rate is None else count / rate + UPDATE_START
+        return [Bound("update", seconds, f"AdamW on {format_count(count)} parameters", "adamw")]
+
+    def stretch(self) -> float:
+        return drive_stretch(self.work.shape, self.section, self.sizes)
+
+    def on_top(self) -> Mapping[str, float]:
+        if self.machine.gpu is None:
+            return {"backward": _HOOKS * self.work.shape.trainable}
+        waits = dict.fromkeys(PHASES, 0.0) | self._head_again()
+        for one in self._flows:
+            if one.hides == "nothing":
+                waits[one.phase] += link_seconds(one, self.machine, here=self.work.here) or 0.0
+        return waits
+
+    def _head_again(self) -> dict[str, float]:
+        """Seconds that tensor ranks compute what is outside the blocks, each of them all of it."""
+        if self.work.tensor == 1:
+            return {}
+        found = forecast(self.work, self.machine, (), (), engine="deepspeed").seconds
+        head, blocks = self.work.shape.head_flops(), self.work.shape.block_flops(seq_len=self.work.seq_len)
+        times = (self.work.tensor - 1) * head / (blocks + head)
+        return {phase: times * (found[phase] or 0.0) for phase in ("forward", "backward")}
+
+    def settled(self, found: Forecast) -> tuple[ZeroSizes, Forecast]:
+        return self.sizes, found
+
+    def notes(self) -> list[str]:
+        notes = ["what a CPU's heap keeps of what DeepSpeed frees is seen, not worked out (predictions.md)"]
+        if self.work.checkpoints == 0:
+            notes.append(
+                "no checkpoints (--save-every 0): a run that is killed starts again; weights are exported at the end"
+            )
+        if self.work.tensor > 1:
+            notes.append(
+                f"parallel.tensor={self.work.tensor}: {self.work.data} rank(s) have rows of their own; what AutoTP "
+                "holds of activations was measured on a CPU only"
+            )
+        if self.work.keepers > 1:
+            notes.append(
+                f"parallel.partition_activations: each rank keeps 1 / {self.work.keepers} of a block's input, and "
+                "gathers it when the block is computed again"
+            )
+        return notes
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == "nvme" else ())]
+
+
+def _as_traffic(moved: Sequence[Flow], *, here: int) -> Iterator[Traffic]:
+    """Bytes through each GPU, and through each node's network, of each phase."""
+    found: dict[tuple[str, str], float] = {}
+    for one in moved:
+        for place, size in ((GPUS, one.bytes), (NETWORK, one.network(here))):
+            if size:
+                found[place, one.phase] = found.get((place, one.phase), 0.0) + size
+    for (place, phase), size in found.items():
+        yield Traffic(place, phase, round(size), round(size))

@@ -1,0 +1,149 @@
+"""Stock DeepSpeed in a plan: what it can be asked for, and where it may put things (`candidate.py`: what that
+takes, and how long).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from offload_trainer.config import DeepSpeedSection, PlacementSection
+from offload_trainer.errors import UserError
+from offload_trainer.plan.deepspeed.candidate import DeepSpeedCandidate
+from offload_trainer.plan.deepspeed.zero_buffers import Placement
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.parallel.modes import Mode, refusal
+from offload_trainer.plan.workload import Workload
+
+# From the fastest to the roomiest.
+_PLACEMENTS = (
+    Placement("gpu", "gpu"),
+    Placement("gpu", "cpu"),
+    Placement("cpu", "cpu"),
+    Placement("gpu", "nvme"),
+    Placement("cpu", "nvme"),
+    Placement("nvme", "nvme"),
+)
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """What is wished for. `moments`: bitsandbytes' on the GPU where they are 8-bit ones. `tensor`: AutoTP's ranks."""
+
+    place: PlacementSection
+    section: DeepSpeedSection
+    moments: str
+    tensor: int = 1
+
+    name = "deepspeed"
+
+    def mistakes(self) -> list[str]:
+        """Of the configuration, one sentence each."""
+        place, mistakes = self.place, []
+        if len(place.nvme) > 1:
+            mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
+        if self.moments == "8bit" and place.optimizer in ("cpu", "nvme"):
+            mistakes.append(
+                f"optim.states=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' 8-bit "
+                "AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
+            )
+        if place.params == "nvme" and self.section.prefetch_bucket_size not in ("auto", 0):
+            # Seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
+            mistakes.append(
+                "deepspeed.prefetch_bucket_size with --params nvme: DeepSpeed's prefetch from NVMe fails in the second "
+                "step (`already assigned swap buffer`); leave it at auto, which is 0 there"
+            )
+        if self.tensor > 1 and (place.params not in ("auto", "gpu") or place.optimizer == "nvme"):
+            mistakes.append(
+                f"parallel.tensor={self.tensor} divides the weights over GPUs, with the state there or in RAM: use "
+                "--params gpu, and --optimizer gpu or cpu"
+            )
+        away = place.params not in ("auto", "gpu") or place.optimizer == "nvme"
+        if self.tensor == 1 and self.section.zero_stage in (1, 2) and away:
+            mistakes.append(
+                f"deepspeed.zero_stage={self.section.zero_stage} has whole weights on each GPU, and its state there or "
+                "in RAM: use --params gpu, and --optimizer gpu or cpu"
+            )
+        if self.tensor > 1 and self.section.zero_stage not in ("auto", 1):
+            mistakes.append(f"parallel.tensor={self.tensor} goes with ZeRO-1: leave deepspeed.zero_stage out")
+        if self.tensor > 1 and self.moments == "8bit":
+            mistakes.append(f"parallel.tensor={self.tensor} with optim.states=8bit was never tried: use fp32")
+        return mistakes
+
+    def packages(self) -> list[tuple[str, str]]:
+        """(wish, package) of what is not part of every installation."""
+        eight = [("optim.states=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
+        return [("--engine deepspeed", "deepspeed"), *eight]
+
+    def refuse(self, work: Workload, machine: MachineProfile) -> None:
+        """UserError for what only the machine makes impossible."""
+        if machine.gpu is None and work.dtype == "fp16":
+            raise UserError(
+                "--dtype fp16 without a GPU: DeepSpeed's CPU accelerator has no fp16; use --dtype bf16, or --engine "
+                "tiered"
+            )
+        if self._sums_need_ram(work) and (self.place.optimizer == "gpu" or self.moments == "8bit"):
+            wish = "deepspeed.zero_stage=1" if self.tensor == 1 else f"parallel.tensor={self.tensor}"
+            raise UserError(
+                f"{wish} --optimizer gpu with sums in fp32 of several bf16 micro-batches: DeepSpeed takes another "
+                "optimizer there, which was never tried; use --optimizer cpu, --accumulate 1, or "
+                "optim.accumulate_dtype=model"
+            )
+        if self.tensor > 1:
+            self._refuse_dividing(work)
+
+    @property
+    def _zero(self) -> int | None:
+        """The stage that is asked for."""
+        if self.tensor > 1:
+            return 1
+        return None if self.section.zero_stage == "auto" else self.section.zero_stage
+
+    def _refuse_dividing(self, work: Workload) -> None:
+        """UserError where the ranks or the model cannot be divided so."""
+        wish = f"parallel.tensor={self.tensor}"
+        if work.partition and not work.checkpointing:
+            raise UserError(
+                "parallel.partition_activations=true divides what gradient checkpointing keeps, which is off for a "
+                "model of this size: use model.checkpointing=on"
+            )
+        if work.world % self.tensor:
+            raise UserError(f"{wish} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")
+        if not any(weight.split for weight in work.shape.weights):
+            raise UserError(
+                f"{wish}: transformers has no rule for this architecture that divides each matrix of its blocks by "
+                "rows or columns alone; use 1"
+            )
+        if reason := refusal(Mode(tensor=self.tensor), work.shape, rows=1, seq_len=work.seq_len):
+            raise UserError(f"{wish}: {reason}")
+
+    def _sums_need_ram(self, work: Workload) -> bool:
+        """ZeRO-1 in bf16 with fp32 sums is another class in DeepSpeed, unless its state is in RAM."""
+        return self._zero == 1 and work.dtype == "bf16" and work.accumulate > 1 and work.sums == "fp32"
+
+    def candidates(self, work: Workload, machine: MachineProfile) -> list[DeepSpeedCandidate]:
+        """From the fastest to the roomiest."""
+        found = self._placements(machine)
+        if self._zero is not None:
+            found = [replace(one, zero=self._zero) for one in found if self._zero == 3 or one.stage == 2]
+        if not found or self._sums_need_ram(work):
+            found = [Placement("gpu", "cpu", zero=self._zero)]
+        return [DeepSpeedCandidate(work, machine, placement, self.section, self.moments) for placement in found]
+
+    def _placements(self, machine: MachineProfile) -> list[Placement]:
+        params, optimizer = self.place.params, self.place.optimizer
+        if self.moments == "8bit":
+            optimizer = "gpu"
+        if params != "auto" and optimizer != "auto":
+            return [Placement(params, optimizer)]
+        found = [
+            one
+            for one in _PLACEMENTS
+            if params in ("auto", one.params)
+            and optimizer in ("auto", one.optimizer)
+            and (self.place.nvme or "nvme" not in (one.params, one.optimizer))
+            # Without a GPU "gpu" is host memory: an optimizer there would be DeepSpeed's slower path to the same place.
+            and (machine.gpu is not None or one.optimizer != "gpu" or optimizer == "gpu")
+        ]
+        # A wish for one home that none of them has (weights off the GPU, optimizer on it): take it at its word.
+        fallback = Placement("gpu" if params == "auto" else params, "cpu" if optimizer == "auto" else optimizer)
+        return found or [fallback]

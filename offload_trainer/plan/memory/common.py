@@ -1,0 +1,142 @@
+"""Bytes that every engine needs, item by item, with the reason for each. Pure arithmetic.
+
+docs/benchmarks/predictions.md holds them against measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory.activations import in_pieces, peak_of
+from offload_trainer.plan.parallel.modes import Mode, kept_elements
+from offload_trainer.plan.shape import estimated
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+CUDA_CONTEXT = 500_000_000  # what the driver takes of a GPU for a process; a machine's free bytes include it
+# Of each GPU what no plan fills: cuBLAS's workspaces, kernels that are loaded when they are first launched, rounding.
+_RESERVE, _LEAST_RESERVE = 0.01, 500_000_000
+ALLOCATOR = 0.05  # of what comes and goes on a GPU: holes that fit nothing, sizes rounded up; assumed, not measured
+PROCESS = 400_000_000  # interpreter, torch, transformers and their libraries (380 MB), and what the allocator keeps
+LIBRARIES = 105_000_000  # of those the pages of files, which processes of one machine share: there once
+PRODUCTS = 32_000_000  # what oneDNN and the allocator keep once products of all shapes ran (20 MB AVX2, 40 AMX)
+CUDA_PROCESS = 1_600_000_000  # more where a GPU computes: CUDA's libraries in host memory; estimated, not measured
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes on one tier, and what they are."""
+
+    tier: str  # "gpu", "ram" or a directory
+    name: str
+    bytes: int
+    why: str
+
+
+def gpu_reserve(machine: MachineProfile) -> int:
+    """Return the bytes of each GPU that stay free, the larger of a share and a number of bytes."""
+    return max(_LEAST_RESERVE, int(_RESERVE * machine.gpu_bytes)) if machine.gpu is not None else 0
+
+
+def reserve_items(machine: MachineProfile, *, here: int) -> list[Item]:
+    """Return what stays free of the GPUs of a machine's `here` ranks."""
+    if machine.gpu is None:
+        return []
+    why = f"{_RESERVE:.0%} of each GPU, at least {format_bytes(_LEAST_RESERVE)}: workspaces, kernels loaded late"
+    return [Item("gpu", "reserve", gpu_reserve(machine) * here, why)]
+
+
+def cuda_process(device: str) -> int:
+    """What a process takes of RAM beside the usual where `device` computes."""
+    return CUDA_PROCESS if device == "gpu" else 0
+
+
+def process_items(
+    device: str, *, here: int = 1, own: int = PROCESS, what: str = "torch and transformers"
+) -> list[Item]:
+    """Of `here` processes of a machine, each with `own` bytes where it is alone."""
+    each = own - LIBRARIES + cuda_process(device)
+    return [
+        Item("ram", "process", each * here, f"interpreter, {what}, in each process"),
+        Item("ram", "libraries", LIBRARIES, "code of torch and the others, which all processes share"),
+    ]
+
+
+def activation_items(
+    work: Workload, *, device: str, kept: Sequence[Item] = (), gradients: bool = False, waiting: int = 0
+) -> list[Item]:
+    """What a micro-batch holds at its largest moment (`plan/memory/activations.py`), and what the device's libraries
+    take.
+
+    `device`: the tier that computes, "gpu", or "ram" on a CPU. `kept`: the blocks' inputs, where they have homes of
+    their own. `gradients`: whether those of weights are counted there, where they do not stay; `waiting`: as `peak_of`
+    has it.
+    """
+    shape, rows, world = work.shape, work.micro_batch, work.here
+    whole, tiled = (shape.on_gpu, shape.tiled_on_gpu) if device == "gpu" else (shape.on_cpu, shape.tiled_on_cpu)
+    counted = tiled if work.mlp_chunk else whole
+    offloaded = bool(kept) or bool(work.inputs_away and device == "gpu")
+    of_rank = counted or estimated(shape, work.item_bytes)
+    if work.sequence > 1:
+        more = work.item_bytes * kept_elements(Mode(sequence=work.sequence), shape)
+        of_rank = in_pieces(of_rank, ranks=work.sequence, more=more)
+    peak = peak_of(
+        of_rank,
+        rows=rows,
+        length=work.length,
+        chunk=work.loss_chunk,
+        checkpointing=work.checkpointing,
+        inputs_here=not offloaded,
+        keepers=work.keepers,
+        gradients=gradients,
+        waiting=waiting,
+        piece=work.mlp_chunk,
+    )
+    how = peak.when if counted else f"{peak.when}; an estimate, this architecture could not be counted"
+    items = list(kept)
+    if offloaded:
+        inputs = -(-shape.layers * rows * work.length * shape.hidden * work.item_bytes // work.keepers)
+        if not kept:
+            items.append(Item("ram", "block inputs", inputs * world, "kept by gradient checkpointing"))
+        items.append(Item(device, "activations", peak.bytes * world, f"at their largest, {how}"))
+    else:
+        name = "block inputs" if work.checkpointing else "activations kept"
+        parts = f"; of each input 1 / {work.keepers} on each rank" if work.keepers > 1 else ""
+        items.append(Item(device, name, peak.kept * world, f"of the blocks, until their backward{parts}"))
+        items.append(Item(device, "activations", peak.rest * world, f"all others, at their largest, {how}"))
+    if device == "gpu":
+        items.append(Item(device, "CUDA context", CUDA_CONTEXT * world, "the driver's, in each process"))
+        why = f"{ALLOCATOR:.0%} of the activations, for what the allocator cannot use of its memory; assumed"
+        items.append(Item(device, "allocator", int(ALLOCATOR * peak.bytes) * world, why))
+    else:
+        items.append(
+            Item(
+                device,
+                "matmul kernels",
+                PRODUCTS * world,
+                "compiled code and buffers for matrix products, in each process",
+            )
+        )
+    return items
+
+
+def saved_items(work: Workload, *, output: str) -> list[Item]:
+    """Checkpoints on the output's drive: one more than are kept, since the old goes after the new is whole.
+
+    Where none are made the weights are exported at the end.
+    """
+    if work.checkpoints is None:
+        return []
+    if work.checkpoints == 0:
+        return [Item(output, "export", 4 * work.shape.parameters, "the weights in fp32, at the end")]
+    size, keep = checkpoint_bytes(work), work.checkpoints
+    why = f"{keep} kept and the one being written, {format_bytes(size)} each: masters and moments"
+    return [Item(output, "checkpoints", (keep + 1) * size, why)]
+
+
+def checkpoint_bytes(work: Workload) -> int:
+    """Bytes of one checkpoint's tensors: masters and moments as they are stored, frozen weights in the run's dtype."""
+    frozen = work.shape.parameters - work.shape.trainable
+    return int(work.state.bytes_each * work.shape.trainable) + work.item_bytes * frozen

@@ -1,0 +1,262 @@
+"""What each way to divide a step takes: memory of a GPU and of a node, bytes by link, seconds. Pure arithmetic.
+
+Stock ZeRO's words: weights, gradients and activations on the GPU, masters and moments (12 bytes a parameter) there or
+in RAM, where their fp32 gradients are too. `modes.py` has the bytes between ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from offload_trainer.config import DeepSpeedSection
+from offload_trainer.plan.deepspeed.candidate import stock_update_rate
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
+from offload_trainer.plan.deepspeed.zero_gathers import Gathers, gathers
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.memory.activations import peak_of
+from offload_trainer.plan.memory.common import ALLOCATOR, CUDA_CONTEXT, gpu_reserve, process_items
+from offload_trainer.plan.parallel.modes import Flow, Mode, divided, flows, link_seconds, weights_held
+from offload_trainer.plan.shape import estimated
+from offload_trainer.plan.time.step_time import forecast
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_bytes
+
+_STATE = 12  # bytes a parameter: fp32 master, first and second moment
+_BUCKET = 50_000_000  # elements, as `zero_sizes` has them
+_MOST_ROWS = 64  # in a micro-batch
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One mode at one micro-batch. Bytes of a step, each way; of a GPU but for `network`, which is a node's."""
+
+    mode: Mode
+    home: Literal["gpu", "cpu"]  # of masters and moments
+    micro_batch: int
+    accumulate: int
+    flows: tuple[Flow, ...]
+    offload: tuple[int, int]  # into the GPU, out of it
+    memory: dict[str, int]  # bytes on a GPU
+    ram: int  # bytes of a node
+    gpu_room: int
+    ram_room: int
+    here: int
+    own_links: bool  # whether GPUs have links of their own
+    seconds: dict[str, float] | None  # of each phase; None where something was not timed
+
+    @property
+    def step(self) -> float | None:
+        return None if self.seconds is None else sum(self.seconds.values())
+
+    @property
+    def gpu(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def between(self) -> float:
+        """Bytes through a GPU's own links."""
+        return self._sent if self.own_links else 0.0
+
+    @property
+    def pcie(self) -> float:
+        """Bytes on a GPU's way to the host, the larger way: of GPUs without links all that they send each other too."""
+        return max(self.offload) + (0.0 if self.own_links or self.here == 1 else self._sent)
+
+    @property
+    def _sent(self) -> float:
+        return sum(one.bytes / (2 if one.one_way else 1) for one in self.flows)
+
+    @property
+    def network(self) -> float:
+        return sum(one.network(self.here) / (2 if one.one_way else 1) for one in self.flows)
+
+    @property
+    def collectives(self) -> int:
+        return sum(one.count for one in self.flows)
+
+    @property
+    def lacks(self) -> str:
+        """What does not fit; nothing where all does."""
+        found = []
+        if self.gpu > self.gpu_room:
+            found.append(f"needs {format_bytes(self.gpu)} on each GPU, which has {format_bytes(self.gpu_room)}")
+        if self.ram > self.ram_room:
+            found.append(f"needs {format_bytes(self.ram)} of RAM, and the machine has {format_bytes(self.ram_room)}")
+        return "; ".join(found)
+
+
+# -- what one takes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Rates of a step, whatever the mode; None where nothing was timed."""
+
+    forward: float | None  # seconds of the products of all tokens, divided over all ranks
+    backward: float | None
+    gpu_update: float  # parameters a second on one GPU; 0: no time is counted
+    cpu_update: float | None  # parameters a second of a node
+    head: float  # share of the products that are outside the blocks
+    gathered: Gathers  # ZeRO-3's in a micro-batch
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of the rank that has most, whether ZeRO divides them or not."""
+
+    all: int
+    trained: float
+
+
+def stock_rates(work: Workload, machine: MachineProfile) -> Stock:
+    """For the tokens of `work`."""
+    products = forecast(work, machine, (), (), engine="deepspeed").seconds
+    blocks, head = work.shape.block_flops(seq_len=work.seq_len), work.shape.head_flops()
+    on_gpu = machine.rates.update.get("cuda")
+    divided_weights = Placement("gpu", "gpu", zero=3)
+    sizes = zero_sizes(work.shape, DeepSpeedSection(), divided_weights, world=work.world, item_bytes=work.item_bytes)
+    return Stock(
+        forward=products["forward"],
+        backward=products["backward"],
+        gpu_update=on_gpu.value if on_gpu else 0.0,
+        cpu_update=stock_update_rate(work, machine),
+        head=head / (blocks + head),
+        gathered=gathers(work.shape, sizes, checkpointing=work.checkpointing),
+    )
+
+
+def priced(mode: Mode, work: Workload, machine: MachineProfile, stock: Stock) -> Priced:
+    """A mode at its fastest that fits: of the sizes of a micro-batch, with the state on the GPU or in RAM.
+
+    Where nothing fits, the one that lacks least. `refusal` has said that the step's rows can be divided.
+    """
+    rows, held = work.tokens // work.seq_len // mode.data, weights_held(mode, work.shape)
+    of_rank = Held(held, held * work.shape.trainable / work.shape.parameters)
+    sizes = [size for size in range(1, min(rows, _MOST_ROWS) + 1) if rows % size == 0]
+    found = [
+        _one(mode, replace(work, micro_batch=size, accumulate=rows // size), machine, stock, home=home, held=of_rank)
+        for home in (("gpu", "cpu") if machine.gpu is not None else ("gpu",))
+        for size in sizes
+    ]
+    fits = [one for one in found if not one.lacks]
+    if not fits:
+        return min(found, key=lambda one: (max(0, one.gpu - one.gpu_room) + max(0, one.ram - one.ram_room), one.gpu))
+    return min(fits, key=lambda one: (one.step if one.step is not None else 0.0, one.accumulate))
+
+
+def _one(
+    mode: Mode, work: Workload, machine: MachineProfile, stock: Stock, *, home: Literal["gpu", "cpu"], held: Held
+) -> Priced:
+    """`work`: micro-batches of each of the data-parallel ranks, on all nodes as it says."""
+    share, times = held.trained / mode.alike, work.accumulate if mode.stage > 1 else 1
+    own = round(work.item_bytes * share)
+    offload = (own, times * own) if home == "cpu" else (0, 0)
+    memory = _memory(mode, work, held, state=home == "gpu", device=machine.device)
+    if machine.gpu is not None:
+        memory["reserve"] = gpu_reserve(machine)
+    process = sum(item.bytes for item in process_items(machine.device, here=work.here))
+    ram = process + (round((_STATE + 4) * share) * work.here if home == "cpu" else 0)
+    room = machine.gpu_bytes if machine.gpu is not None else machine.ram_bytes // work.here
+    known = Priced(
+        mode=mode,
+        home=home,
+        micro_batch=work.micro_batch,
+        accumulate=work.accumulate,
+        flows=tuple(flows(mode, work, held=held.all, trained=held.trained, gathered=stock.gathered)),
+        offload=offload,
+        memory=memory,
+        ram=ram,
+        gpu_room=room,
+        ram_room=machine.ram_bytes,
+        here=work.here,
+        own_links=machine.links.between_gpus is not None,
+        seconds=None,
+    )
+    return replace(known, seconds=_seconds(known, work, machine, stock, share=share))
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _memory(mode: Mode, work: Workload, held: Held, *, state: bool, device: str) -> dict[str, int]:
+    """Bytes on the GPU that needs most, by what they are. `state`: whether masters and moments are there."""
+    e, shape = work.item_bytes, work.shape
+    sums = 4 if work.accumulate > 1 and work.sums == "fp32" else e
+    found = {"weights": e * held.all, "gradients": round(sums * held.trained)}
+    if mode.stage == 3 and mode.alike > 1:
+        block = max(shape.largest, (shape.parameters - shape.largest) // shape.layers)
+        found["weights"] = -(-e * held.all // mode.alike) + 2 * e * block
+    if mode.stage > 1:
+        found["gradients"] = -(-found["gradients"] // mode.alike)
+    if mode.alike > 1:
+        found["gradient buckets"] = 2 * e * min(_BUCKET, round(held.trained))
+    if state:
+        found["masters and moments"] = round(_STATE * held.trained / mode.alike)
+    counted = (shape.on_gpu if device == "gpu" else shape.on_cpu) or estimated(shape, e)
+    peak = peak_of(
+        divided(counted, mode),
+        rows=work.micro_batch,
+        length=work.seq_len,
+        chunk=work.loss_chunk,
+        checkpointing=work.checkpointing,
+        keepers=mode.tensor if work.partition else 1,
+    )
+    waiting = min(mode.pipeline, work.accumulate)  # micro-batches whose backward has not come to the first stage
+    found["activations"] = peak.kept * waiting + peak.rest
+    if device == "gpu":
+        found["CUDA's own"] = CUDA_CONTEXT + int(ALLOCATOR * found["activations"])
+    return found
+
+
+# -- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def _seconds(
+    one: Priced, work: Workload, machine: MachineProfile, stock: Stock, *, share: float
+) -> dict[str, float] | None:
+    """Of each phase; None where a rate that it needs is not known."""
+    mode = one.mode
+    whole = 1 + (mode.tensor - 1) * stock.head  # each rank of a tensor group computes all of the head
+    idle = (work.accumulate + mode.pipeline - 1) / work.accumulate
+    found = {}
+    for phase, computing in (("forward", stock.forward), ("backward", stock.backward)):
+        if computing is None:
+            return None
+        moved = _moved(one, machine, phase=phase, computing=(own := computing * whole * idle), micro=work.accumulate)
+        if moved is None:
+            return None
+        found[phase] = max(own, moved[0]) + moved[1]
+    on_gpu = one.home == "gpu" and machine.gpu is not None
+    rate = stock.gpu_update if on_gpu else stock.cpu_update
+    moved = _moved(one, machine, phase="update", computing=0.0, micro=work.accumulate)
+    if rate is None or moved is None:
+        return None
+    count = share if on_gpu else share * work.here
+    found["update"] = max(count / rate if rate else 0.0, moved[0]) + moved[1]
+    return found
+
+
+def _moved(
+    one: Priced, machine: MachineProfile, *, phase: str, computing: float, micro: int
+) -> tuple[float, float] | None:
+    """Seconds that hide behind the phase's products, and those that come on top; None where a link is not known."""
+    hidden = on_top = 0.0
+    for flow in one.flows:
+        if flow.phase != phase:
+            continue
+        took = link_seconds(flow, machine, here=one.here)
+        if took is None:
+            return None
+        if flow.hides == "all":
+            hidden += took
+        else:
+            on_top += max(0.0, took - (computing / micro if flow.hides == "last" else 0.0))
+    into, out = one.offload
+    size = {"backward": out, "update": into}.get(phase, 0)
+    if size:
+        rate = machine.rates.from_device if phase == "backward" else machine.rates.to_device
+        if rate is None:
+            return None
+        hidden += size / rate.value
+    return hidden, on_top

@@ -1,0 +1,406 @@
+"""Our engine in a plan: what it can be asked for, where it may put things, what that takes and how long.
+
+Candidates go from the fastest to the roomiest: everything on the GPU, where that is left open; then weights on the
+device, in RAM, on drives, and gradients too. Each has as much of the optimizer state on the GPU as fits, then in RAM,
+unless that is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from offload_trainer.config import PlacementSection, TieredSection
+from offload_trainer.errors import UserError
+from offload_trainer.plan.config_conflicts import mistakes_of_shares
+from offload_trainer.plan.deepspeed.zero_buffers import Placement, Tier
+from offload_trainer.plan.machine import MachineProfile, update_key
+from offload_trainer.plan.memory.common import Item
+from offload_trainer.plan.parallel.comm_cost import Exchange, exchange_of, hidden_waits, waits
+from offload_trainer.plan.tiered.layout import Homes, Unit
+from offload_trainer.plan.tiered.memory import tiered_items
+from offload_trainer.plan.tiered.sequence_parallel import not_in_pieces, sequence_links, sequence_note, sequence_waits
+from offload_trainer.plan.tiered.spec import GradientHome, Layouts, TierSizes, tier_sizes
+from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
+from offload_trainer.plan.tiered.state_split import shares_in_words, shares_that_fit
+from offload_trainer.plan.tiered.submodule_units import not_in_parts, note_of_parts
+from offload_trainer.plan.tiered.traffic import bytes_of_additions, taken_by_parts, tiered_traffic
+from offload_trainer.plan.tiered.weight_transfer import Take, Taken, bounds_by_parts, describe_take
+from offload_trainer.plan.time.overlap import (
+    ahead_of,
+    hidden_seconds,
+    left_after,
+    parts_left,
+    parts_of,
+    share_on_drives,
+    share_that_is_last,
+)
+from offload_trainer.plan.time.step_time import PHASES, UPDATE_START, Bound, Forecast, in_turn, update_rate
+from offload_trainer.plan.time.traffic import Traffic
+from offload_trainer.plan.workload import Workload
+from offload_trainer.units import format_count, format_seconds
+
+WORTH = 0.05  # of a step, that another way of the update must gain to be chosen; forecasts are not that exact
+
+
+@dataclass(frozen=True)
+class Tiered:
+    """What is wished for."""
+
+    place: PlacementSection
+    section: TieredSection
+    inputs: object  # model.offload_activations
+    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # of other plans of the same model
+
+    name = "tiered"
+
+    def mistakes(self) -> list[str]:
+        """Of the configuration, one sentence each."""
+        place = self.place
+        mistakes = self._not_with_ranks(place.gpus)
+        if place.gradients == "nvme" and not place.nvme:
+            mistakes.append("placement.gradients=nvme needs a drive: add --nvme DIR")
+        if self.inputs == "nvme" and not place.nvme:
+            mistakes.append("model.offload_activations=nvme needs a drive: add --nvme DIR")
+        mistakes += mistakes_of_shares(place)
+        speeds = self.section.drive_speeds
+        if speeds and len(speeds) != len(place.nvme):
+            mistakes.append(f"tiered.drive_speeds has {len(speeds)} numbers for {len(place.nvme)} --nvme")
+        return mistakes
+
+    def _not_with_ranks(self, world: int) -> list[str]:
+        """What several ranks do not carry out, one sentence each."""
+        place = self.place
+        if world == 1:
+            return []
+        wishes = {
+            "--optimizer gpu": (place.optimizer == "gpu", "the state is in RAM and on drives"),
+            "--gpu-fraction": (place.gpu_fraction not in ("auto", 0), "the state is in RAM and on drives"),
+            "placement.gradients=gpu": (place.gradients == "gpu", "sums are in RAM and on drives"),
+        }
+        return [
+            f"{wish} with {world} ranks and --engine tiered: {why}; leave it out"
+            for wish, (wanted, why) in wishes.items()
+            if wanted
+        ]
+
+    def packages(self) -> list[tuple[str, str]]:
+        """(wish, package) of what is not part of every installation."""
+        return [("tiered.io=async_io", "deepspeed")] if self.section.io == "async_io" else []
+
+    def refuse(self, work: Workload, machine: MachineProfile) -> None:
+        """UserError for what only the machine, or the launcher's number of ranks, makes impossible."""
+        if impossible := self.impossible(work):
+            raise UserError("; ".join(impossible))
+        on_gpu = self.place.gpu_fraction not in ("auto", 0) or self.place.optimizer == "gpu"
+        if on_gpu and machine.no_state_on_gpu:
+            raise UserError(f"no optimizer state can live on this GPU: {machine.no_state_on_gpu}; use --gpu-fraction 0")
+
+    def impossible(self, work: Workload) -> list[str]:
+        """What such a step does not carry out, one sentence each."""
+        return [
+            *self._not_with_ranks(work.world),
+            *self._not_remainders(work),
+            *self._not_in_a_session(work),
+            *not_in_pieces(work),
+            *not_in_parts(work, self.section.fetch),
+        ]
+
+    def _not_in_a_session(self, work: Workload) -> list[str]:
+        """What somebody else's loop does not allow; it keeps nothing in a run directory."""
+        if work.checkpoints is not None:
+            return []
+        wishes = {
+            "tiered.overlap=full": (
+                self.section.overlap == "full",
+                "a session knows rates and factor of a step only once its backward is through",
+            ),
+            "tiered.masters=remainder": (
+                self.section.masters == "remainder",
+                "a session's masters are in fp32, since its weights are in others' hands",
+            ),
+        }
+        return [f"{wish}: {why}; leave it out" for wish, (wanted, why) in wishes.items() if wanted]
+
+    def _not_remainders(self, work: Workload) -> list[str]:
+        """Where a master's weight is not bf16, or not at hand as it was when its page is read: one sentence at most."""
+        if self.section.masters != "remainder":
+            return []
+        reasons = {
+            f"--dtype {work.dtype}: a remainder is what rounding to bf16 takes away": work.dtype != "bf16",
+            f"{work.world} ranks: each has masters in fp32": work.world > 1,
+            "tiered.places=2: weights have one place": self.section.places == 2,
+            "tiered.overlap=full: a step that is clipped needs its old weights again": self.section.overlap == "full",
+        }
+        wrong = [reason for reason, here in reasons.items() if here]
+        return [f"tiered.masters=remainder with {'; with '.join(wrong)}; leave it out"] if wrong else []
+
+    def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
+        if work.world > 1 and self.place.gpu_fraction == "auto":
+            return replace(self, place=self.place.model_copy(update={"gpu_fraction": 0.0})).candidates(work, machine)
+        layouts = self.layouts if self.layouts is not None else Layouts(work.shape)
+        found: list[TieredCandidate] = []
+        for placement, gradients in self._homes(work, machine):
+            sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
+            asked = (self.section.take, self.section.overlap == "auto")
+            one = TieredCandidate(work, machine, placement, sizes, layouts, *asked)
+            if placement.optimizer != "gpu":
+                one = self._with_shares(one)
+            if one.sizes.gpu_fraction == 1:
+                everything = replace(one.sizes, gradients="gpu")
+                one = replace(one, placement=replace(placement, optimizer="gpu"), sizes=everything)
+            if one not in found:  # all on the GPU comes twice where it fits
+                found.append(one)
+        return found
+
+    def _with_shares(self, one: TieredCandidate) -> TieredCandidate:
+        tried: dict[TierSizes, TieredCandidate] = {}
+
+        def sized(sizes: TierSizes) -> TieredCandidate:
+            return tried.setdefault(sizes, replace(one, sizes=sizes))
+
+        def needs(sizes: TierSizes) -> dict[str, int]:
+            items = sized(sizes).items()
+            return {tier: sum(item.bytes for item in items if item.tier == tier) for tier in ("gpu", "ram")}
+
+        trained = sum(unit.trained for unit in one.units) // one.work.nodes
+        return sized(shares_that_fit(self.place, one.sizes, one.machine, trained=trained, needs=needs))
+
+    def _homes(self, work: Workload, machine: MachineProfile) -> list[tuple[Placement, GradientHome]]:
+        """Homes of weights and gradients, from the fastest to the roomiest.
+
+        Sums of several micro-batches are best kept where they are added, on the GPU.
+        """
+        place = self.place
+        params: list[Tier] = ["gpu", "nvme"]  # without a GPU the device's memory is RAM already
+        if place.params != "auto":
+            params = [place.params]
+        elif machine.gpu is not None:
+            params = ["gpu", "cpu", "nvme"]
+        open_shares = (place.optimizer, place.gpu_fraction, place.ram_fraction) == ("auto",) * 3
+        found: list[tuple[Placement, GradientHome]] = []
+        if machine.gpu is not None and not machine.no_state_on_gpu and params[0] == "gpu" and open_shares:
+            found.append((Placement("gpu", "gpu"), "gpu"))
+        for home in params:
+            placement = Placement(home, "cpu" if place.optimizer == "auto" else place.optimizer)
+            homes: list[GradientHome] = ["cpu", "nvme"] if home == "nvme" else ["cpu"]
+            if machine.gpu is not None and work.accumulate > 1 and work.world == 1:
+                homes.insert(0, "gpu")
+            found += [(placement, one) for one in ([place.gradients] if place.gradients != "auto" else homes)]
+        return [one for one in found if place.nvme or "nvme" not in (one[0].params, one[1])]
+
+
+@dataclass(frozen=True)
+class TieredCandidate:
+    """Homes and sizes, and everything that follows from them."""
+
+    work: Workload
+    machine: MachineProfile
+    placement: Placement
+    sizes: TierSizes
+    layouts: Layouts = field(compare=False, repr=False)
+    take: Take = "auto"  # how weights in RAM were asked to come to several devices
+    may_overlap: bool = False  # the update may run behind the next forward, where that is worth it
+
+    title, cannot_save = "tiered engine", None
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.layouts.units
+
+    @cached_property
+    def _laid_out(self) -> Homes:
+        return self.layouts.homes(self.placement, self.sizes)
+
+    @property
+    def homes(self) -> str:
+        sizes, on_gpu, in_ram = self.sizes, self.sizes.gpu_fraction, self.sizes.ram_fraction
+        shown = sizes.gradients != "cpu" and on_gpu < 1
+        gradients = f", gradients {sizes.gradients}" if shown else ""
+        if self.machine.gpu is None:
+            on_gpu, in_ram = 0.0, on_gpu + in_ram  # the device's memory is RAM
+        state = shares_in_words({"gpu": on_gpu, "RAM": in_ram, "nvme": round(1 - on_gpu - in_ram, 9)})
+        inputs = f", block inputs {self.work.inputs_away}" if self.work.inputs_away else ""
+        return self.machine.in_words(f"params {self.placement.params}, optimizer {state}{gradients}{inputs}")
+
+    @property
+    def uses_drives(self) -> bool:
+        stored = round(1 - self.sizes.gpu_fraction - self.sizes.ram_fraction, 9) > 0
+        return stored or "nvme" in (self.placement.params, self.sizes.gradients, self.work.inputs_away)
+
+    @property
+    def _drives(self) -> list[str]:
+        return [drive.directory for drive in self.machine.drives]
+
+    def items(self) -> list[Item]:
+        return list(self._items)
+
+    @cached_property
+    def _items(self) -> list[Item]:
+        return tiered_items(
+            self.work,
+            self.units,
+            self._laid_out,
+            self.sizes,
+            device=self.machine.device,
+            drives=self._drives,
+        )
+
+    def traffic(self) -> list[Traffic]:
+        return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, drives=self._drives)
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        ordered = self.machine.gpu is not None
+        return exchange_of(self.work, self.units, self._laid_out, ordered=ordered, by_parts=self._by_parts)
+
+    @cached_property
+    def _by_parts(self) -> dict[str, Taken]:
+        return taken_by_parts(self.work, self.units, self._laid_out, self.sizes)
+
+    def links(self) -> tuple[Traffic, ...]:
+        return *self._exchange.links, *sequence_links(self.work)
+
+    @property
+    def _waits(self) -> list[Bound]:
+        return [*waits(self._exchange, self.work, self.machine), *sequence_waits(self.work, self.machine)]
+
+    def bounds(self) -> list[Bound]:
+        """AdamW alone, on the GPU's share and on what is left to the CPU, and the adding of gradients in RAM.
+
+        What ranks wait for comes on top of these, and stands here where it is not known.
+        """
+        memory, added = self.machine.rates.memory, bytes_of_additions(self.work, self.units, self._laid_out)
+        bounds = [*self._updates(), *hidden_waits(self._exchange, self.work, self.machine)]
+        bounds += bounds_by_parts(self._by_parts, self.machine, ranks=self.work.here)
+        bounds += [wait for wait in self._waits if wait.seconds is None]
+        if self.placement.params != "gpu" and self.sizes.unit_buffers == 1:
+            bounds += in_turn(self.work, self.machine, self.traffic())
+        if self.work.world == 1 and self.machine.gpu is not None and memory is not None and added:
+            # Where the CPU computes it takes turns with that, as it was seen to.
+            bounds.append(Bound("backward", added / memory.value, "adding gradients in RAM", "memory"))
+        return bounds
+
+    def _updates(self) -> list[Bound]:
+        """Kernels were timed with 16-bit gradients, by AdamW: Lion, which moves fewer bytes, is taken to be as fast."""
+        work, rates, bounds = self.work, self.machine.rates.update, []
+        on_gpu = self.sizes.gpu_fraction if self.machine.gpu is not None else 0.0
+        trained = work.shape.trainable / work.nodes
+        inside, outside = round(on_gpu * trained), round((1 - on_gpu) * trained)
+        moved, title = 2 * work.state.bytes_each + 2, work.state.rule.title  # of memory, beside the gradient
+        longer = (moved + work.gradient_bytes) / (moved + 2)
+        if inside:
+            whole = 2 * StateFormat(ADAMW, FP32).bytes_each + 4
+            timed, wide = rates.get(update_key("cuda", work.state.moments.name)), rates.get("cuda")
+            rate = timed.value if timed else wide.value * whole / (moved + 2) if wide else None
+            seconds = inside / rate * longer if rate else None
+            what = f"{title} on {format_count(inside)} parameters on the GPU"
+            bounds.append(Bound("update", seconds, what, "adamw_gpu"))
+        if outside:
+            speed = update_rate(work, self.machine)
+            seconds = outside / speed * longer + UPDATE_START if speed else None
+            bounds.append(Bound("update", seconds, f"{title} on {format_count(outside)} parameters", "adamw"))
+        return bounds
+
+    def settled(self, found: Forecast) -> tuple[TierSizes, Forecast]:
+        if not (self.sizes.overlap or self.may_overlap):
+            return self.sizes, found
+        behind = self.behind(found)
+        gains = self._costs_nothing if found.step is None else behind.hidden >= WORTH * found.step
+        if not self.sizes.overlap and not gains:
+            return self.sizes, replace(found, could_hide=behind.hidden)
+        if self.sizes.ahead:
+            return self.sizes, self._ahead(found, behind.hidden)
+        return replace(self.sizes, overlap=True), behind
+
+    @property
+    def _costs_nothing(self) -> bool:
+        """Whether an update behind the next forward is taken where no seconds are known.
+
+        It changes no bit and needs no more room. Drives would otherwise wait for the forward, and a CPU that computes
+        the model has to have a core for each rank's update besides.
+        """
+        return self.uses_drives and (self.machine.gpu is not None or self.machine.cores > self.work.here)
+
+    def behind(self, found: Forecast) -> Forecast:
+        """Of the same in line, with the update behind the next forward."""
+        micro, gpu = self.work.accumulate, self.machine.gpu is not None
+        hidden = hidden_seconds(found, parts_of(self.units), micro_batches=micro, gpu=gpu)
+        return replace(found, behind=True, hidden=hidden)
+
+    def _ahead(self, found: Forecast, hidden: float) -> Forecast:
+        """With an update that begins behind the backward; `hidden`: seconds of one that does not."""
+        micro, gpu = self.work.accumulate, self.machine.gpu is not None
+        pages = self._laid_out.pages
+        share, last = share_on_drives(pages), share_that_is_last(self.units, pages)
+        ahead = ahead_of(found, self.units, on_drives=share, last=last, micro_batches=micro, gpu=gpu)
+        left = left_after(found, ahead, on_drives=share)
+        early = (found.seconds["update"] or 0.0) - (left.seconds["update"] or 0.0)
+        parts = parts_left(found, left, self.units, last=last)
+        whole = hidden_seconds(left, parts, micro_batches=micro, gpu=gpu)
+        whole += max(0.0, early - (ahead.done - ahead.hidden))
+        return replace(found, behind=True, ahead=True, hidden=whole, if_clipped=max(0.0, whole - hidden))
+
+    def stretch(self) -> float:
+        return 1.0
+
+    def on_top(self) -> Mapping[str, float]:
+        waited = dict.fromkeys(PHASES, 0.0)
+        for wait in self._waits:
+            waited[wait.phase] += wait.seconds or 0.0
+        return waited
+
+    def notes(self) -> list[str]:
+        reason = self.machine.no_state_on_gpu
+        notes = [f"no optimizer state can live on this GPU: {reason}"] if reason else []
+        if self.work.world > 1:
+            nodes = f"{self.work.nodes} nodes" if self.work.nodes > 1 else "one node"
+            notes.append(f"{self.work.world} ranks on {nodes}: state, sums and weights in RAM are there once a node")
+            if self.work.nodes > 1:
+                notes.append(
+                    "RAM and drives are counted of one node: each keeps the state of its own ranks, and all weights"
+                )
+        notes += [*note_of_parts(self.units), *([sequence_note(self.work)] if self.work.sequence > 1 else [])]
+        notes += self._note_of_take()
+        for phase in PHASES:
+            held_up = [wait for wait in self._waits if wait.phase == phase and wait.seconds is not None]
+            parts = [f"{format_seconds(wait.seconds or 0.0)} for {wait.what}" for wait in held_up]
+            if parts:
+                notes.append(f"in the {phase}, on top of what it waits for else, ranks wait {', '.join(parts)}")
+        return notes
+
+    def _note_of_take(self) -> list[str]:
+        """How weights in RAM come to the devices of a node, or why they do not as was asked."""
+        ranks, largest = self.work.here, max(unit.elements for unit in self.units)
+        if self.placement.params == "cpu" and ranks > 1 and (self.machine.gpu is not None or self.sizes.by_parts):
+            size, by_parts = self.work.item_bytes, self.sizes.by_parts
+            return [describe_take(self.take, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts)]
+        if self.take != "auto":
+            return [f"tiered.take={self.take} says nothing here: one rank a node, or weights that do not live in RAM"]
+        return []
+
+    def tunable(self) -> list[tuple[str, ...]]:
+        groups: list[tuple[str, ...]] = []
+        if self.uses_drives:
+            groups.append(("tiered.io_threads=2", "tiered.io_threads=8", *self._backends()))
+            groups.append(("tiered.page_size=2097152", "tiered.page_size=8388608"))
+            groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
+            if self._fewer_bytes:
+                groups.append(("tiered.masters=remainder",))
+        if self.placement.params != "gpu":
+            groups.append(("tiered.unit_buffers=2", "tiered.unit_buffers=4"))
+        return groups
+
+    @property
+    def _fewer_bytes(self) -> bool:
+        """Whether drives would move less with masters as remainders; with weights on drives these are read as well."""
+        sizes, work = self.sizes, self.work
+        can = work.dtype == "bf16" and work.world == 1 and sizes.places == 1 and not sizes.remainders
+        return can and sizes.gpu_fraction + sizes.ram_fraction < 1 and self.placement.params != "nvme"
+
+    def _backends(self) -> list[str]:
+        """DeepSpeed's kernel, where `bench` found it faster on a drive than threads."""
+        other = "tiered.io=async_io"
+        rated = [drive.rates for drive in self.machine.drives if drive.rates is not None]
+        return [other] if any(r.tried.get(other, 0.0) > r.tried.get(r.words, 0.0) for r in rated) else []

@@ -1,0 +1,354 @@
+"""Lay out a model for the tiered engine: units, the pages of their optimizer state, and the tier of each page.
+
+    ModelShape ──units_of──> Unit ... (what is fetched at a time)  ──pages_of──> Page ... (what is updated at a time)
+
+A unit is one of the model's repeated blocks, a part of one (`plan/tiered/submodule_units.py`), or a module outside the
+blocks. Its weights are concatenated, trainable ones first and matrices before vectors, so an element of the optimizer
+state has the same offset in its unit as its weight. A page is a range of one unit's trainable part. Every transfer
+starts and ends at a multiple of 4096 elements, which is a multiple of a drive's sector for every element size. With
+several ranks, each rank updates one range of every unit. The plan counts with these functions, and the engine allocates
+with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offload_trainer.plan.shape import ModelShape, Weight
+
+ALIGN = 4096  # elements
+BLOCK_8BIT = 256  # elements that share a scale (Dettmers et al. 2022, 8-bit optimizers via block-wise quantization)
+_WEIGHT_ALIGN = BLOCK_8BIT  # elements; each scale then belongs to one weight, and matrix products read aligned rows
+SMALL = 1 << 20  # elements; a unit outside the blocks that is smaller than this stays on the device
+
+RAM, DEVICE, ELSEWHERE = -1, -2, -3  # tiers; drives are 0, 1, ...; ELSEWHERE marks the pages of another node
+
+
+def aligned(elements: int, to: int = ALIGN) -> int:
+    """Return `elements` rounded up to a multiple of `to`."""
+    return -(-elements // to) * to
+
+
+@dataclass(frozen=True)
+class Place:
+    """A weight and its offset in its unit, in elements."""
+
+    weight: Weight
+    start: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are fetched together. Counts are elements."""
+
+    index: int
+    name: str
+    block: bool  # one of the model's repeated blocks, or a part of one
+    places: tuple[Place, ...]
+    trained: int  # the trainable weights occupy [0, trained); a multiple of ALIGN
+    elements: int  # trainable and frozen weights; a multiple of ALIGN
+    within: str = ""  # name of the block that contains the unit, or is the unit
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether the unit is one of several parts of a block and is fetched separately."""
+        return self.block and self.name != self.within
+
+    @property
+    def small(self) -> bool:
+        """Return whether the unit is too small to be worth moving, so that its weights stay on the device.
+
+        The remainder of a divided block (norms, vectors) counts as small.
+        """
+        return not self.block and (self.within != "" or self.elements <= SMALL)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Elements [start, start + elements) of a unit's trainable part, and the tier of their optimizer state."""
+
+    unit: int
+    start: int
+    elements: int
+    home: int = RAM
+
+
+def units_of(shape: ModelShape) -> tuple[Unit, ...]:
+    """Return the model's units, in the order of their first weight."""
+    held: dict[str, list[Weight]] = {}
+    for weight in shape.weights:
+        held.setdefault(weight.part or weight.unit, []).append(weight)
+    return tuple(_unit(index, name, weights) for index, (name, weights) in enumerate(held.items()))
+
+
+def _unit(index: int, name: str, weights: Sequence[Weight]) -> Unit:
+    places: list[Place] = []
+    end = trained = 0
+    for weight in sorted(weights, key=lambda weight: (not weight.trainable, not weight.decays)):
+        if not weight.trainable:
+            end = max(end, aligned(trained))
+        places.append(Place(weight, end))
+        end = aligned(end + weight.numel, _WEIGHT_ALIGN)
+        if weight.trainable:
+            trained = end
+    return Unit(
+        index=index,
+        name=name,
+        block=weights[0].block and weights[0].part != weights[0].unit,
+        places=tuple(places),
+        trained=aligned(trained),
+        elements=aligned(end),
+        within=weights[0].unit if weights[0].block else "",
+    )
+
+
+def stretch_of(unit: Unit, rank: int, *, ranks: int) -> tuple[int, int]:
+    """Return the range [first, end) of a unit's trainable part that `rank` updates, in elements and aligned.
+
+    The ranges of all ranks in order cover the unit. They differ by at most ALIGN, so a small unit leaves some ranks
+    without elements.
+    """
+    return part_of(unit.trained, rank, ranks=ranks)
+
+
+def part_of(elements: int, rank: int, *, ranks: int) -> tuple[int, int]:
+    """Return the range [first, end) of `elements`, a multiple of ALIGN, that belongs to `rank`; see `stretch_of`."""
+    pieces = elements // ALIGN
+    return pieces * rank // ranks * ALIGN, pieces * (rank + 1) // ranks * ALIGN
+
+
+def begin_in(place: Place, unit: Unit, rank: int, *, ranks: int) -> int:
+    """Return the element of a weight at which the part of `rank` and of the ranks after it begins."""
+    return min(max(0, stretch_of(unit, rank, ranks=ranks)[0] - place.start), place.weight.numel)
+
+
+def largest_stretch(units: Sequence[Unit], *, ranks: int) -> int:
+    """Return the largest number of elements of one unit that a single rank updates."""
+    return max((-(-unit.trained // ALIGN // ranks) * ALIGN for unit in units), default=0)
+
+
+def rank_of(unit: Unit, element: int, *, ranks: int) -> int:
+    """Return the rank that updates an element of the unit."""
+    return -(-(element // ALIGN + 1) * ranks // (unit.trained // ALIGN)) - 1
+
+
+def pages_of(
+    units: Sequence[Unit],
+    *,
+    page: int,
+    ram_fraction: float,
+    speeds: Sequence[float],
+    gpu_fraction: float = 0.0,
+    ranks: int = 1,
+    ahead: bool = False,
+) -> tuple[Page, ...]:
+    """Cut each rank's ranges into pages, assign them to tiers by the given shares, and return them in element order.
+
+    With `ahead`, pages on drives are updated during the backward. RAM then takes the pages whose gradients are computed
+    last. Ranks with ranges of equal length get the same pages relative to the start of each range, so the assignment is
+    computed once for them.
+    """
+    last = next((unit.index for unit in units if unit.block), 0) if ahead else 0
+    alike: dict[tuple[int, ...], tuple[Page, ...]] = {}
+    found: list[Page] = []
+    for rank in range(ranks):
+        stretches = [stretch_of(unit, rank, ranks=ranks) for unit in units]
+        lengths = tuple(end - first for first, end in stretches)
+        if lengths not in alike:
+            alike[lengths] = _pages_of_rank(
+                [piece for unit, length in zip(units, lengths, strict=True) for piece in _cut(unit, length, page=page)],
+                ram_fraction=ram_fraction,
+                speeds=speeds,
+                gpu_fraction=gpu_fraction,
+                last=last,
+            )
+        found += _from(alike[lengths], {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)})
+    return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
+
+
+def _from(pages: Sequence[Page], begins: Mapping[int, int]) -> Sequence[Page]:
+    """Return `pages`, whose starts are relative to a rank's range, with starts relative to their unit."""
+    if not any(begins.values()):
+        return pages
+    return [Page(one.unit, begins[one.unit] + one.start, one.elements, one.home) for one in pages]
+
+
+def _pages_of_rank(
+    bare: list[Page], *, ram_fraction: float, speeds: Sequence[float], gpu_fraction: float, last: int
+) -> tuple[Page, ...]:
+    """Assign a tier to each page: shares of all elements go to the device and to RAM, the rest to the drives.
+
+    The device holds the first units. All of them are whole except the last one, so that their gradients can stay there
+    and the next forward finds its first weights updated in place. RAM holds the first `last` units until its share is
+    used up. After that RAM and the drives alternate, so that updating pages in RAM hides the drives' transfers. Both
+    shares are exact to ALIGN elements, rounded up; a page is cut where a share ends. `speeds` has one number per drive.
+    It may be empty if the two shares sum to 1.
+    """
+    total = sum(piece.elements for piece in bare)
+    on_device = min(total, aligned(int(-(-total * gpu_fraction // 1))))
+    left = total - on_device
+    divided = round(1 - gpu_fraction - ram_fraction, 9) > 0
+    in_ram = min(left, aligned(int(-(-total * ram_fraction // 1)))) if divided else left
+    pages, bare = _first(bare, on_device, home=DEVICE)
+    assert in_ram == left or speeds, "state outside memory needs a drive"
+    whole = min(in_ram, sum(piece.elements for piece in bare if piece.unit < last))
+    inside, bare = _first(bare, whole, home=RAM)
+    left, in_ram = left - whole, in_ram - whole
+    if in_ram == left:
+        return (*pages, *inside, *_first(bare, left, home=RAM)[0])
+    drives = sum(speeds)
+    wanted = {RAM: in_ram / left}
+    wanted |= {drive: (1 - wanted[RAM]) * speed / drives for drive, speed in enumerate(speeds)}
+    held = dict.fromkeys(wanted, 0)
+    done = 0
+    others: list[Page] = []
+    for piece in bare:
+        done += piece.elements
+        home = max(wanted, key=lambda home: wanted[home] * done - held[home])
+        held[home] += piece.elements
+        others.append(Page(piece.unit, piece.start, piece.elements, home))
+    return (*pages, *inside, *_settle(others, in_ram - held[RAM], drives=len(speeds)))
+
+
+def _first(pages: Sequence[Page], elements: int, *, home: int) -> tuple[list[Page], list[Page]]:
+    """Return the first `elements` of the pages, assigned to `home`, and the remaining pages."""
+    inside: list[Page] = []
+    for place, page in enumerate(pages):
+        if page.elements > elements:
+            if not elements:
+                return inside, list(pages[place:])
+            inside.append(Page(page.unit, page.start, elements, home))
+            rest = replace(page, start=page.start + elements, elements=page.elements - elements)
+            return inside, [rest, *pages[place + 1 :]]
+        inside.append(Page(page.unit, page.start, page.elements, home))
+        elements -= page.elements
+    return inside, []
+
+
+def _cut(unit: Unit, elements: int, *, page: int) -> list[Page]:
+    """Cut the first `elements` of a unit into pages of nearly equal size, none larger than `page`."""
+    if not elements:
+        return []
+    size = aligned(-(-elements // -(-elements // page)))
+    return [Page(unit.index, start, min(size, elements - start)) for start in range(0, elements, size)]
+
+
+def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
+    """Move `missing` elements into RAM (out of RAM if negative), beginning with the last pages."""
+    settled = []
+    for page in reversed(pages):
+        movable = page.elements if (page.home == RAM) == (missing < 0) else 0
+        moved = min(abs(missing), movable)
+        target = RAM if missing > 0 else page.unit % max(1, drives)
+        missing += moved if missing < 0 else -moved
+        if moved == page.elements:
+            settled.append(replace(page, home=target))
+        elif moved:
+            kept = page.elements - moved
+            settled.append(Page(page.unit, page.start + kept, moved, target))
+            settled.append(replace(page, elements=kept))
+        else:
+            settled.append(page)
+    return settled[::-1]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """A group of pages of one rank with the same size and the same tiers of state, weights and gradients."""
+
+    count: int
+    number: int  # index of the group's first page
+    page: Page  # the group's first page
+    rank: int
+    weights: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The tier of each page of optimizer state, and of each unit's weights and gradients."""
+
+    pages: tuple[Page, ...]
+    weights: tuple[int, ...]
+    gradients: tuple[int, ...]
+    owners: tuple[int, ...] = ()  # the rank that updates each page; empty with one rank
+
+    def of_rank(self, number: int, rank: int) -> bool:
+        """Return whether `rank` updates page `number`."""
+        return not self.owners or self.owners[number] == rank
+
+    @cached_property
+    def alike(self) -> tuple[Alike, ...]:
+        """Return all pages in groups, in the order of each group's first page. A plan may count millions of pages."""
+        owners = self.owners or (0,) * len(self.pages)
+        kinds = [
+            (rank, self.weights[page.unit], self.gradients[page.unit], page.home, page.elements)
+            for page, rank in zip(self.pages, owners, strict=True)
+        ]
+        first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
+        return tuple(
+            Alike(count, first[kind], self.pages[first[kind]], *kind[:3]) for kind, count in Counter(kinds).items()
+        )
+
+
+def homes_of(
+    units: Sequence[Unit],
+    pages: Sequence[Page],
+    *,
+    params: str,
+    gradients: str,
+    speeds: Sequence[float],
+    ranks: int = 1,
+) -> Homes:
+    """Return the tiers of pages, weights and gradients.
+
+    `params` and `gradients` ("gpu", "cpu" or "nvme") apply to all units that are not small. `pages` come from
+    `pages_of`. Gradient sums of small units are on the device if all sums are, and in RAM otherwise. Gradient sums of
+    units whose state is entirely on the device stay there.
+    """
+    moved = [unit for unit in units if not unit.small]
+    drive = dict(zip(moved, _drive_of_unit(moved, speeds), strict=True)) if speeds else {}
+    place = {"gpu": DEVICE, "cpu": RAM}
+    updated = {page.unit for page in pages} - {page.unit for page in pages if page.home != DEVICE}
+
+    def gradient(unit: Unit) -> int:
+        if unit.index in updated:
+            return DEVICE
+        return place[gradients] if gradients in place else RAM if unit.small else drive[unit]
+
+    return Homes(
+        pages=tuple(pages),
+        weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
+        gradients=tuple(map(gradient, units)),
+        owners=tuple(_owner(units[page.unit], page, ranks=ranks) for page in pages) if ranks > 1 else (),
+    )
+
+
+def _owner(unit: Unit, page: Page, *, ranks: int) -> int:
+    return rank_of(unit, page.start, ranks=ranks)
+
+
+def on_node(homes: Homes, here: range) -> Homes:
+    """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
+    if not homes.owners:
+        return homes
+    owned = zip(homes.pages, homes.owners, strict=True)
+    return replace(homes, pages=tuple(page if rank in here else _elsewhere(page) for page, rank in owned))
+
+
+def _elsewhere(page: Page) -> Page:
+    return Page(page.unit, page.start, page.elements, ELSEWHERE)
+
+
+def _drive_of_unit(units: Sequence[Unit], speeds: Sequence[float]) -> tuple[int, ...]:
+    """Return a drive for each unit's weights and gradients, in proportion to `speeds`."""
+    held = [0.0] * len(speeds)
+    drives = []
+    for unit in units:
+        drive = min(range(len(speeds)), key=lambda drive: (held[drive] + unit.elements) / speeds[drive])
+        held[drive] += unit.elements
+        drives.append(drive)
+    return tuple(drives)

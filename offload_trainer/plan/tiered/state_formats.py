@@ -1,0 +1,157 @@
+"""Define the storage formats of optimizer state: which fields a page has for each rule and dtype, and their bytes.
+
+    AdamW   master, exp_avg, exp_avg_sq        a moment as   fp32   4 bytes
+    Lion    master, exp_avg                                  bf16   2 bytes, rounded stochastically
+                                                             8bit   1 byte, and a scale of fp32 for each 256
+
+    a master as   fp32         4 bytes
+                  remainder    2 bytes in addition to its bf16 weight, and a tie count for each 256 elements
+                               (`optim/split_masters.py`)
+
+A page stores its fields one after the other, each padded to whole sectors. `optim/moment_codec.py` reads and writes
+moments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from offload_trainer.plan.tiered.layout import BLOCK_8BIT, aligned
+
+_BYTES = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A running average that a rule keeps for each master weight. An average of squares is unsigned."""
+
+    name: str
+    signed: bool
+
+
+EXP_AVG, EXP_AVG_SQ = Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False)
+MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
+
+
+@dataclass(frozen=True)
+class MomentFormat:
+    """A storage format of a moment."""
+
+    name: str  # the value of optim.states
+    dtype: str
+    block: int = 0  # number of elements that share a scale; 0: no scales
+    stochastic: bool = False  # rounded stochastically, which consumes random bits
+
+
+FP32 = MomentFormat("fp32", "fp32")
+BF16 = MomentFormat("bf16", "bf16", stochastic=True)
+EIGHT_BIT = MomentFormat("8bit", "uint8", block=BLOCK_8BIT, stochastic=True)
+MOMENT_FORMATS = {form.name: form for form in (FP32, BF16, EIGHT_BIT)}
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """An optimizer's update rule, described by the state that it keeps."""
+
+    name: str  # the value of optim.name
+    title: str
+    moments: tuple[Moment, ...]
+    formats: tuple[MomentFormat, ...]  # the formats that its moments may be stored in
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the names of the tensors kept for each weight, in any format."""
+        return ("master", *(moment.name for moment in self.moments))
+
+
+ADAMW = UpdateRule("adamw", "AdamW", (EXP_AVG, EXP_AVG_SQ), (FP32, BF16, EIGHT_BIT))
+# 8-bit first moments are rounded to nearest. Lion's changes by about 1 % a step, which such rounding would discard.
+LION = UpdateRule("lion", "Lion", (EXP_AVG,), (FP32, BF16))
+RULES = {rule.name: rule for rule in (ADAMW, LION)}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a page: one entry of `dtype` for each `per` elements."""
+
+    dtype: str
+    per: int = 1
+
+    def entries(self, elements: int) -> int:
+        return -(-elements // self.per)
+
+    def bytes(self, elements: int) -> int:
+        """Return the bytes of all entries, without padding."""
+        return _BYTES[self.dtype] * self.entries(elements)
+
+    def padded(self, elements: int) -> int:
+        """Return the bytes of all entries, padded to whole sectors."""
+        return aligned(self.bytes(elements))
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """The state of one rule with its moments in one format."""
+
+    rule: UpdateRule
+    moments: MomentFormat
+    remainders: bool = False  # store only the bits of a master that its bf16 weight does not hold
+
+    def __str__(self) -> str:
+        return f"{self.rule.name}_{self.moments.name}{'_remainders' * self.remainders}"
+
+    @property
+    def whole(self) -> StateFormat:
+        """Return this format with fp32 masters, as checkpoints store them."""
+        return replace(self, remainders=False)
+
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """Return a page's fields by name, in storage order."""
+        fields = {"master": Field("fp32")}
+        if self.remainders:
+            fields = {"remainder": Field("int16"), "ties": Field("int16", per=BLOCK_8BIT)}
+        for moment in self.rule.moments:
+            fields[moment.name] = Field(self.moments.dtype)
+            if self.moments.block:
+                fields[scales_of(moment.name)] = Field("fp32", per=self.moments.block)
+        return fields
+
+    @cached_property
+    def bytes_each(self) -> float:
+        """Return the bytes per parameter, without the padding of weights and pages."""
+        return sum(_BYTES[field.dtype] / field.per for field in self.fields.values())
+
+    def page_bytes(self, elements: int) -> int:
+        """Return the bytes of a page with `elements` elements."""
+        return sum(field.padded(elements) for field in self.fields.values())
+
+
+def scales_of(moment: str) -> str:
+    """Return the name of the field that holds a moment's scales."""
+    return f"{moment}_scales"
+
+
+def is_signed(field: str) -> bool:
+    """Return whether a field may be negative. Averages of squares and scales (largest magnitudes) may not."""
+    return not field.endswith("_scales") and (field not in MOMENTS or MOMENTS[field].signed)
+
+
+@cache
+def state_formats() -> tuple[StateFormat, ...]:
+    """Return all supported formats with fp32 masters."""
+    return tuple(StateFormat(rule, moments) for rule in RULES.values() for moments in rule.formats)
+
+
+@cache
+def state_format(rule: str, moments: str, *, remainders: bool = False) -> StateFormat:
+    """Return the format for optim.name and optim.states.
+
+    Raises:
+        ValueError: the rule does not support moments in that format.
+    """
+    found = StateFormat(RULES[rule], MOMENT_FORMATS[moments], remainders)
+    if found.whole not in state_formats():
+        raise ValueError(f"{found.rule.title} has no moments in {moments}")
+    return found

@@ -1,0 +1,250 @@
+"""Everything that a run needs, looked at one by one; each failure with what mends it.
+
+What only the stock engine needs is a warning, unless that engine is asked for: then it is built, and a failure shows
+the compiler's own words.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from offload_trainer.config import ModelSection, PlacementSection
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.probe import UnusableGpu, available_ram_bytes, probe_machine, total_ram_bytes
+from offload_trainer.packages import REQUIRED, is_installed, to_install, too_old
+from offload_trainer.plan.deepspeed.engine import DeepSpeed
+from offload_trainer.plan.gpu_support import card_mistakes, with_dtype_of_card
+from offload_trainer.plan.machine import DriveFacts, MachineProfile
+from offload_trainer.plan.plain import Plain
+from offload_trainer.plan.tiered.engine import Tiered
+from offload_trainer.units import format_bytes
+
+State = Literal["ok", "warning", "failure"]
+
+_LITTLE_RAM = 4_000_000_000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. `fix` is empty where nothing is to be done."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+def examine(
+    place: PlacementSection,
+    model: ModelSection,
+    *,
+    output: str,
+    engine: Tiered | DeepSpeed | Plain,
+    threads_given: str | None = None,
+) -> list[Check]:
+    """All checks for such a run. `threads_given`: OMP_NUM_THREADS as this process was started."""
+    needed = [package for _, package in engine.packages()]
+    stock = isinstance(engine, DeepSpeed)
+    checks = [_threads(place, threads_given), _torch(), *_packages(), _native_kernel()]
+    checks += _stock_tools(needed=stock, drive=bool(place.nvme))
+    if "bitsandbytes" in needed and not is_installed("bitsandbytes"):
+        checks.append(Check("bitsandbytes", "failure", "not installed", to_install("bitsandbytes")))
+    checks += _stale_locks()
+    try:
+        machine = probe_machine(drives=place.nvme, output=output)
+    except UnusableGpu as error:
+        return [*checks, Check("GPU", "failure", str(error), "mend or hide the GPU; then call this again")]
+    except UserError as error:
+        return [*checks, Check("directories", "failure", str(error), "name directories that are there and writable")]
+    checks += [_memory(machine), *_memlock(place, engine, machine), *_gpu(model, machine)]
+    for drive in machine.drives:
+        checks += _drive(drive)
+    checks.append(_output(machine.output))
+    return checks
+
+
+def report(checks: list[Check]) -> str:
+    """The checks as a person reads them, failures last."""
+    order = {"ok": 0, "warning": 1, "failure": 2}
+    lines = []
+    for check in sorted(checks, key=lambda check: order[check.state]):
+        lines.append(f"{check.state:<8} {check.name}: {check.found}")
+        if check.fix:
+            lines.append(f"         fix: {check.fix}")
+    return "\n".join(lines)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def _threads(place: PlacementSection, given: str | None) -> Check:
+    cores, wish = len(os.sched_getaffinity(0)), place.threads
+    if wish == 1 and cores > 1:
+        return Check("threads", "warning", f"placement.threads=1 of {cores} cores", "leave placement.threads at auto")
+    if given == "1" and cores > 1:
+        found = f"a launcher set OMP_NUM_THREADS=1 for {cores} cores; this program takes its share of the cores"
+        return Check("threads", "warning", found, "unset OMP_NUM_THREADS for other programs; or placement.threads=N")
+    return Check("threads", "ok", f"{cores if wish == 'auto' else wish} for {cores} cores")
+
+
+def _torch() -> Check:
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return Check("torch", "failure", "not installed", "pip install torch")
+    import torch
+
+    hip, cuda, driver = torch.version.hip, torch.version.cuda, _driver()
+    build = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "no build for a GPU"
+    if torch.cuda.is_available():
+        return Check("torch", "ok", f"{found}, {build}" + (f"; {driver}" if driver else ""))
+    if driver is None:
+        return Check("torch", "ok", f"{found}; no driver of a GPU here: the CPU computes")
+    if not hip and not cuda:
+        fix = "install torch for that GPU: https://pytorch.org/get-started/locally (README, Cards)"
+        return Check("torch", "failure", f"{found} is {build}, and there is a driver: {driver}", fix)
+    fix = (
+        f"update the driver to one for {build}, or install torch for an older one; CUDA_VISIBLE_DEVICES hides cards too"
+    )
+    return Check("torch", "failure", f"{found} ({build}) cannot use the driver: {driver}", fix)
+
+
+def _driver() -> str | None:
+    """The driver of a GPU that shows without torch: NVIDIA's, WSL2's, AMD's."""
+    version = Path("/proc/driver/nvidia/version")
+    if version.exists():
+        return version.read_text().splitlines()[0].strip()
+    devices = {"/dev/dxg": "WSL2's (/dev/dxg)", "/dev/kfd": "AMD's (/dev/kfd)"}
+    return next((name for path, name in devices.items() if Path(path).exists()), None)
+
+
+def _packages() -> Iterator[Check]:
+    """Those that every run needs are here, or this would not run: what is left to see is how old they are."""
+    found = {name: too_old(name) for name in REQUIRED}
+    for name, old in found.items():
+        if old:
+            yield Check(f"package {name}", "failure", f"{old} is older than any that was tried", to_install(name))
+    if not any(found.values()):
+        yield Check("packages", "ok", ", ".join(f"{name} {version(name)}" for name in REQUIRED if name != "torch"))
+
+
+def _native_kernel() -> Check:
+    from offload_trainer.optim.kernels import choose_kernel
+
+    try:
+        _, why = choose_kernel("native")
+    except UserError as error:
+        fix = "apt-get install g++, if that is missing (training goes on with torch's kernel, about half as fast)"
+        return Check("native AdamW kernel", "warning", str(error), fix)
+    return Check("native AdamW kernel", "ok", why)
+
+
+# -- what DeepSpeed's kernels need -------------------------------------------------------------------------------------
+
+
+def _stock_tools(*, needed: bool, drive: bool) -> Iterator[Check]:
+    """Compiler, ninja, libaio and the builds themselves."""
+    missing: State = "failure" if needed else "warning"
+    only = "" if needed else " (only --engine deepspeed needs it)"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    if not is_installed("deepspeed"):
+        install = to_install("deepspeed", "ninja")
+        yield Check("deepspeed", "failure" if needed else "ok", f"not installed{only}", install if needed else "")
+        return
+    yield Check("deepspeed", "ok", version("deepspeed"))
+    for tool, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):
+        at = shutil.which(tool, path=path)
+        yield Check(tool, "ok", at) if at else Check(tool, missing, f"not found{only}", fix)
+    if drive or not needed:
+        header = next((p for p in map(Path, ("/usr/include", "/usr/local/include")) if (p / "libaio.h").exists()), None)
+        if header:
+            yield Check("libaio", "ok", str(header / "libaio.h"))
+        else:
+            yield Check("libaio", missing, f"libaio.h not found{only}", "apt-get install libaio-dev")
+    from offload_trainer.engine.op_builder import is_built, load_async_io, load_cpu_adam
+
+    for name, load, wanted in (("cpu_adam", load_cpu_adam, needed), ("async_io", load_async_io, needed and drive)):
+        if not wanted:
+            built = "built" if is_built(name) else "not built yet: minutes, at the first run with --engine deepspeed"
+            yield Check(f"kernel {name}", "ok", built)
+            continue
+        try:
+            load()
+            yield Check(f"kernel {name}", "ok", "built and loaded")
+        except TrainerError as error:
+            yield Check(f"kernel {name}", "failure", str(error), "what the compiler says above names what it lacks")
+
+
+def _stale_locks() -> Iterator[Check]:
+    from offload_trainer.engine.op_builder import stale_locks
+
+    for lock in stale_locks():
+        found = f"{lock} was left by a killed build; a build outside this program would wait for it for ever"
+        yield Check("build lock", "warning", found, f"rm {lock}")
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def _memory(machine: MachineProfile) -> Check:
+    total, free = total_ram_bytes(), available_ram_bytes()
+    found = f"{format_bytes(free)} of {format_bytes(total)} available"
+    if free < _LITTLE_RAM:
+        return Check("memory", "warning", found, "end other programs, raise the cgroup's limit, or use --params nvme")
+    return Check("memory", "ok", found)
+
+
+def _memlock(place: PlacementSection, engine: Tiered | DeepSpeed | Plain, machine: MachineProfile) -> Iterator[Check]:
+    """DeepSpeed's async_io locks its buffers, which the limit holds for; what CUDA pins the driver holds by itself."""
+    limit, asked = machine.memlock_bytes, "deepspeed" in (package for _, package in engine.packages())
+    if limit is None or not asked or (isinstance(engine, DeepSpeed) and not place.nvme):
+        return
+    fix = "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf"
+    yield Check("locked memory", "warning", f"{format_bytes(limit)} for async_io's buffers", fix)
+
+
+def _gpu(model: ModelSection, machine: MachineProfile) -> Iterator[Check]:
+    if machine.gpu is None:
+        yield Check("GPU", "warning", "none: the CPU computes", "nothing, if that is meant")
+        return
+    yield Check("GPU", "ok", f"{machine.gpu}, {format_bytes(machine.gpu_bytes)} free")
+    for told, fix in card_mistakes(machine, dtype=with_dtype_of_card(model, machine).dtype):
+        yield Check("GPU", "failure", told, fix)
+    if machine.no_state_on_gpu:
+        told = f"no optimizer state can live there: {machine.no_state_on_gpu}"
+        yield Check("GPU", "warning", told, "nothing, if RAM and drives are meant to hold all of it")
+
+
+def _drive(drive: DriveFacts) -> Iterator[Check]:
+    name = f"drive {drive.directory}"
+    yield Check(name, "ok", f"{format_bytes(drive.free_bytes)} free on {drive.filesystem} ({drive.disk or 'no disk'})")
+    if drive.filesystem in ("tmpfs", "ramfs"):
+        yield Check(name, "failure", f"{drive.filesystem} is memory, not a drive", "name a directory on an SSD")
+    elif drive.network:
+        yield Check(name, "warning", f"{drive.filesystem} is a network filesystem", "use a local SSD")
+    if drive.rotational:
+        yield Check(
+            name,
+            "warning",
+            f"{drive.disk} says that it rotates",
+            "use an SSD; virtual disks say so too, and `offload-train bench` tells",
+        )
+    if not drive.direct:
+        yield Check(name, "warning", "no O_DIRECT: every byte goes through the page cache", "use ext4 or xfs")
+    if drive.throttle:
+        yield Check(name, "warning", f"the cgroup limits it: {drive.throttle}", "raise the limit, if that is not meant")
+
+
+def _output(output: DriveFacts) -> Check:
+    """Little room is no failure: what a run's checkpoints take is the plan's to say, and small models take little."""
+    name, found = f"output {output.directory}", f"{format_bytes(output.free_bytes)} free on {output.filesystem}"
+    if output.free_bytes > 1e9:
+        return Check(name, "ok", found)
+    return Check(name, "warning", found, "`offload-train plan` says what checkpoints take; name another --output")

@@ -1,0 +1,180 @@
+"""Plans of machines that a file describes, and of every way to divide a step over ranks.
+
+A preset as it is needs no torch; everything else counts on transformers' model without memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from offload_trainer.config import ModelSection, ParallelSection, TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.model.presets import preset_shape
+from offload_trainer.plan.defaults import row_length
+from offload_trainer.plan.gpu_support import refuse_card, with_dtype_of_card
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.max_seq_len import some_homes_fit
+from offload_trainer.plan.parallel.table import Comparison, compare
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered.spec import Layouts
+from offload_trainer.plan.workload import item_bytes
+from offload_trainer.run.memory_fallbacks import Roomier
+from offload_trainer.run.planning import machine_here, planned, refuse_nothing_trained, with_longest_row
+from offload_trainer.settings import values_given
+
+_MOST_NODES = 1024
+_MICRO = (16, 4, 1)  # rows of a micro-batch that the tiered engine is compared with, the first of them that fits
+
+
+def plan_elsewhere(config: TrainConfig, machine: MachineProfile) -> Plan:
+    """The plan of a run on a machine that is only described, with the longest row that fits."""
+    models = _models(config)
+    found = planned(config, models, machine, world=config.placement.gpus)
+    return with_longest_row(found, config, models).plan
+
+
+def plan_cluster(config: TrainConfig, machine: MachineProfile, nodes: str) -> list[Plan]:
+    """The plan of a run on each number of machines as described, from least to most: "2", or "1,2,4".
+
+    Each has as many ranks as --gpus says, or the machine has GPUs. UserError for what is no such number.
+    """
+    counts = nodes.split(",")
+    if not all(count.isdigit() and 0 < int(count) <= _MOST_NODES for count in counts):
+        raise UserError(f"--nodes {nodes}: whole numbers from 1 to {_MOST_NODES}, such as 2 or 1,2,4")
+    gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
+    models = _models(config)
+    return [
+        planned(config, models, machine, world=gpus * count, nodes=count).plan
+        for count in sorted(set(map(int, counts)))
+    ]
+
+
+def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: str | None) -> Comparison:
+    """Every way to divide the step over the ranks of `nodes` machines as described; None: over --gpus ranks here.
+
+    UserError where that is one rank, or for what is no number of machines.
+    """
+    if nodes is not None and not (nodes.isdigit() and 0 < int(nodes) <= _MOST_NODES):
+        raise UserError(f"--nodes {nodes}: of --parallel a whole number from 1 to {_MOST_NODES}")
+    if machine is None:
+        here, gpus = machine_here(config.placement.nvme, output=config.save.output), config.placement.gpus
+    else:
+        here = machine
+        gpus = config.placement.gpus if "gpus" in config.placement.model_fields_set else machine.gpus
+    count = here.nodes if nodes is None else int(nodes)
+    if gpus * count == 1:
+        raise UserError("--parallel compares ways to divide a step over ranks, and there is one: add --gpus N")
+    models = _models(config)
+    shape = models.as_wished(config).shape
+    whole = "" if _preset(config) else _why_whole(models.source)
+    config = config.model_copy(update={"model": with_dtype_of_card(config.model, here)})
+    refuse_card(here, dtype=config.model.dtype)
+    layouts = Layouts(shape)
+
+    def ours(tokens: int, sequence: int) -> Plan | str:
+        rows, left = divmod(tokens, gpus * count // sequence * row_length(config.data.seq_len, shape))
+        if left or not rows:
+            return ""
+        if sequence > 1 and whole:
+            return whole
+        wish = config.model_copy(
+            update={
+                "placement": config.placement.model_copy(update={"engine": "tiered"}),
+                "parallel": ParallelSection(sequence=sequence),
+            }
+        )
+        try:
+            return _of_rows(wish, rows, models, here, nodes=count, world=gpus * count, layouts=layouts)
+        except UserError as error:
+            if sequence == 1:
+                raise
+            return str(error)
+
+    return compare(workload(config, shape, world=gpus * count, nodes=count, saves=False), here, ours=ours)
+
+
+def _of_rows(
+    wish: TrainConfig,
+    rows: int,
+    models: Roomier,
+    machine: MachineProfile,
+    *,
+    nodes: int,
+    world: int,
+    layouts: Layouts,
+) -> Plan:
+    """In the largest micro-batches that fit; where the device has no room for the smallest, the first roomier way."""
+    how: dict[str, Any] = {"world": world, "nodes": nodes, "saves": False}
+    micros = sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True)
+    trains = [wish.train.model_copy(update={"micro_batch": micro, "accumulate": rows // micro}) for micro in micros]
+    *larger, smallest = [wish.model_copy(update={"train": train}) for train in trains]
+    if some_homes_fit(smallest, layouts, machine, **how):
+        for one in larger:
+            plan = make_plan(one, layouts.shape, machine, layouts=layouts, **how)
+            if plan.fits:
+                return plan
+    else:
+        for one, of in models.that_fit(smallest, machine, **how):
+            plan = make_plan(one, of.shape, machine, **how)
+            if plan.fits:
+                return plan
+    return make_plan(smallest, layouts.shape, machine, layouts=layouts, **how)
+
+
+def _why_whole(source: Any) -> str:
+    """Why ranks cannot share this model's rows; nothing where they can. Presets' have been tried."""
+    from offload_trainer.model.init_weights import meta_model
+    from offload_trainer.model.ulysses import refuse_pieces
+
+    words = {"trust_remote_code": source.section.trust_remote_code}
+    try:
+        refuse_pieces(meta_model(source.config, **words), **words)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _models(config: TrainConfig) -> Roomier:
+    return Roomier(lambda: _source(config), preset=_preset(config))
+
+
+def _preset(config: TrainConfig) -> ModelShape | None:
+    """Of a preset as it is, counted without torch."""
+    section = config.model
+    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch == "module"  # with torch
+    changed = section.overrides or section.freeze or section.attention != ModelSection().attention
+    changed = changed or config.data.packing == "on" or looked_at
+    return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))
+
+
+def _source(config: TrainConfig) -> Any:
+    from offload_trainer.model.loader import resolve_model
+
+    pieces = config.parallel.sequence > 1  # presets have been tried: GPT-2 can be cut
+    source = resolve_model(config.model, seed=config.train.seed, packed=config.data.packing == "on", pieces=pieces)
+    refuse_nothing_trained(source.shape)
+    return source
+
+
+def described(machine: MachineProfile, words: list[str]) -> tuple[MachineProfile, list[str]]:
+    """A described machine and the words, with the same drives: all that it has, or those that --nvme names.
+
+    Where a machine's drives lie is made up unless it was probed: there --nvme says where they lie, one after the other.
+    UserError for more drives than it has, or, of a probed machine, for another.
+    """
+    known = [drive.directory for drive in machine.drives]
+    given = values_given(words, "--nvme")
+    if not given:
+        return machine, [*words, *(word for name in known for word in ("--nvme", name))]
+    unknown = [name for name in dict.fromkeys(given) if name not in known]
+    free = [name for name in known if name not in given]
+    if unknown and (machine.origin == "measured" or len(unknown) > len(free)):
+        raise UserError(f"--nvme {unknown[0]}: the machine has {', '.join(known) or 'no drive'}")
+    places = dict(zip(free, unknown, strict=False))
+    drives = tuple(replace(drive, directory=places.get(drive.directory, drive.directory)) for drive in machine.drives)
+    notes = [f"--nvme {place} is taken for {name} of the machine" for name, place in places.items()]
+    return replace(machine, drives=drives, notes=(*machine.notes, *notes)), words

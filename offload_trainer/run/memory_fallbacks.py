@@ -1,0 +1,118 @@
+"""Ways to run a wish that take less of what computes, as far as the wish leaves them open.
+
+fewer buffers for weights < MLPs on pieces of a row < blocks' weights by the module, with fewer buffers, in pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from offload_trainer.config import TrainConfig
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.max_seq_len import some_homes_fit, with_fewer_buffers
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import engine_of
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered.spec import Layouts
+from offload_trainer.plan.tiered.submodule_units import is_divided, undivided
+
+
+def lacks_room(plan: Plan, machine: MachineProfile) -> bool:
+    """Whether what computes has too little, and there are ways that need less."""
+    room = plan.tiers[machine.device]
+    return plan.engine != "deepspeed" and room["need"] > room["have"]
+
+
+class _Preset(NamedTuple):
+    """In a ModelSource's place."""
+
+    shape: ModelShape
+
+
+class Roomier:
+    """Of one model. What of it runs in pieces or comes in parts is looked for only when it is asked for, and once."""
+
+    def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:
+        """`source` makes the ModelSource; `preset`: its shape, where that is known without torch."""
+        self._make = source
+        self._preset = preset and _Preset(preset)
+        self._in_parts = dict[bool, Any]()  # on pieces?
+
+    @cached_property
+    def source(self) -> Any:
+        """The model as a configuration that asks for nothing has it."""
+        return self._make()
+
+    @cached_property
+    def tiled(self) -> Any:
+        """The model that knows what of it runs on pieces of a row."""
+        return _tiled(self.source)
+
+    def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
+        """The model that knows what the configuration asks for; in `pieces` also where it leaves them open."""
+        pieces = pieces or isinstance(config.model.mlp_chunk, int)
+        if self._preset and not pieces and config.tiered.fetch != "module":
+            return self._preset
+        whole = self.tiled if pieces else self.source
+        if config.tiered.fetch != "module":
+            return as_wished(whole, config)
+        if pieces not in self._in_parts:
+            self._in_parts[pieces] = as_wished(whole, config)
+        return self._in_parts[pieces]
+
+    def that_fit(
+        self, config: TrainConfig, machine: MachineProfile, *, world: int, nodes: int, saves: bool = True
+    ) -> Iterator[tuple[TrainConfig, Any]]:
+        """Wishes that fit in some homes, with their model, from the one that asks for most room on."""
+        for wish, of in self._ways(config):
+            layouts, fewer = Layouts(of.shape), with_fewer_buffers(wish)
+
+            def fits(one: TrainConfig, layouts: Layouts = layouts) -> bool:
+                return some_homes_fit(one, layouts, machine, world=world, nodes=nodes, saves=saves)
+
+            if fits(fewer[-1]):
+                yield next((one for one in fewer[:-1] if fits(one)), fewer[-1]), of
+
+    def least(self, config: TrainConfig) -> tuple[TrainConfig, Any]:
+        """The wish that takes least room, with its model."""
+        *_, (wish, of) = self._ways(config)
+        return with_fewer_buffers(wish)[-1], of
+
+    def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
+        """Wishes with their model, each with more room on the device than the one before; of the most buffers."""
+        tiered = config.tiered
+        left_open = engine_of(config).name == "tiered" and tiered.fetch == "auto"
+        for fetch in ("auto", "module") if left_open else (tiered.fetch,):
+            for pieces in (False, True) if may_tile(config) else (False,):
+                wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch": fetch})})
+                of = self.as_wished(wish, pieces=pieces)
+                if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch):
+                    yield wish, of
+
+
+def as_wished(source: Any, config: TrainConfig) -> Any:
+    """A ModelSource that knows what runs on pieces of a row, or comes in parts, where the configuration asks for it."""
+    source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
+    if config.tiered.fetch == "module":
+        return _divided(source)
+    return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
+
+
+def may_tile(config: TrainConfig) -> bool:
+    """Whether the configuration leaves open whether MLPs run on pieces of a row."""
+    return config.model.mlp_chunk == "auto" and engine_of(config).name != "deepspeed"
+
+
+def _tiled(source: Any) -> Any:
+    from offload_trainer.model.probes.positionwise import with_tiles
+
+    return source if source.shape.tiles else with_tiles(source)
+
+
+def _divided(source: Any) -> Any:
+    from offload_trainer.model.probes.submodules import in_parts
+
+    return source if is_divided(source.shape) else in_parts(source)

@@ -1,0 +1,333 @@
+"""Page files that the same command goes on from after a kill, without a checkpoint.
+
+    RUN/pages           the directories on drives whose page files are this run's, one a line (storage/scratch_dir)
+    <lease>/record      after each step which places hold it, and the rest of the state (offload/pages/index)
+    <lease>/run.json    what the run was made with, to be compared as a checkpoint's manifest is
+
+Where all state is on drives and pages have two places, the files always hold one whole step. A run resumes from them
+where they are, if they are newer than the newest checkpoint and hold the same pages; 16-bit weights are made from the
+masters. Each page is read whole for that, and compared with the checksums that the record has of it.
+
+Where a start cannot use page files that may be newer than any checkpoint, whatever the reason, it is refused, and they
+stay: they may be the only copy of the training. `--resume never` or `--resume CHECKPOINT` lets go of them.
+
+Several ranks of one node have the files and the record in common. The first rank looks at them, writes the record once
+all ranks' pages of a step are home, and before that no rank writes a page of the next one. Where a rank of the dead run
+may still write in the files, that is waited for (`lease.wait_for_ranks`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from pydantic import with_config
+
+from offload_trainer.checkpoint import MADE, TrainState, changed_settings
+from offload_trainer.engine.protocol import Engine
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.errors import TrainerError, UserError, reason
+from offload_trainer.offload.pages.index import files_of
+from offload_trainer.offload.pages.manifest import (
+    DESCRIPTION,
+    Newest,
+    Told,
+    description,
+    read_description,
+    read_newest,
+    refuse_outside,
+    torn_record,
+)
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.plan.tiered.spec import TierSizes, homes_in
+from offload_trainer.ranks import nodes, on_rank_zero, place_here, share_from_zero
+from offload_trainer.resume_compat import differences
+from offload_trainer.retention import complete_checkpoints
+from offload_trainer.run.build import Setup
+from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
+from offload_trainer.storage.atomic_io import write_text
+from offload_trainer.storage.owned_dirs import Workplace
+from offload_trainer.storage.scratch_dir import (
+    clear,
+    has_locks,
+    keep_listed,
+    keep_none,
+    kept_for,
+    named_in,
+    root_of,
+    wait_for_ranks,
+)
+from offload_trainer.storage.scratch_dir import take_over as taken_over
+from offload_trainer.trainer import Job
+
+
+@with_config(LENIENT)
+@dataclass(frozen=True)
+class _Made:
+    """What a run was made with."""
+
+    identity: dict[str, Any]
+    layout: dict[str, Any]
+    config: dict[str, dict[str, Any]]
+    ranks: Count = 1
+
+
+@dataclass(frozen=True)
+class PageFiles:
+    """A dead run's page files, now this run's."""
+
+    places: Sequence[Workplace]  # none on ranks other than the first
+    train: TrainState  # where its loop stood
+    newest: Newest
+    pages: int
+    torn: bool  # whether the record may have been of a newer step
+    instead: str  # how to start without them
+
+    def go_on(self, engine: Engine) -> None:
+        """Make the engine stand where they do. All ranks call it. UserError where a page is damaged."""
+        assert isinstance(engine, TieredEngine)
+        assert self.newest.engine is not None
+        try:
+            engine.go_on(self.newest.engine, self.newest.places(self.pages), bytes.fromhex(self.newest.sums))
+        except UserError as error:
+            torn = ". One slot of their record is damaged, and the other one is of an older step" if self.torn else ""
+            raise _refused(f"{error}{torn}", step=self.train.step, instead=self.instead) from error
+
+
+# -- while a run lives -------------------------------------------------------------------------------------------------
+
+
+def keep(setup: Setup, job: Job) -> None:
+    """From now on, where the plan allows it, page files are of one step, and a kill or an error leaves them.
+
+    The first rank says so for all, since the record is its own; and where two places were asked for, why not.
+    """
+    if not setup.log.loud:
+        return
+    why = _why_never(setup)
+    if not why and not all(map(has_locks, job.swaps)):
+        why = "locks do not work on the drive, so the next start could not know that this run has died"
+    if why:
+        if setup.planned.config.tiered.places == 2:
+            setup.log.say(f"note: a kill will leave no page files to go on from: {why}")
+        return
+    engine, record = job.engine, setup.record
+    assert isinstance(engine, TieredEngine)
+    assert engine.offloaded.account is not None
+    engine.offloaded.account.commits = True
+    made = _Made(dict(record.identity), dict(record.layout), record.run["config"], setup.planned.plan.world)
+    write_text(job.swaps[0] / MADE, json.dumps(asdict(made)))
+    keep_listed(setup.listed, job.swaps)
+    job.commit = lambda state: engine.commit(asdict(state))
+
+
+def drop(setup: Setup) -> None:
+    """The run has ended in order: nothing is gone on from."""
+    if setup.log.loud:
+        with suppress(OSError):  # then the next start looks, and finds nothing
+            keep_none(setup.listed)
+
+
+def clear_drives(setup: Setup) -> None:
+    """The run had ended before: what is left of one that was killed between its end and the removal goes."""
+    drop(setup)
+    if place_here()[0] not in [its.start for its in nodes()]:
+        return
+    for drive in setup.planned.config.placement.nvme:
+        try:
+            clear(Path(drive).expanduser(), say=setup.log.say, listed=setup.listed)
+        except (OSError, UserError) as error:
+            setup.log.say(f"note: what dead runs left in {drive} stays: {_sentence(error)}")
+
+
+def _why_never(setup: Setup) -> str:
+    """Why page files of this plan are not gone on from; nothing where they are."""
+    plan = setup.planned.plan
+    sizes = plan.sizes
+    if not isinstance(sizes, TierSizes) or not plan.uses_drives:
+        return "this run keeps no state on drives"
+    if sizes.remainders:
+        return "this run keeps remainders of masters (tiered.masters=remainder), which are nothing without its weights"
+    if sizes.places < 2:
+        return "this run's pages have one place (tiered.places=1)"
+    if plan.nodes > 1:
+        return f"this run has {plan.nodes} nodes, each with page files of its own, and one alone goes on from them"
+    if any(page.home < 0 for page in _pages(setup)):
+        return "this run keeps some of its state in memory; --ram-fraction 0 keeps all of it on drives"
+    if any(not weight.trainable for weight in setup.planned.source.shape.weights):
+        return "weights that are not trained (model.freeze) are not in them"
+    return ""
+
+
+def _pages(setup: Setup) -> Sequence[Any]:
+    plan = setup.planned.plan
+    assert isinstance(plan.sizes, TierSizes)
+    return homes_in(units_of(setup.planned.source.shape), plan.placement, plan.sizes).pages
+
+
+# -- when it starts ----------------------------------------------------------------------------------------------------
+
+
+def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
+    """Return the page files that this run resumes from, where they are newer than the checkpoint of `begins`.
+
+    They are locked until `stack` closes. All ranks call it, and the first one looks. UserError where they may be newer,
+    and this run cannot use them.
+    """
+    if setup.planned.config.save.resume != "auto":
+        return None
+    found: list[PageFiles] = []
+    on_rank_zero(lambda: found.extend(_taken_over(setup, stack, begins=begins)))
+    told = share_from_zero([(one.train, one.newest, one.pages) for one in found], list[tuple[TrainState, Newest, int]])
+    return next(iter(found or [PageFiles((), *one) for one in told]), None)
+
+
+def _taken_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> list[PageFiles]:
+    """Return one, or none."""
+    with ExitStack() as locks:
+        found = _found(setup, locks, begins=begins)
+        if found is None:
+            return []
+        stack.push(locks.pop_all())
+    where = ", ".join(str(place.path) for place in found.places)
+    than = f"the checkpoint of step {begins.step}" if begins else "any checkpoint: there is none"
+    setup.log.say(f"going on from the page files in {where}, step {found.train.step}; they are newer than {than}")
+    return [found]
+
+
+def _found(setup: Setup, locks: ExitStack, *, begins: TrainState | None) -> PageFiles | None:
+    """Return the page files that were kept for the run, locked; None where they are no newer than `begins`."""
+    instead, step = _instead(setup), 0
+    try:
+        folders = _folders(setup, begins=begins)
+        if not folders:
+            return None
+        places = []
+        for folder in folders:
+            places.append(_locked(folder, say=setup.log.say))
+            locks.callback(places[-1].leave)
+        told = read_description(folders[0], fix=_RESTORE)
+        for folder in folders:
+            refuse_outside(folder, told)
+        if told.places == 1:
+            raise ValueError(f"{folders[0] / DESCRIPTION} says that pages have one place, and such files are not kept")
+        newest = read_newest(told, fix=_RESTORE)
+        if newest is None or newest.train is None or newest.engine is None:
+            return None  # no step of the run was whole yet
+        train = as_kind(newest.train, TrainState)
+        if begins and train.step <= begins.step:
+            return None
+        step = train.step
+        _refuse_otherwise(setup, folders, told)
+        for folder in folders:
+            wait_for_ranks(folder, say=setup.log.say)
+        return PageFiles(places, train, newest, len(told.pages), torn_record(told), instead)
+    except (OSError, ValueError, TrainerError) as error:
+        raise _refused(_sentence(error), step=step, instead=instead) from error
+
+
+def _refused(why: str, *, step: int, instead: str) -> UserError:
+    """Return the refusal of a start that cannot use page files. `step`: which they have, 0 where that is not known."""
+    of = f"of step {step}, newer than any checkpoint" if step else "which may be newer than any checkpoint"
+    return UserError(
+        f"the page files that this run has left, {of}, cannot be resumed from, and stay: {why}. Once that is mended "
+        f"the same command goes on from them; {instead} lets go of them"
+    )
+
+
+def _instead(setup: Setup) -> str:
+    """Return the words that start the run without its page files."""
+    saved = complete_checkpoints(setup.output / "checkpoints")
+    return f"--resume {quote(str(saved[-1]))}" if saved else "--resume never"
+
+
+def _sentence(error: BaseException) -> str:
+    return reason(error) if isinstance(error, OSError) else str(error)
+
+
+def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
+    """Return the directories that were kept for the run. ValueError where its list names one that is not there."""
+    drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
+    kept = [folder for drive in drives for folder in kept_for(setup.listed, drive)]
+    if not os.path.lexists(setup.listed):
+        return kept
+    named = named_in(setup.listed)
+    gone = [folder for folder in named if not folder.is_dir()]
+    if gone and len(gone) == len(named) and begins and not kept:
+        told = ", ".join(map(str, gone))
+        setup.log.say(f"note: page files were in {told}, which is not there now; going on from the checkpoint")
+        return []
+    if gone:
+        raise ValueError(f"{gone[0]} is not there; is its drive mounted?")
+    return named
+
+
+def _locked(folder: Path, *, say: Callable[[str], None]) -> Workplace:
+    """Return a dead run's private directory, locked. TrainerError where another process has it."""
+    try:
+        return taken_over(folder, say=say)
+    except BlockingIOError:
+        raise TrainerError(f"{folder} is in use: its run lives, or it is being exported; wait for that") from None
+
+
+def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: Told) -> None:
+    """ValueError where this run cannot use them: they are another's, or not whole, or laid out otherwise.
+
+    Say which other settings differ.
+    """
+    if not os.path.lexists(setup.listed):
+        raise ValueError(f"{setup.listed}, which named {', '.join(map(str, folders))}, is gone")
+    if why := _why_never(setup):
+        raise ValueError(why)
+    files_of(told)  # one that was cut short would be made as long as it was, with zeros
+    made = read_back(folders[0] / MADE, _Made, fix=_RESTORE)
+    others = differences(made.identity, _in_json(setup.record.identity))
+    others += differences(made.layout, _in_json(setup.record.layout))
+    if others:
+        raise ValueError(f"they are of another run: {'; '.join(others[:5])}")
+    wished = [root_of(Path(drive).expanduser()).resolve() for drive in setup.planned.config.placement.nvme]
+    if [folder.parent.resolve() for folder in folders] != wished:
+        raise ValueError(f"they lie in {shown(', '.join(told.drives))}, and --nvme names other directories")
+    units, sizes = units_of(setup.planned.source.shape), setup.planned.plan.sizes
+    assert isinstance(sizes, TierSizes)
+    ours = description(
+        folders,
+        units,
+        _pages(setup),
+        format=sizes.format,
+        model=setup.output / "model",
+        places=sizes.places,
+        run=told.run,
+    )
+    theirs = parsed(file_bytes(folders[0] / DESCRIPTION), dict)
+    differ = [key for key, told in _in_json(ours).items() if told != theirs.get(key)]
+    if "pages" in differ and made.ranks != setup.planned.plan.world:
+        raise ValueError(
+            f"they are laid out for {made.ranks} rank(s), and this run has {setup.planned.plan.world}: give --gpus "
+            f"{made.ranks}"
+        )
+    if differ:
+        raise ValueError(f"they are laid out otherwise than this run's ({', '.join(_WORDS.get(k, k) for k in differ)})")
+    for line in changed_settings("the page files' run", made.config, setup.record.run["config"]):
+        setup.log.say(f"note: {line}")
+
+
+def _in_json(told: Mapping[str, Any]) -> dict[str, Any]:
+    """As it would be read back."""
+    return parsed(json.dumps(dict(told)), dict)
+
+
+_RESTORE = "Nothing but a copy of that file can mend this"
+_WORDS = {
+    "pages": "pages: tiered.page_size, tiered.drive_speeds or the shares",
+    "states": "optim.states",
+    "rule": "optim.name",
+    "model": "the run directory has moved",
+    "places": "tiered.places",
+}

@@ -1,0 +1,83 @@
+"""What a process must be before torch is imported: its threads, its place among the ranks, its silence.
+
+`--gpus N` starts N ranks of the same command (`run/ranks/launcher.py`); a process that a launcher has started, this one
+or torchrun, finds its rank in the environment. One process is a group of one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from offload_trainer import numa
+from offload_trainer.config import TrainConfig
+from offload_trainer.errors import UserError
+from offload_trainer.packages import is_installed, lacks
+from offload_trainer.run.ranks.launcher import run_ranks
+from offload_trainer.run.ranks.watchdog import begin_watch
+from offload_trainer.stdio import write_now
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # read when CUDA is first used
+
+
+def ranks_of_environment() -> tuple[int, int]:
+    """(rank, world) as the launcher says; (0, 1) without one."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def prepare_process(config: TrainConfig) -> int:
+    """Set the environment for this rank; returns its number of CPU threads. Call before torch is imported.
+
+    A command that plans for several ranks, or times the machine for them, has the threads of all. torchrun sets
+    OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels bring an OpenMP
+    runtime of their own, which only the environment reaches.
+    """
+    begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=config.placement.hung_seconds)
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)
+    alone = "RANK" not in os.environ
+    ranks = config.placement.gpus if alone else local_world
+    threads = config.placement.threads
+    each = max(1, cores // ranks) if threads == "auto" else threads
+    threads = each * ranks if alone else each
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Hardware queues of a GPU: 8 by default, while copies each way, the update and NCCL have streams of their own.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
+    if not any(os.environ.get(name) for name in _ALLOCATOR):
+        # A segment that grows leaves no holes that only smaller tensors fit. torch before 2.9 knows the second name.
+        os.environ |= dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
+    if not any(map(_is_of_hub, (config.model.name, config.data.tokenizer))):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # no network at all unless a hub id asks for it
+    if alone:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    return threads
+
+
+def _stay_near(rank: int, *, ranks: int) -> None:
+    """Each of several ranks on its own NUMA nodes, where there are several: ranks follow these as GPUs do."""
+    nodes = numa.nodes()
+    if ranks > 1 and len(nodes) > 1:
+        os.sched_setaffinity(0, numa.of_rank(rank, ranks=ranks, nodes=nodes))
+
+
+def _is_of_hub(name: str) -> bool:
+    return "/" in name and not os.path.isdir(os.path.expanduser(name))
+
+
+def start_ranks(words: Sequence[str], *, count: int, engine: str) -> None:
+    """Where more than one rank is wanted, run `count` of the same command, and end with their exit code.
+
+    UserError, once and not from each rank, where the engine that trains with several is not installed.
+    """
+    if count == 1 or "RANK" in os.environ:
+        return
+    if engine == "deepspeed" and not is_installed("deepspeed"):
+        raise UserError(lacks("--engine deepspeed", "deepspeed"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(run_ranks(words, count=count))

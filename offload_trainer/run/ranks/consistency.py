@@ -1,0 +1,61 @@
+"""What the ranks of a run must have alike: compared before anything is written, and what differs is named."""
+
+from __future__ import annotations
+
+import json
+import platform
+import zlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from offload_trainer import __version__
+from offload_trainer.engine.cpu_matmul import has_native_16bit
+from offload_trainer.errors import Elsewhere, UserError
+from offload_trainer.ranks import gather, place_here
+from offload_trainer.safe_files import shown
+
+_MOST = 10  # lines
+
+
+def refuse_other_programs(config: Mapping[str, Mapping[str, Any]]) -> None:
+    """UserError where ranks differ in versions, in what decides the last bits of their results, or in configuration."""
+    facts: dict[str, Any] = {
+        "offload_trainer": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "the CPU's instructions, to torch": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.cuda.is_available():
+        facts["GPU"] = torch.cuda.get_device_name()
+        facts["CUDA"] = torch.version.cuda
+    else:
+        for dtype in (torch.bfloat16, torch.float16):
+            facts[f"products of {str(dtype).removeprefix('torch.')} in hardware"] = has_native_16bit(dtype)
+    wishes = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    _refuse_different(facts | wishes, fix="Install the same on every node, and give every rank the same command")
+
+
+def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """UserError where ranks see other tokens, or a model of other weights."""
+    weights = zlib.crc32(json.dumps(layout, sort_keys=True).encode())
+    _refuse_different(
+        {**identity, "the model's weights": weights}, fix="Every node must see the same data and the same model"
+    )
+
+
+def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
+    first, *others = gather(dict(mine))
+    told = [
+        f"  {shown(key)}: rank {rank} has {shown(its.get(key))}, rank 0 {shown(first.get(key))}"
+        for rank, its in enumerate(others, 1)
+        for key in {**first, **its}
+        if first.get(key) != its.get(key)
+    ]
+    if told:
+        more = [f"  and {len(told) - _MOST} more"] if len(told) > _MOST else []
+        words = "\n".join(["the ranks of this run differ:", *told[:_MOST], *more, fix])
+        raise UserError(words) if place_here()[0] == 0 else Elsewhere(words, code=UserError.exit_code)

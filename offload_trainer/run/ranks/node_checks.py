@@ -1,0 +1,64 @@
+"""What every node of a run must have: room for what the plan puts on each, and the one run directory."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from offload_trainer.errors import UserError
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.planner import on_another, workload
+from offload_trainer.ranks import on_rank_zero, on_some, place_here, share_from_zero
+from offload_trainer.run.planning import Planned
+
+_PATIENCE, _AGAIN = 10.0, 0.2  # seconds until a shared filesystem shows what another machine has written
+
+
+def refuse_node(planned: Planned, machine: MachineProfile) -> None:
+    """UserError where this node, which is `machine`, is another kind than rank 0's, or has too little for its plan."""
+    here, plan, config = f"node {socket.gethostname()}", planned.plan, planned.config
+    if machine.device != planned.machine.device:
+        kinds = {"gpu": "computes on a GPU", "ram": "has none"}
+        raise UserError(
+            f"{here} {kinds[machine.device]}, and that of rank 0 {kinds[planned.machine.device]}: all nodes of a run "
+            "compute alike"
+        )
+    drives = [[drive.directory for drive in one.drives] for one in (planned.machine, machine)]
+    if len(drives[0]) != len(drives[1]):
+        raise UserError(f"{here} names {len(drives[1])} --nvme, and that of rank 0 {len(drives[0])}: name as many")
+    names = dict(zip(*drives, strict=True))
+    items = [replace(item, tier=names.get(item.tier, item.tier)) for item in plan.items]
+    work = workload(config, planned.source.shape, world=plan.world, nodes=plan.nodes)
+    try:
+        on_another(plan, items, work, machine).refuse(force=config.placement.force)
+    except UserError as error:
+        raise UserError(f"{here}: {error}") from error
+
+
+def refuse_unseen(output: Path, *, first: int) -> None:
+    """UserError where a node does not see the run directory, in which all of them write checkpoints.
+
+    All ranks call it; `first`: of this node.
+    """
+    token = output / share_from_zero(f".seen-{secrets.token_hex(4)}")
+    on_rank_zero(partial(token.write_text, ""))
+    try:
+        on_some(partial(_look, token), mine=place_here()[0] == first)
+    finally:
+        if place_here()[0] == 0:
+            token.unlink(missing_ok=True)
+
+
+def _look(token: Path) -> None:
+    until = time.monotonic() + _PATIENCE
+    while not token.exists():
+        if time.monotonic() > until:
+            raise UserError(
+                f"{token.parent}: node {socket.gethostname()} does not see there what rank 0 has written: the run "
+                "directory must be on a filesystem that all nodes share (--output); --nvme is each node's own"
+            )
+        time.sleep(_AGAIN)

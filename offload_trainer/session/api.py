@@ -1,0 +1,282 @@
+"""From a name or a module to a session: planned as the command plans, said, refused where it does not fit, built.
+
+keys ── TrainConfig ── plan ── drives leased, homes made, weights in ──> Session
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from offload_trainer.checkpoint import RunRecord
+from offload_trainer.config import TrainConfig
+from offload_trainer.engine.build_tiered import Parts, opened
+from offload_trainer.engine.cpu_heap import built, keep_heap
+from offload_trainer.errors import UserError
+from offload_trainer.model.init_weights import meta_model, parameters_without_memory
+from offload_trainer.model.loader import DTYPES, resolve_model, save_model_config
+from offload_trainer.offload.model import OffloadedModel
+from offload_trainer.plan.machine import MachineProfile
+from offload_trainer.plan.max_seq_len import with_fewer_buffers
+from offload_trainer.plan.memory.activation_offload import inputs_of
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import settle_and_plan, workload
+from offload_trainer.plan.shape import ModelShape
+from offload_trainer.plan.tiered.spec import TierSizes
+from offload_trainer.run.directory import environment
+from offload_trainer.run.memory_fallbacks import lacks_room
+from offload_trainer.run.planning import machine_here
+from offload_trainer.session.kwargs import SessionKeys, in_callers_words, session_words
+from offload_trainer.session.module_shape import shape_of
+from offload_trainer.session.process_memory import ThisProcess
+from offload_trainer.session.saving import Saves
+from offload_trainer.session.session import Session
+from offload_trainer.settings import load_config
+from offload_trainer.storage.owned_dirs import scratch
+from offload_trainer.storage.scratch_dir import DriveLease
+
+Say = Callable[[str], None]
+Weights = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+def load(name: str | Path, *, say: Say = print, **keys: Unpack[SessionKeys]) -> Session:
+    """A causal language model of transformers in its homes: a directory, a hub id, or a preset.
+
+    `keys` are the command's (docs/library.md): dtype, nvme, params, optimizer, ram_fraction, ... The plan's lines go to
+    `say`. Raises UserError for keys that cannot be, a model that is none, and a plan that does not fit.
+    """
+    words = session_words(str(name), _with_nvme(keys))
+    with in_callers_words():
+        config = load_config(words)
+        source = resolve_model(config.model, seed=config.train.seed)
+        config, plan = _planned(config, source.shape, machine_here(config.placement.nvme), say=say)
+        with ExitStack() as stack:
+            parts = _opened(config, source.shape, plan, stack, say=say)
+            model = source.build(dtype=parts.layout.dtype, context=parameters_without_memory()).model
+            parameters = _with_memory(model, parts)
+            for key, value in source.buffers().items():
+                _set_buffer(model, key, value.to(parts.device.place))
+            folder = _folder(stack)
+            save_model_config(source, folder, dtype=parts.layout.dtype, end_of_text=None)
+            weights = ((key, value.to(parts.layout.dtype), value) for key, value in source.weights())
+            saves = Saves(_record(config, plan, source.shape, folder, random=source.random), causal_lm=True)
+            offloaded = _offloaded(model, parameters, weights, parts, config, stack)
+            work = workload(config, source.shape)
+            if home := work.inputs_away:
+                offloaded.keep_inputs(inputs_of(work), on_drives=home == "nvme")
+            return _session(model, offloaded, plan, saves, stack)
+
+
+def offload(
+    module: nn.Module, *, blocks: Sequence[str] | None = None, say: Say = print, **keys: Unpack[SessionKeys]
+) -> Session:
+    """Any module in memory, moved to its homes; its parameters stay the same objects.
+
+    `blocks` names the repeated blocks, whose weights come and go one at a time: parts of the module, or ModuleLists
+    of them; None: the children of each ModuleList and Sequential of modules of one class. `dtype` is by default the
+    parameters' own; UserError where they have several. Those with requires_grad=False have neither masters nor moments.
+    """
+    _refuse_parts(module)
+    parameters = dict(module.named_parameters())
+    _refuse_without_values(module)
+    words = session_words(None, {"dtype": _dtype_of(parameters, given="dtype" in keys), **_with_nvme(keys)})
+    shape = shape_of(module, blocks=blocks)
+    with in_callers_words():
+        config = load_config(words)
+        here = sum(p.nbytes for p in parameters.values() if p.device.type == "cpu")
+        config, plan = _planned(config, shape, machine_here(config.placement.nvme), say=say, moves=here)
+        with ExitStack() as stack:
+            parts = _opened(config, shape, plan, stack, say=say)
+            folder = _folder(stack)
+            causal_lm = _keep_configuration(module, folder)
+            held = {name: parameter.detach() for name, parameter in parameters.items()}
+            for parameter in parameters.values():
+                parameter.grad = None
+            for part in module.modules():
+                for key, buffer in part._buffers.items():
+                    part._buffers[key] = None if buffer is None else buffer.to(parts.device.place)
+            dtype = parts.layout.dtype
+            weights = ((name, held[name].to(dtype), held.pop(name)) for name in parameters)
+            saves = Saves(_record(config, plan, shape, folder, random=False), causal_lm=causal_lm)
+            uses = {name: [parameter] for name, parameter in parameters.items()}
+            return _session(module, _offloaded(module, uses, weights, parts, config, stack), plan, saves, stack)
+
+
+# -- planning --------------------------------------------------------------------------------------------------------
+
+
+def _with_nvme(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """One drive may be given as it is."""
+    drives = keys.get("nvme", ())
+    drives = [drives] if isinstance(drives, str | Path) else drives
+    return (
+        {**keys, "nvme": [str(drive) for drive in drives]} if drives else {k: v for k, v in keys.items() if k != "nvme"}
+    )
+
+
+def _planned(
+    config: TrainConfig, shape: ModelShape, machine: MachineProfile, *, say: Say, moves: int = 0
+) -> tuple[TrainConfig, Plan]:
+    """The plan, said. UserError where it does not fit, or for fp16, whose losses nobody would scale.
+
+    `moves`: bytes that this process holds of the model, which go as its homes are filled.
+    """
+    process = ThisProcess.now(machine, moves=moves)
+    tokens = config.train.micro_batch * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
+    whole = config.model.model_copy(update={"loss_chunk": tokens})  # the loss is the caller's: all logits at once
+    tried = list[tuple[TrainConfig, Plan]]()
+    for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):
+        # Its saves go wherever they are told to.
+        settled, plan = settle_and_plan(wish, shape, process.free(machine), saves=False)
+        tried.append((settled, process.count_in(plan)))
+        if tried[-1][1].fits or not lacks_room(tried[-1][1], machine):
+            break
+    config, plan = tried[-1] if tried[-1][1].fits else tried[0]
+    if config.model.dtype == "fp16":
+        raise UserError(
+            'a session has no loss scale, so no fp16: give dtype="bf16", or "fp32" where the card has no bf16'
+        )
+    say(plan.describe())
+    if not plan.fits and not config.placement.force:
+        raise UserError(f"this does not fit: {'; '.join(plan.shortfalls())} (force=True tries all the same)")
+    return config, plan
+
+
+def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> Parts:
+    """Drives leased, the device and the kernels."""
+    keep_heap("tiered")
+    drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
+    leases = [stack.enter_context(DriveLease(drive, say=say)) for drive in drives]
+    assert isinstance(plan.sizes, TierSizes)
+    one_use = replace(shape, weights=tuple(replace(weight, uses=1) for weight in shape.weights))  # one object each
+    places = [lease.path for lease in leases]
+    return opened(workload(config, one_use), plan.placement, plan.sizes, places, stack=stack, say=say)
+
+
+def _record(config: TrainConfig, plan: Plan, shape: ModelShape, folder: Path, *, random: bool) -> RunRecord:
+    """What saves say beside the state."""
+    told = {"config": config.model_dump(mode="json"), "plan": plan.to_json(), "environment": environment()}
+    layout = {w.name: {"shape": list(w.shape), "trained": w.trainable} for w in shape.weights}
+    return RunRecord(identity={"session": True}, layout=layout, run={**told, "random": random}, model=folder)
+
+
+def _folder(stack: ExitStack) -> Path:
+    """For the model's configuration, which goes into each save: beside the workplace's own lock, not with it."""
+    folder = stack.enter_context(scratch("offload-trainer-session-")) / "model"
+    folder.mkdir()
+    return folder
+
+
+def _refuse_parts(module: nn.Module) -> None:
+    """Raise UserError for parts of a module that would not do here what they do outside."""
+    for name, part in module.named_modules():
+        told = f"{name or 'the module'} ({type(part).__name__})"
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise UserError(
+                f"{told} has max_norm={part.max_norm}, and so writes to its weight in each forward, which an offloaded "
+                "weight does not keep: set max_norm to None, or scale the rows in a forward of your own"
+            )
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            raise UserError(
+                f"{told} is compiled, and its graph would miss that weights come and go: offload the module that was "
+                "given to torch.compile. An offloaded model always runs eagerly"
+            )
+
+
+# -- building --------------------------------------------------------------------------------------------------------
+
+
+def _session(model: nn.Module, offloaded: OffloadedModel, plan: Plan, saves: Saves, stack: ExitStack) -> Session:
+    return Session(model, offloaded, plan=plan, saves=saves, opened=stack.pop_all())
+
+
+def _offloaded(
+    model: nn.Module,
+    parameters: dict[str, list[nn.Parameter]],
+    weights: Weights,
+    parts: Parts,
+    config: TrainConfig,
+    stack: ExitStack,
+) -> OffloadedModel:
+    offloaded = OffloadedModel(
+        model,
+        parameters,
+        parts.layout,
+        device=parts.device,
+        drives=parts.drives,
+        kernels=parts.kernels,
+        seed=config.train.seed,
+    )
+    stack.callback(offloaded.close)
+    offloaded.adds_up = parts.layout.gradient_dtype is torch.float32
+    offloaded.put(weights)
+    built()
+    return offloaded
+
+
+def _with_memory(model: nn.Module, parts: Parts) -> dict[str, list[nn.Parameter]]:
+    """Parameters that can be given memory in place of those that have none; tied ones stay one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for key, old in module._parameters.items():
+            if old is not None:
+                if old not in made:
+                    empty = torch.empty((), dtype=parts.layout.dtype, device=parts.device.place).expand(old.shape)
+                    made[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
+                module._parameters[key] = made[old]
+    return {name: [made[old]] for old, name in names.items()}
+
+
+def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._buffers[leaf] = value
+
+
+def _refuse_without_values(module: nn.Module) -> None:
+    """UserError for lazy modules that have seen no batch, and for the meta device."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(f"{name} has no shape before the first forward: call the module once, then offload it")
+        if tensor.is_meta:
+            raise UserError(f"{name} has no values: weights of bf16 and fp32 can be offloaded")
+
+
+def _dtype_of(parameters: dict[str, nn.Parameter], *, given: bool) -> str:
+    """The key of the parameters' dtype. UserError for what cannot be trained, and for several unless one is `given`."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    found: dict[str, list[str]] = {}
+    for name, parameter in parameters.items():
+        if parameter.dtype not in names:
+            raise UserError(f"{name} is {parameter.dtype}: weights of bf16 and fp32 can be offloaded")
+        found.setdefault(names[parameter.dtype], []).append(name)
+    if not found:
+        raise UserError("the module has no parameters")
+    if len(found) > 1 and not given:
+        told = ", ".join(f"{len(its)} in {dtype} ({its[0]})" for dtype, its in found.items())
+        raise UserError(
+            f"the module's parameters have several dtypes, {told}, and all are offloaded in one: name it, as "
+            f"dtype={next(iter(found))!r}, if the module's forward works with that"
+        )
+    return max(found, key=lambda dtype: sum(parameters[name].numel() for name in found[dtype]))
+
+
+def _keep_configuration(module: nn.Module, folder: Path) -> bool:
+    """Write the configuration of a transformers model; whether it is a causal language model."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return False
+    copy.deepcopy(config).save_pretrained(folder)
+    try:
+        built = meta_model(config, trust_remote_code=False)
+    except Exception:  # of transformers' constructors: it is another kind of model
+        return False
+    return [name for name, _ in built.named_parameters()] == [name for name, _ in module.named_parameters()]

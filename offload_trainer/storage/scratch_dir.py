@@ -1,0 +1,301 @@
+"""A run's private directory on a drive: locked while the run lives, removed when it ends or has died.
+
+DIR/offload-trainer/              this user's; DIR/offload-trainer-NUMBER where another user has that name
+    run-0123abcd/.lock            its mark, locked as long as its run lives; the kernel lets go of it even after kill -9
+    run-0123abcd/.for             of page files that a run goes on from once it was killed: where that run lists them
+    run-0123abcd/.ranks           locked too as long as another rank lives that writes there
+    run-0123abcd/...              the run's own
+
+A run's list names its directories, one a line. What it names stays until that run itself has begun again, whatever
+other runs start on the drive. Where the list is gone, nobody knows whether the directory holds the only copy of a
+training: it stays too, and the next start says so. A list that is there and does not name it releases it.
+
+Only what a lease has made is removed: by its name, its mark and its owner (`removal`). Everything else there, whatever
+it is called, is somebody's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.safe_files import file_bytes
+from offload_trainer.storage.atomic_io import remove_abandoned, write_text
+from offload_trainer.storage.locks import NoLocks, open_lock, take, turn
+from offload_trainer.storage.owned_dirs import (
+    MARK,
+    NotOurs,
+    Workplace,
+    is_ours,
+    is_removable,
+    is_unfinished,
+    made_as,
+    reason,
+    remove_dead,
+)
+
+_NAME = re.compile(r"run-[0-9a-f]{8}")
+_WHAT = "page files of"
+PAGES = "pages"  # a list's name in the run directory
+_FOR, _LONGEST = ".for", 1 << 16  # name; bytes of it, and of a list
+_RANKS = ".ranks"
+
+
+class DriveLease:
+    """Private directory for one run under `drive`. Two runs on one drive never touch each other."""
+
+    def __init__(
+        self,
+        drive: Path,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        listed: Path | None = None,
+        instead: Workplace | None = None,
+    ) -> None:
+        """What dead runs of this user have left there is removed, and said. TrainerError where nothing can be made.
+
+        `listed`: this run's own list, whose directories go too. `instead`: one of them, taken over in place of a new
+        one.
+        """
+        try:
+            root = _make_root(drive)
+            self.removed = clear(drive, say=say, listed=listed, but=instead.path if instead else None)
+            self._place = instead or _private(root, say)
+        except OSError as error:
+            raise TrainerError(f"{drive}: cannot make a private directory there: {error}") from error
+        self.path = self._place.path
+        if not self._place.locked:
+            say(f"note: locks do not work on {drive}: what a killed run leaves there is not removed by the next one")
+
+    def close(self) -> None:
+        """Remove the directory and let go of it. Calling it again does nothing."""
+        self._place.close()
+
+    def __enter__(self) -> DriveLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """After an error what its run would go on from stays."""
+        if error is not None and is_listed(self.path):
+            self._place.leave()
+        self.close()
+
+
+def _private(root: Path, say: Callable[[str], None]) -> Workplace:
+    for last in (False, False, True):
+        try:
+            return Workplace(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
+        except (FileNotFoundError, BlockingIOError):  # another start took it for a dead run's before it was marked
+            if last:
+                raise
+    raise AssertionError
+
+
+def root_of(drive: Path) -> Path:
+    """Where this user's private directories under `drive` are, or will be.
+
+    UserError where both names are taken by what is no directory of this user.
+    """
+    found = ""
+    for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
+        root = drive / name
+        try:
+            about = root.lstat()
+        except FileNotFoundError:
+            return root
+        ours, folder = is_ours(about.st_uid, drive), stat.S_ISDIR(about.st_mode)
+        if ours and folder:
+            return root
+        found = f"{root} is {'a link or a file' if not folder else 'a directory'} of {'yours' if ours else 'others'}"
+        if ours:
+            break
+    raise UserError(f"{found}, and page files cannot go there: move it away, or name another directory with --nvme")
+
+
+def _make_root(drive: Path) -> Path:
+    for _ in range(3):  # another user may take the first name just now
+        root = root_of(drive)
+        try:
+            root.mkdir()
+        except FileExistsError:
+            if root != root_of(drive):
+                continue
+        break
+    return root_of(drive)
+
+
+def take_over(folder: Path, *, say: Callable[[str], None]) -> Workplace:
+    """Take a dead run's private directory over, with its files. As `Workplace.taken_over`."""
+    place = Workplace.taken_over(folder, what=_WHAT, say=say)
+    remove_abandoned(folder)
+    return place
+
+
+def has_locks(folder: Path) -> bool:
+    """Return whether a later process can find out that the run of this private directory has died."""
+    return is_removable(folder, made_as(_WHAT, folder.name))
+
+
+def hold(folder: Path) -> int:
+    """As a rank that writes there beside the one whose directory it is: a descriptor, to be kept as long as it does."""
+    descriptor = open_lock(folder / _RANKS, create=True)
+    with suppress(NoLocks):  # then nobody takes the directory over
+        take(descriptor, shared=True)
+    return descriptor
+
+
+def wait_for_ranks(folder: Path, *, say: Callable[[str], None], patience: float = 60.0) -> None:
+    """No rank of the run that has died holds its directory when this returns. TrainerError where one does not end."""
+    with turn(folder / _RANKS, say=say, patience=patience):
+        pass
+
+
+def keep_listed(listed: Path, folders: Sequence[Path]) -> None:
+    """From now on these of this process stay after a kill, or an error, for the run whose list this is. OSError."""
+    write_text(listed, "".join(f"{folder.resolve()}\n" for folder in folders))
+    for folder in folders:
+        write_text(folder / _FOR, str(listed.resolve()))
+
+
+def keep_none(listed: Path) -> None:
+    """Nothing stays any more for the run whose list this is. OSError."""
+    if listed.exists():
+        write_text(listed, "")
+
+
+def named_in(listed: Path) -> list[Path]:
+    """Return the directories that a run's list names. ValueError where it cannot be read."""
+    try:
+        return [Path(line) for line in file_bytes(listed, most=_LONGEST).decode().splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+def folders_in(listed: Path) -> list[Path]:
+    """Return those of them that are there. ValueError where the list cannot be read."""
+    return [folder for folder in named_in(listed) if folder.is_dir()]
+
+
+def is_listed(folder: Path, *, but: Path | None = None) -> bool:
+    """Return whether a run may need this directory: another list than `but` names it, or cannot be looked at."""
+    try:
+        listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    if but is not None and listed == but.resolve():
+        return False
+    try:
+        return not os.path.exists(listed) or folder.resolve() in named_in(listed)
+    except ValueError:
+        return True
+
+
+def kept_for(listed: Path, drive: Path) -> list[Path]:
+    """Return the dead runs' directories under `drive` that were kept for the run whose list this is."""
+    return [folder for folder in _dead_in(drive) if _kept_for(folder) == listed.resolve()]
+
+
+def _kept_for(folder: Path) -> Path | None:
+    """Return the list for which a directory was kept, if it can be read."""
+    try:
+        return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
+    except (OSError, ValueError):
+        return None
+
+
+def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
+    """Return this user's private directories under `drive` whose run is gone: the next lease there removes them.
+
+    Those that another run than that of `listed` may need are not among them.
+    """
+    return [folder for folder in _dead_in(drive) if not is_listed(folder, but=listed)]
+
+
+def _dead_in(drive: Path) -> list[Path]:
+    """Return this user's private directories under `drive` whose run is gone."""
+    root = root_of(drive)
+    names = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    return [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
+
+
+def clear(
+    drive: Path, *, say: Callable[[str], None], listed: Path | None = None, but: Path | None = None
+) -> list[Path]:
+    """Remove what `dead_runs` finds, except `but`, and say so; return what is gone. OSError where that cannot be found.
+
+    Say, too, what stays because the list of its run is gone.
+    """
+    for folder in _dead_in(drive):
+        place = _kept_for(folder)
+        if place is not None and folder != but and is_listed(folder, but=listed) and not os.path.exists(place):
+            say(
+                f"note: {folder} stays: it has the page files of the run in {place.parent}, which is not there now. "
+                f"Bring that back, or export their weights (offload-train export {folder} DIR), then remove {folder}"
+            )
+    removed = [folder for folder in dead_runs(drive, listed=listed) if folder != but and _remove(folder, say)]
+    if removed:
+        say(f"{root_of(drive)}: removed what {len(removed)} run(s) left that died")
+    return removed
+
+
+def _is_dead(folder: Path) -> bool:
+    if is_unfinished(folder):
+        return True
+    if not is_removable(folder, made_as(_WHAT, folder.name)):
+        return False
+    try:
+        with kept(folder):
+            return True
+    except (OSError, NoLocks):
+        return False
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the run that page files belong to lives: it holds the lock. UserError where that cannot be known."""
+    try:
+        with kept(folder):
+            return False
+    except BlockingIOError:
+        return True
+    except (OSError, NoLocks) as error:
+        raise UserError(
+            f"{folder}: whether its run is alive cannot be known ({reason(error)}); export its newest checkpoint"
+        ) from error
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Inside, no run removes these page files. BlockingIOError where their run lives, NoLocks, OSError."""
+    try:
+        lock = open_lock(folder / MARK)
+    except FileNotFoundError:
+        yield  # without a mark nothing removes them
+        return
+    try:
+        take(lock, shared=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove(folder: Path, say: Callable[[str], None]) -> bool:
+    """Remove a dead run's directory, unless it is being read; whether it is gone."""
+    try:
+        remove_dead(folder, what=_WHAT)
+    except (FileNotFoundError, BlockingIOError):
+        return False  # another start has removed it, or it is being exported
+    except (OSError, NotOurs, NoLocks) as error:
+        say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
+        return False
+    return True

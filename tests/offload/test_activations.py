@@ -1,0 +1,298 @@
+"""What gradient checkpointing keeps, in host memory and on drives: no bit changes, and the bytes are those planned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import REENTRANT, Step, assert_same, batches, engine, masters, model_directory, train
+from late import LateDevice, LateTransfers
+from plans import GB, SHAPES, machine, wish
+from queues import queued
+
+from offload_trainer.errors import TrainerError, UserError
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.offload.activations.offload import Activations, _Buffer
+from offload_trainer.offload.device.base import CpuDevice, Return
+from offload_trainer.plan.memory.activation_offload import INPUT_BUFFERS, INPUTS_UNDER_WAY, KeptInputs
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.settings import load_config
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of, done
+from offload_trainer.telemetry.meters import read_io
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+VARIANTS: dict[str, list[str]] = {"non-reentrant": [], "reentrant": [REENTRANT]}
+ON = ["model.checkpointing=on", "model.overrides.n_layer=9"]
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+def model_of(folder: Path, *, tied: bool) -> Path:
+    return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, n_layer=9, **DROPOUT)
+
+
+@cache
+def without(folder: Path, tied: bool, variant: str, accumulate: int) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """The same engine, inputs kept where they are."""
+    words = [*ON, *VARIANTS[variant], "--accumulate", str(accumulate)]
+    with engine(model_of(folder, tied=tied), *words) as ours:
+        return train(ours, batches(3 * accumulate), accumulate=accumulate), masters(ours)
+
+
+def drives(folder: Path, count: int) -> list[Path]:
+    made = [folder / f"drive-{number}" for number in range(count)]
+    for drive in made:
+        drive.mkdir(exist_ok=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("tied", "variant", "accumulate"),  # each two of them together
+    [(True, "non-reentrant", 1), (True, "reentrant", 3), (False, "non-reentrant", 3), (False, "reentrant", 1)],
+    ids=["tied-non-reentrant-1", "tied-reentrant-3", "untied-non-reentrant-3", "untied-reentrant-1"],
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.offload_activations=cpu"],
+        ["model.offload_activations=nvme"],
+        ["model.offload_activations=nvme", "--params", "nvme", "tiered.unit_buffers=2", "tiered.checksums=true"],
+    ],
+    ids=["memory", "drives", "weights on drives too"],
+)
+def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: int, folder: Path) -> None:
+    """Nine blocks with dropout; copies at once, late and out of order, and in a GPU's queues."""
+    expected, weights = without(folder, tied, variant, accumulate)
+    words = [*ON, *words, *VARIANTS[variant], "--accumulate", str(accumulate)]
+    model, data = model_of(folder, tied=tied), batches(3 * accumulate)
+    for kind in ("plain", "late", "queued"):
+        with pytest.MonkeyPatch.context() as patch:
+            device = None
+            if kind == "late":
+                patch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+                device = LateDevice()
+            with queued(patch, haste=0.05) as cuda:
+                if kind == "queued":
+                    device = cuda.device(staging_bytes=1 << 20, stagings=2)
+                with engine(model, *words, drives=drives(folder, 2), device=device) as ours:
+                    assert train(ours, data, accumulate=accumulate) == expected, kind
+                    assert_same(masters(ours), weights)
+
+
+@pytest.mark.parametrize("forgotten", ["the copy back", "the copy out", "the buffer", "the write"])
+def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is able to fail, for each of the things that are waited for.
+
+    What nobody waits for never comes: what is merely late is in time where the steps are slow.
+    """
+    expected, _ = without(folder, True, "non-reentrant", 1)
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+
+    def never(into: torch.Tensor) -> Future:
+        bytes_of(into).fill_(0xFF)
+        return done()
+
+    if forgotten == "the copy back":
+        monkeypatch.setattr(LateDevice, "bring_back", lambda device, source, into, **words: Return(never(into), done()))
+    elif forgotten == "the copy out":
+        monkeypatch.setattr(LateDevice, "keep", lambda device, values, into: never(into))
+    elif forgotten == "the buffer":
+        monkeypatch.setattr(_Buffer, "free", done())
+    else:
+        monkeypatch.setattr(LateTransfers, "write", lambda *given: done())
+    words = [*ON, "model.offload_activations=nvme"]
+    with engine(model_of(folder, tied=True), *words, drives=drives(folder, 1), device=LateDevice()) as ours:
+        assert train(ours, batches(3)) != expected
+
+
+class Counting(CpuDevice):
+    """Notes the order of things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
+        self.events.append("out")
+        return super().keep(values, into)
+
+    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
+        self.events.append("back")
+        return super().bring_back(source, into, after=after, ready=ready)
+
+
+def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str, Any]:
+    """Bytes of the third step of nine blocks: moved, held when the forward ends, and planned."""
+    model = model_of(folder, tied=True)
+    words = (*ON, f"model.offload_activations={home}", "--seq-len", "24", "--micro-batch", "2", *words)
+    inputs: list[weakref.ref[Any]] = []
+    with engine(model, *words, drives=drives(folder, count)) as ours:
+        body = ours._module.model.transformer
+        for block in body.h:
+            block.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))
+        train(ours, batches(2))
+        _settle(ours)
+        held: list[int] = []
+        body.ln_f.register_forward_hook(
+            lambda *_: held.append(sum(one() is not None for one in inputs[-9:])) if torch.is_grad_enabled() else None
+        )
+        before = read_io()
+        train(ours, batches(1))
+        _settle(ours)
+        moved = read_io() - before
+        kept = ours.offloaded.activations
+        buffers = kept._ring or kept._own.values() if kept else ()
+        in_memory = sum(buffer.memory.numel() for buffer in buffers)
+    config = load_config(["--model", str(model), "--scratch", *_named(folder, count), *words])
+    shape = resolve_model(config.model, seed=0).shape
+    plan = make_plan(config, shape, probe_machine(drives=config.placement.nvme, output=str(folder)))
+    return {"read": moved.read_bytes, "written": moved.written_bytes, "inputs": held[0], "memory": in_memory} | {
+        "plan": plan
+    }
+
+
+def _settle(ours: Any) -> None:
+    """The last inputs are on their drives, and the update is over, for which no step waits."""
+    ours.settle()
+    for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
+        buffer.free.wait()
+
+
+def _named(folder: Path, count: int) -> list[str]:
+    return [word for drive in drives(folder, count) for word in ("--nvme", str(drive))]
+
+
+INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, up to a multiple of 4096
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(count: int, folder: Path) -> None:
+    """On the CPU too: of nine inputs two at most are still in memory as such, and four buffers beside them."""
+    kept, away = of_a_step(folder, "false"), of_a_step(folder, "nvme", count)
+    assert kept["inputs"] == 9
+    assert away["inputs"] <= INPUTS_UNDER_WAY
+    assert away["memory"] == INPUT_BUFFERS * INPUT
+    moved = [one for one in away["plan"].traffic if one.place != "device"]
+    assert away["written"] == sum(one.written for one in moved) == 9 * INPUT
+    assert away["read"] == sum(one.read for one in moved) == (9 - INPUT_BUFFERS) * INPUT
+    items = {(item.tier, item.bytes) for item in away["plan"].items if item.name == "block inputs"}
+    on_drives = [5 * INPUT, 4 * INPUT] if count == 2 else [9 * INPUT]
+    named = [str(drive) for drive in drives(folder, count)]
+    assert items == {("ram", 2 * INPUT), ("ram", 4 * INPUT), *zip(named, on_drives, strict=True)}
+
+
+def test_in_host_memory_each_has_its_place(folder: Path) -> None:
+    away = of_a_step(folder, "cpu")
+    assert away["inputs"] <= INPUTS_UNDER_WAY
+    assert away["memory"] == 9 * INPUT
+    assert (away["read"], away["written"]) == (0, 0)
+    assert ("ram", 9 * INPUT) in {(item.tier, item.bytes) for item in away["plan"].items}
+
+
+def test_one_comes_back_while_the_one_behind_it_is_used(folder: Path) -> None:
+    """The backward's first is started at the end of the forward, and each of the others one block ahead."""
+    device = Counting()
+    with engine(model_of(folder, tied=True), *ON, "model.offload_activations=cpu", device=device) as ours:
+        block = ours._module.model.transformer.h[0].attn
+        block.register_forward_pre_hook(lambda *_: device.events.append("first block"))
+        ours._module.model.transformer.h[8].attn.register_forward_pre_hook(
+            lambda *_: device.events.append("last block")
+        )
+        train(ours, batches(1))
+    forward = ["out", "first block", *["out"] * 8, "last block"]
+    assert device.events == [*forward, "back", "back", "last block", *["back"] * 7, "first block"]
+
+
+def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path) -> None:
+    file = DriveFile(tmp_path / "activations", 2 * 4096)
+    device, transfers = CpuDevice(), ThreadedTransfers(threads=1)
+    kept = Activations(KeptInputs(2, 4096), device=device, files=[file], transfers=transfers)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(size, generator=generator) for size in (900, 5000, 700, 1000)]
+    for _ in range(2):
+        with kept.forward():
+            handles = [kept.keep(one) for one in inputs]
+        for number in (3, 2, 1, 0):
+            assert torch.equal(kept.give(handles[number]), inputs[number])
+    with kept.forward():
+        handles = [kept.keep(one) for one in inputs[:1] * 2]
+    for number in (0, 1):  # in another order
+        assert torch.equal(kept.give(handles[number]), inputs[0])
+    kept.close()
+    transfers.close()
+    device.close()
+    file.close()
+
+
+@pytest.mark.parametrize("order", [range(11), range(10, -1, -1), (3, 9, 0, 1, 10, 2, 4, 8, 5, 7, 6)])
+def test_any_order_is_right(order: Sequence[int], tmp_path: Path) -> None:
+    files = [DriveFile(tmp_path / name, 6 * 4096) for name in "ab"]
+    kept = Activations(KeptInputs(11, 4096), device=LateDevice(), files=files, transfers=LateTransfers())
+    inputs = [torch.full((1000,), float(number)) for number in range(11)]
+    for _ in range(3):
+        with kept.forward():
+            handles = [kept.keep(one) for one in inputs]
+        for number in order:
+            assert torch.equal(kept.give(handles[number]), inputs[number])
+    kept.close()
+    for file in files:
+        file.close()
+
+
+def test_what_cannot_be_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"model.offload_activations=nvme needs a drive: add --nvme DIR"):
+        load_config(["model.offload_activations=nvme"])
+    for engine_name in ("plain", "deepspeed"):
+        with pytest.raises(UserError, match=f"belongs to --engine tiered, not to {engine_name}: use cpu"):
+            load_config(["model.offload_activations=nvme", "--nvme", "/ssd", "--engine", engine_name])
+    assert load_config(["model.offload_activations=true"]).model.offload_activations == "cpu"
+    assert load_config(["model.offload_activations=false"]).model.offload_activations is False
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("offload_trainer.storage.transfer.os.posix_fallocate", full)
+    words = [*ON, "model.offload_activations=nvme", "--seq-len", "24", "--micro-batch", "2"]
+    with (
+        pytest.raises(TrainerError, match=r"activations-0: 73.7 kB cannot be set aside there: No space left on device"),
+        engine(model_of(folder, tied=True), *words, drives=drives(folder, 1)),
+    ):
+        pass
+
+
+def test_a_plan_says_where_nothing_is_kept(folder: Path) -> None:
+    config = load_config(["--model", str(model_of(folder, tied=True)), "--scratch", "model.offload_activations=cpu"])
+    shape = resolve_model(config.model, seed=0).shape
+    plan = make_plan(config, shape, probe_machine(drives=(), output=str(folder)))
+    assert any(note.startswith("model.offload_activations=cpu moves nothing") for note in plan.notes)
+
+
+def test_a_plan_says_where_host_memory_is_no_other_home() -> None:
+    """Without a GPU: what is there as they are kept, and two of them once more on their way."""
+    found = {}
+    for home in ("false", "cpu"):
+        plan = make_plan(wish("--micro-batch", "4", f"model.offload_activations={home}"), SHAPES["gpt2-xl"], machine())
+        found[home] = sum(item.bytes for item in plan.items if item.name in ("block inputs", "activations"))
+        assert any("offload_activations=cpu frees nothing here" in note for note in plan.notes) == (home == "cpu")
+    assert found["cpu"] == found["false"] + 2 * 2 * 4 * 1024 * 1600
+
+
+def test_the_plan_of_a_gpu_has_them_where_they_are() -> None:
+    """gpt2-xl, 4 x 1024 tokens: 48 inputs of 13.1 MB each, and the last output; off the GPU but for two."""
+    shape, each = SHAPES["gpt2-xl"], 2 * 4 * 1024 * 1600
+    found = {}
+    for home in ("false", "cpu", "nvme"):
+        words = ["--micro-batch", "4", f"model.offload_activations={home}", "--params", "cpu"]
+        plan = make_plan(wish(*words), shape, machine(gpu=40 * GB))
+        found[home] = {item.tier: item.bytes for item in plan.items if item.name == "block inputs"}
+        moved = {one.phase: one for one in plan.traffic if one.place == "device"}
+        found[home]["out"] = moved["forward"].written
+    assert found["false"] == {"gpu": 49 * each, "out": 0}
+    assert found["cpu"] == {"gpu": 2 * each, "ram": 48 * each, "out": 48 * each}
+    assert found["nvme"] == {"gpu": 2 * each, "ram": 4 * each, "/ssd": 48 * each, "out": 48 * each}

@@ -1,0 +1,451 @@
+"""The update behind the backward, before its step is decided: the bits of plain torch, whatever is decided then.
+
+A backward is held up here before its first block until all that may be done ahead is done, so that what follows does
+not depend on luck; where copies and drives are late it is not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import ON_GPU, REFERENCE, assert_same, batches, engine, masters, model_directory, train
+from late import LateDevice, LateTransfers
+from test_overlap import AWAY, HOMES, gpt2, plain, saved
+from test_shares import on_streams
+from test_tiered import skip_last_block
+
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.errors import TrainerError
+from offload_trainer.offload.update.speculative import Ahead, Watch
+from offload_trainer.offload.update.step_params import decision_of
+from offload_trainer.offload.update.updater import Updater
+from offload_trainer.offload.weights.prefetch import Stream
+from offload_trainer.optim.rules import AdamW
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered.layout import units_of
+from offload_trainer.storage.transfer import Future, ThreadedTransfers
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+FULL = "tiered.overlap=full"
+IN_LINE = "tiered.overlap=off"
+ON_DRIVES = {
+    name: HOMES[name]
+    for name in ("nothing in RAM", "weights in RAM", "weights and gradients on the drive", "a part on the device")
+} | {
+    "sums on the device": ["placement.gradients=gpu", "--ram-fraction", "0.3"],
+    "state on the drive, weights and gradients there": [*AWAY, "--ram-fraction", "0"],
+}
+CLIP = "optim.clip=2"
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are begun ahead however often they are clipped."""
+    monkeypatch.setattr(Watch, "rarely", True)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each step that was begun ahead and taken: pages that counted, pages that were done."""
+    found, its = [], Ahead.kept
+
+    def seen(ahead: Ahead, *given: Any) -> set[int]:
+        numbers = its(ahead, *given)
+        found.append((len(numbers), len(ahead.written)))
+        return numbers
+
+    monkeypatch.setattr(Ahead, "kept", seen)
+    return found
+
+
+def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> None:
+    """A backward goes no further than this gradient until pages of all complete units are done."""
+    updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
+
+    def wait(_: torch.Tensor) -> None:
+        ahead, end = updater._ahead, time.monotonic() + 60
+        if ahead is not None:
+            complete = {unit for unit, lacking in gradients._lacking.items() if not lacking}
+            wanted = {number for number, page in enumerate(pages) if page.home >= 0 and page.unit in complete}
+            while not (ahead.error or wanted <= ahead.written.keys()):
+                assert time.monotonic() < end
+                time.sleep(0.0005)
+
+    ours.offloaded.parameters[name][0].register_hook(wait)
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("home", ON_DRIVES)
+def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
+    """bf16 with dropout; a limit that some of the norms are above: what was done ahead of these is done again."""
+    model = gpt2(folder)
+    expected, weights = plain(model, 40, CLIP)
+    clipped = [norm is not None and norm > 2 for _, norm in expected]
+    assert set(clipped) == {True, False}
+    with engine(model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        assert train(ours, batches(40)) == expected
+        assert_same(masters(ours), weights)
+    assert [(counted, done > 0) for counted, done in kept] == [
+        (0 if was else done, True) for was, (_, done) in zip(clipped, kept, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("states", ["8bit", "bf16"])
+def test_moments_that_chance_rounds_are_those_of_the_update_in_line(
+    states: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    found = []
+    for how in (IN_LINE, FULL):
+        words = [*HOMES["weights in RAM"], CLIP, f"optim.states={states}", how]
+        with engine(gpt2(folder), *words, drives=[drive]) as ours:
+            if how == FULL:
+                hold_up(ours)
+            steps = train(ours, batches(12))
+            found.append((steps, saved(ours, tmp_path / how)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive", "sums on the device"])
+def test_accumulation_and_frozen_weights(
+    home: str, tied: bool, folder: Path, drive: Path, kept: list[tuple[int, int]]
+) -> None:
+    model = gpt2(folder, tied=tied)
+    words = ["--accumulate", "3", CLIP, 'model.freeze=["wpe","h.1.mlp"]']
+    expected, weights = plain(model, 5, *words, accumulate=3)
+    with engine(model, *ON_DRIVES[home], *words, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        assert train(ours, batches(15), accumulate=3) == expected
+        assert_same(masters(ours), weights)
+    assert len(kept) == 5
+    assert all(done for _, done in kept)
+
+
+@pytest.mark.usefixtures("always")
+def test_experts_that_are_not_used(folder: Path, drive: Path) -> None:
+    """Their blocks are never complete, and are updated once it is known."""
+    model, data = model_directory(folder / "mixtral", "mixtral", tied=False), batches(6, rows=1, length=3)
+    with engine(model, *REFERENCE) as reference:
+        expected, weights = train(reference, data), masters(reference)
+    with engine(model, *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
+        assert train(ours, data) == expected
+        assert_same(masters(ours), weights)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
+    states: str, folder: Path, drive: Path, kept: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """From the beginning on, so that the others have more of them; the noise is of the step that there is."""
+    found, unused = [], {1, 2, 5}
+    for how in (IN_LINE, FULL):
+        words = [*HOMES["nothing in RAM"], "optim.clip=0", f"optim.states={states}", how]
+        with engine(gpt2(folder), *words, drives=[drive]) as ours:
+            if how == FULL:
+                hold_up(ours)
+            steps = train(ours, batches(6), before=skip_last_block(ours, unused))
+            found.append((steps, saved(ours, tmp_path / how)))
+    assert found[0] == found[1]
+    assert all(counted == done > 0 for counted, done in kept)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive", "a part on the device"])
+def test_a_step_that_is_skipped_changes_nothing(
+    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """Steps 1, 3 and 4 of 7: an overflow, a NaN, in fp16 with the scale halved; the weights after each of them."""
+    words = ["--dtype", dtype, "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
+    words = words if dtype == "fp16" else words[:2]
+    found = []
+    for how in (IN_LINE, FULL):
+        with engine(gpt2(folder), *ON_DRIVES[home], *words, how, drives=[drive]) as ours:
+            planted = {1: float("inf"), 3: float("inf"), 4: float("nan")}
+            step, seen = [0], []
+
+            def plant(grad: torch.Tensor, step: Any = step, planted: Any = planted) -> torch.Tensor:
+                return grad.fill_(planted[step[0]]) if step[0] in planted else grad
+
+            ours.offloaded.parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(plant)
+            if how == FULL:
+                hold_up(ours)
+            for number, batch in enumerate(batches(7), 1):
+                step[0] = number
+                seen.append(train(ours, [batch]))
+                seen.append({name: ours.offloaded.weight(name).tolist() for name in ours.offloaded.trained})
+                seen.append([tensor.tolist() for tensor in masters(ours).values()])
+            found.append((str(seen), ours._scale.value, saved(ours, tmp_path / how)))
+    assert found[0] == found[1]
+
+
+def test_pages_count_only_where_all_that_they_follow_from_is_as_expected() -> None:
+    unit = units_of(ModelShape((Weight("w", (60, 100), unit="h.0", block=True),), 1, 100, 50, 16))
+    rule, steps = {"w": AdamW(1e-3, (0.9, 0.95), 1e-8, 0.1)}, {"w": 3}
+    expected = decision_of(unit, rule, steps, scale=0.5, noise_of=7)
+    others = [
+        decision_of(unit, rule, steps, scale=0.25, noise_of=7),
+        decision_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_of=7),  # which has more, so the noise differs
+        decision_of(unit, rule, {"w": 2}, scale=0.5, noise_of=None),
+        decision_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps, scale=0.5, noise_of=7),
+        decision_of(unit, {}, steps, scale=0.5, noise_of=7),
+    ]
+    assert expected.says_the_same(decision_of(unit, rule, dict(steps), scale=0.5, noise_of=7), 0)
+    assert not any(expected.says_the_same(other, 0) for other in others)
+
+
+@pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive"])
+def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
+    home: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 2, 4 and 5 of 7, some pages on their way; the step after 4 is not begun ahead, the one after 5 is again."""
+    model, words, found = gpt2(folder), ["--dtype", "bf16", "optim.clip=0"], []
+    ahead = iter([True, True, True, True, False, True, True])
+    monkeypatch.setattr(Watch, "rarely", property(lambda _: next(ahead)))
+    for how in (IN_LINE, FULL):
+        if how == FULL:
+            monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+        given = LateDevice() if how == FULL else None
+        with engine(model, *ON_DRIVES[home], *words, how, drives=[drive], device=given) as ours:
+            step = [0]
+
+            def plant(grad: torch.Tensor, step: Any = step) -> torch.Tensor:
+                return grad.fill_(float("nan")) if step[0] in (2, 4, 5) else grad
+
+            ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(plant)
+            steps = train(ours, batches(7), before=lambda number, step=step: step.__setitem__(0, number))
+            found.append(str((steps, [tensor.tolist() for tensor in masters(ours).values()])))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("always")
+def test_what_the_ring_fetched_of_a_skipped_step_is_forgotten(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget, forgotten = Stream.forget, []
+    monkeypatch.setattr(Stream, "forget", lambda stream: (forgotten.append(True), forget(stream)))
+    with engine(gpt2(folder), *HOMES["weights in RAM"], FULL, drives=[drive]) as ours:
+        ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
+        assert train(ours, batches(1))[0][1] is None
+        assert forgotten
+
+
+# -- every wait is needed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("home", ON_DRIVES)
+def test_late_copies_and_reads_change_nothing(
+    home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: Any
+) -> None:
+    """Some pages are on their way when the step is decided, others wait for a slot; steps 1 and 3 are clipped."""
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    model, words = gpt2(folder), ["--accumulate", str(accumulate), CLIP]
+    expected, weights = plain(model, 4, *words, accumulate=accumulate)
+    with engine(model, *ON_DRIVES[home], *words, FULL, drives=[drive], device=LateDevice()) as ours:
+        assert train(ours, batches(4 * accumulate), accumulate=accumulate) == expected
+        assert_same(masters(ours), weights)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
+@pytest.mark.parametrize("home", ON_DRIVES)
+def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
+    model = gpt2(folder)
+    with on_streams(monkeypatch, model, *ON_DRIVES[home], CLIP, FULL, drives=[drive]) as ours:
+        assert train(ours, batches(4)) == plain(model, 4, CLIP)[0]
+        assert_same(masters(ours), plain(model, 4, CLIP)[1])
+
+
+def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder: Path, drive: Path) -> None:
+    """While the backward is held up every complete unit's pages are written, and none of them holds."""
+    seen = []
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
+        store, updater = ours.offloaded.store, ours.offloaded.updater
+        hold_up(ours)
+
+        def look(_: torch.Tensor) -> None:
+            numbers = sorted(updater._ahead.written)
+            seen.append([(n, store.places.holding(n)) for n in numbers])
+
+        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(look)
+        train(ours, batches(1))
+        ours.settle()
+        blocks = {unit.index for unit in ours.offloaded.units if unit.block}
+        ahead = [n for n, page in enumerate(store.pages) if page.unit in blocks and page.unit != min(blocks)]
+        assert set(ahead) <= {number for number, _ in seen[0]}
+        before = dict(seen[0])
+        assert all(store.places.holding(number) == 1 - before[number] for number in ahead)
+
+
+def test_a_unit_that_is_told_of_too_late_is_not_offered_to_the_next_step(folder: Path, drive: Path) -> None:
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        moving, seen = ours.offloaded.updater.moving, []
+
+        def late(_: torch.Tensor) -> None:
+            moving.offer(Ahead(decision_of((), {}, {}, scale=1.0, noise_of=None)), 0, None, None)
+            seen.append((len(moving._waiting), len(moving._inside)))
+
+        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(late)
+        train(ours, batches(1))
+    assert seen == [(0, 0)]
+
+
+def test_a_page_in_ram_waits_for_the_decision(folder: Path, drive: Path) -> None:
+    with engine(gpt2(folder), *HOMES["a third in RAM"], FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        seen = []
+        updater, pages = ours.offloaded.updater, ours.offloaded.store.pages
+        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(
+            lambda _: seen.extend(pages[number].home for number in updater._ahead.written)
+        )
+        train(ours, batches(1))
+    assert set(seen) == {0}
+
+
+# -- when steps are often clipped ------------------------------------------------------------------------------------
+
+
+def test_more_than_two_of_eight_steps_stop_it_and_it_comes_back() -> None:
+    watch, found = Watch(), []
+    for as_expected in [True, False, False, True, False, *[True] * 8]:
+        watch.decided(as_expected=as_expected)
+        found.append(watch.rarely)
+    assert found == [True] * 4 + [False] * 5 + [True] * 4
+
+
+def test_a_run_whose_steps_are_all_clipped_is_not_begun_ahead(
+    folder: Path, drive: Path, kept: list[tuple[int, int]]
+) -> None:
+    model, clip = gpt2(folder), "optim.clip=0.01"
+    with engine(model, *HOMES["nothing in RAM"], clip, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        assert train(ours, batches(6)) == plain(model, 6, clip)[0]
+        assert_same(masters(ours), plain(model, 6, clip)[1])
+    assert [counted for counted, _ in kept] == [0, 0, 0]
+
+
+def test_without_a_limit_every_step_is_as_expected(folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
+    model, clip = gpt2(folder), "optim.clip=0"
+    with engine(model, *HOMES["nothing in RAM"], clip, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        assert train(ours, batches(12)) == plain(model, 12, clip)[0]
+    assert len(kept) == 12
+    assert all(counted == done > 0 for counted, done in kept)
+
+
+# -- what comes in between -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("home", ["nothing in RAM", "weights and gradients on the drive"])
+def test_a_snapshot_is_of_its_step_while_the_next_are_begun_ahead(
+    home: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """It is written only once the step after the next has begun, and an evaluation comes before each step."""
+    model = gpt2(folder)
+    with engine(model, *HOMES[home], CLIP, IN_LINE, drives=[drive]) as ours:
+        train(ours, batches(8)[:4])
+        expected = saved(ours, tmp_path / "in line")
+    with engine(model, *HOMES[home], CLIP, FULL, drives=[drive]) as ours:
+        found = train(ours, batches(8)[:4])
+        snapshot = ours.snapshot()
+        (tmp_path / "full").mkdir()
+        writing = threading.Timer(0.3, snapshot.write, args=[tmp_path / "full"])
+        writing.start()
+        for batch in batches(8)[4:]:
+            ours.eval_loss(batch)
+            found += train(ours, [batch])
+        writing.join()
+        assert found == plain(model, 8, CLIP)[0]
+        assert {path.name: path.read_bytes() for path in (tmp_path / "full").iterdir()} == expected
+        ours.load(tmp_path / "full")  # while an update is under way
+        assert train(ours, batches(8)[4:]) == plain(model, 8, CLIP)[0][4:]
+
+
+@pytest.fixture
+def threads_left() -> Callable[[], set[threading.Thread]]:
+    before = set(threading.enumerate())
+    return lambda: {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("update")}
+
+
+def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(
+    folder: Path, drive: Path, threads_left: Callable[[], set[threading.Thread]]
+) -> None:
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(ours, batches(1))
+        assert threads_left()
+    assert not threads_left()
+
+
+@pytest.mark.parametrize(("file", "skipped"), [("state", False), ("state", True), ("gradients", False)])
+def test_a_drive_that_fails_behind_the_backward_is_told(
+    file: str, skipped: bool, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the step whose update it was, or by whoever waits next."""
+
+    class Failing(ThreadedTransfers):
+        def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Future:
+            if file.path.name not in failing:
+                return super().write(file, offset, buffer)
+            future = Future()
+            future.finish_part(TrainerError("the drive failed"))
+            return future
+
+    failing: list[str] = []
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: Failing())
+    with engine(
+        gpt2(folder), *ON_DRIVES["state on the drive, weights and gradients there"], FULL, drives=[drive]
+    ) as ours:
+        hold_up(ours)
+        train(ours, batches(1))
+        ours.settle()
+        failing.append(file)
+        if skipped:
+            ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
+        with pytest.raises(TrainerError, match=r"^the drive failed$"):
+            train(ours, batches(2))
+
+
+def test_the_seconds_behind_the_backward_are_hidden(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first page of the step takes a tenth of a second there."""
+    update, slept = Updater._update, []
+
+    def slowly(updater: Updater, *given: Any, **words: Any) -> None:
+        if updater._ahead is not None and not slept:
+            slept.append(time.sleep(0.1))
+        update(updater, *given, **words)
+
+    monkeypatch.setattr(Updater, "_update", slowly)
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        train(ours, batches(1))
+        ours.settle()
+        assert slept
+        assert ours.offloaded.renewal.hidden >= 0.1

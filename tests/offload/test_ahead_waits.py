@@ -1,0 +1,280 @@
+"""What is done before a step is decided waits for what it needs, and for no more: each test fails without its wait.
+
+Writes that are held back are seen to be asked for by whoever does not wait; nobody is late because of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import ON_GPU, assert_same, batches, engine, masters, train
+from late import HeldWrites
+from test_ahead import FULL, ON_DRIVES, always, hold_up  # noqa: F401  # a fixture
+from test_overlap import BEHIND, HOMES, gpt2, plain
+from test_shares import on_streams
+from test_tiered import skip_last_block
+
+from offload_trainer.offload.gradients.collector import Gradients
+from offload_trainer.offload.pages.store import PageStore
+from offload_trainer.offload.update.page_pipeline import MovingPages
+from offload_trainer.offload.weights.placed import Weights
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+WEIGHTS_AWAY = "weights and gradients on the drive"
+NOT_CLIPPED, CLIPPED = "optim.clip=0", "optim.clip=0.01"
+HOLD = "transformer.h.0.ln_1.weight"  # its gradient is one of the last
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> HeldWrites:
+    made = HeldWrites()
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: made)
+    return made
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
+# -- bytes that are on their way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("file", ["state", "weights"])
+def test_what_is_done_again_waits_for_what_was_written(
+    file: str, folder: Path, drive: Path, writes: HeldWrites
+) -> None:
+    """The step is clipped, and a page that was done ahead is still on its way to where it goes once more."""
+    model = gpt2(folder)
+    with engine(model, *ON_DRIVES[WEIGHTS_AWAY], CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        writes.hold[file] = 1
+        assert train(ours, batches(3)) == plain(model, 3, CLIPPED)[0]
+        assert_same(masters(ours), plain(model, 3, CLIPPED)[1])
+    assert (writes.crossed, writes.hold[file]) == ([], 0)
+
+
+@pytest.mark.parametrize("file", ["state", "weights"])
+def test_what_counts_is_whole_before_it_is_read(file: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
+    """Weights by the next forward, state before the backward after it."""
+    model = gpt2(folder)
+    with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        writes.hold[file] = 1
+        assert train(ours, batches(3)) == plain(model, 3, NOT_CLIPPED)[0]
+        assert_same(masters(ours), plain(model, 3, NOT_CLIPPED)[1])
+    assert (writes.crossed, writes.hold[file]) == ([], 0)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("file", ["state", "weights"])
+def test_a_step_that_is_skipped_waits_for_what_was_written(
+    file: str, folder: Path, drive: Path, writes: HeldWrites
+) -> None:
+    """Its weights go back over the new ones, and the next step's state goes where its would have gone."""
+    with engine(gpt2(folder), *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        before = {name: tensor.clone() for name, tensor in masters(ours).items()}
+        planted = ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(
+            lambda gradient: gradient.fill_(float("nan"))
+        )
+        writes.hold[file] = 1
+        assert train(ours, batches(1))[0][1] is None
+        assert_same(masters(ours), before)
+        planted.remove()
+        train(ours, batches(2))
+    assert (writes.crossed, writes.hold[file]) == ([], 0)
+
+
+@pytest.mark.parametrize("how", [BEHIND, FULL])
+def test_a_forward_goes_on_while_state_is_on_its_way(how: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
+    """Of all pages, which fill the slots; a master waits for its own."""
+    model = gpt2(folder)
+    words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=99", how]
+    with engine(model, *words, drives=[drive]) as ours:
+        writes.hold["state"] = len(ours.offloaded.store.pages)
+        writes.patience = 60.0
+        train(ours, batches(1))
+        ours.eval_loss(batches(1)[0])
+        assert len(writes.held) == len(ours.offloaded.store.pages)
+        threading.Timer(0.05, writes.go.set).start()
+        assert_same(masters(ours), plain(model, 1, NOT_CLIPPED)[1])
+    assert not writes.crossed
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
+@pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
+def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
+    """Gradients are copied, and weights on the device written, once it has passed where the unit was complete."""
+    made: dict[int, Any] = {}
+    found: list[bool] = []
+    offer, read, commit = MovingPages.offer, Gradients.read, Weights.commit
+
+    def offered(moving: MovingPages, step: Any, unit: int, mark: Any, error: Any) -> None:
+        made[unit] = mark
+        offer(moving, step, unit, mark, error)
+
+    def looked(its: Any, unit: int, *given: Any, after: Any) -> Any:
+        if ours.offloaded.updater._ahead is not None:
+            found.append(after is made[unit])
+        return (read if isinstance(its, Gradients) else commit)(its, unit, *given, after=after)
+
+    with on_streams(monkeypatch, gpt2(folder), *ON_DRIVES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        monkeypatch.setattr(MovingPages, "offer", offered)
+        monkeypatch.setattr(Gradients, "read", looked)
+        monkeypatch.setattr(Weights, "commit", looked)
+        train(ours, batches(3))
+    assert found
+    assert all(found)
+
+
+# -- state that is read before its gradients are made -----------------------------------------------------------------
+
+
+def test_state_is_read_in_the_order_of_the_last_backward(folder: Path, drive: Path, monkeypatch: Any) -> None:
+    """While the forward is held up, as far as slots reach; then it is not read again."""
+    read: list[int] = []
+    monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
+    words = [*HOMES["a third in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
+    with engine(gpt2(folder), *words, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        moving, pages = ours.offloaded.updater.moving, ours.offloaded.store.pages
+        train(ours, batches(1))
+        ours.settle()
+        order = [n for unit in moving._order for n, page in enumerate(pages) if page.unit == unit and page.home >= 0]
+        assert len(order) > 4
+
+        def wait(*_: Any) -> None:
+            until(lambda: len(moving._early) == 4)
+            seen.append(list(read))
+
+        seen: list[list[int]] = []
+        read.clear()
+        ours._module.model.transformer.h[0].register_forward_pre_hook(wait)
+        train(ours, batches(1))
+        ours.settle()
+        on_drives = [number for number, page in enumerate(pages) if page.home >= 0]
+        assert seen == [order[:4]]
+        assert sorted(read) == on_drives
+
+
+def _noted(read: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    def noted(store: PageStore, number: int, *given: Any, **more: Any) -> Any:
+        seen.append(number)
+        return read(store, number, *given, **more)
+
+    return noted
+
+
+def test_what_the_next_forward_needs_first_comes_first(
+    folder: Path, drive: Path, writes: HeldWrites, monkeypatch: Any
+) -> None:
+    """Two slots are held until all blocks but the first are complete; then pages come in the order of the forward."""
+    read: list[int] = []
+    monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
+    words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]
+    with engine(gpt2(folder), *words, drives=[drive]) as ours:
+        writes.hold["state"], writes.patience = 2, 60.0
+        moving, lacking = ours.offloaded.updater.moving, ours.offloaded.gradients._lacking
+
+        def go(_: torch.Tensor) -> None:
+            complete = {unit for unit, its in lacking.items() if not its}
+            until(lambda: len(writes.held) == 2 and complete <= set(moving._order))  # another thread offers them
+            assert len(read) == 2
+            writes.go.set()
+            until(lambda: not moving._waiting and not moving._inside)
+            assert len(read) > 4
+            assert read[2:] == sorted(read[2:])
+
+        ours.offloaded.parameters[HOLD][0].register_hook(go)
+        train(ours, batches(1))
+
+
+@pytest.mark.usefixtures("always")
+def test_a_backward_waits_until_pages_may_be_offered(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect = MovingPages.expect
+    monkeypatch.setattr(MovingPages, "expect", lambda *given: (time.sleep(0.2), expect(*given)))
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        train(ours, batches(1))
+        assert len(ours.offloaded.updater.moving._order) > 1
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("skipped", [True, False])
+def test_state_that_was_read_ahead_of_units_that_are_not_complete(skipped: bool, folder: Path, drive: Path) -> None:
+    """A block that only the first step uses: its pages wait in their slots until the step is decided, or skipped."""
+    model, found = gpt2(folder), []
+    for how in ("tiered.overlap=off", FULL):
+        with engine(model, *HOMES["nothing in RAM"], NOT_CLIPPED, how, drives=[drive]) as ours:
+            step = [0]
+
+            def plant(gradient: torch.Tensor, step: Any = step) -> torch.Tensor:
+                return gradient.fill_(float("nan")) if skipped and step[0] in (2, 3) else gradient
+
+            ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(plant)
+            unused = skip_last_block(ours, {2, 3})
+
+            def before(number: int, step: Any = step, unused: Any = unused) -> None:
+                step[0] = number
+                unused(number)
+
+            steps = train(ours, batches(5), before=before)
+            found.append(str((steps, [tensor.tolist() for tensor in masters(ours).values()])))
+    assert found[0] == found[1]
+
+
+# -- units that come out of turn ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swapped", [1, 3])
+def test_a_unit_that_comes_after_the_next_one_gets_slots(
+    swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums were longer on their way: the slots hold the state of units that come later still."""
+    model, offer, late, passed = gpt2(folder), MovingPages.offer, list[tuple[Any, ...]](), threading.Event()
+    deciding = threading.Lock()
+    with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
+        hold_up(ours)
+        first = train(ours, batches(1))
+        moving = ours.offloaded.updater.moving
+        moving._order = order = sorted(moving._order, reverse=True)
+
+        def out_of_turn(self: MovingPages, step: object, unit: int, *more: Any) -> None:
+            with deciding:
+                if unit == order[swapped] and not passed.is_set():  # it may be late by itself
+                    late.append((step, unit, *more))
+                    return
+            offer(self, step, unit, *more)
+            if unit == order[swapped + 1]:
+                with deciding:
+                    passed.set()
+                end = time.monotonic() + 5
+                while late and len(self._early) < len(self._slots) and time.monotonic() < end:
+                    time.sleep(0.0005)
+                if late:
+                    offer(self, *late.pop())
+
+        monkeypatch.setattr(MovingPages, "offer", out_of_turn)
+        assert first + train(ours, batches(2)[1:]) == plain(model, 2, NOT_CLIPPED)[0]
+        assert_same(masters(ours), plain(model, 2, NOT_CLIPPED)[1])

@@ -1,0 +1,193 @@
+"""Gradients of several ranks, which are threads here: one rank's sums, bit for bit, whoever had a gradient and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from queue import Queue
+
+import pytest
+import torch
+from test_gradients import model, names, places, sums
+
+from offload_trainer.offload.device.base import CpuDevice
+from offload_trainer.offload.gradients import norms
+from offload_trainer.offload.pages.store import UnitStore
+from offload_trainer.offload.ranks.node_comm import Addressed, Node
+from offload_trainer.offload.ranks.sharded_gradients import AnyGradients, SharedGradients
+from offload_trainer.offload.ranks.shared_norms import SharedNorms
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered import norm_shards
+from offload_trainer.plan.tiered.layout import RAM, stretch_of, units_of
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, ThreadedTransfers
+
+MICRO = 2  # micro-batches of each rank
+
+
+class Place:
+    """What several ranks in one process have for each other."""
+
+    def __init__(self, world: int, *, nodes: int) -> None:
+        self.world, self.barrier = world, threading.Barrier(world)
+        each = world // nodes
+        self.nodes = tuple(range(first, first + each) for first in range(0, world, each))
+        self.made: dict[tuple[int, int], torch.Tensor] = {}
+        self.sent: dict[tuple[int, int], Queue[torch.Tensor]] = {
+            (source, to): Queue() for source in range(world) for to in range(world)
+        }
+        self.given: dict[int, torch.Tensor] = {}
+
+
+class ThreadOfNode(Node):
+    """One of several ranks in one process."""
+
+    def __init__(self, rank: int, place: Place) -> None:
+        super().__init__()
+        self.rank, self.world, self.nodes = rank, place.world, place.nodes
+        self.number = next(number for number, its in enumerate(place.nodes) if rank in its)
+        self._place, self._asked = place, count()
+
+    def memory(self, size: int, *, pinned: bool = False) -> torch.Tensor:
+        number = next(self._asked)
+        if self.is_first:
+            self._place.made[self.number, number] = host_buffer(size)
+        self.meet()
+        return self._place.made[self.number, number]
+
+    def meet(self) -> None:
+        self._place.barrier.wait(200)
+
+    def trade(self, out: Addressed, into: Addressed) -> Callable[[], None]:
+        for to, values in out:
+            self._place.sent[self.rank, to].put(values.clone())
+
+        def wait() -> None:
+            for source, values in into:
+                values.copy_(self._place.sent[source, self.rank].get(timeout=200))
+
+        return wait
+
+    def add_up(self, values: torch.Tensor) -> None:
+        self._place.given[self.rank] = values.clone()
+        self.meet()
+        values.copy_(sum(self._place.given.values()))  # type: ignore[arg-type]
+        self.meet()
+
+
+def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
+    """A backward in an order of its own: a third of the weights get nothing, a tied one perhaps from one use."""
+    generator = torch.Generator().manual_seed(seed)
+    uses = [place.weight for _, place in places(model(tied=True)) for _ in range(place.weight.uses)]
+    for number in torch.randperm(len(uses), generator=generator).tolist():
+        gradient = torch.randn(uses[number].shape, generator=generator).bfloat16()
+        gradient[torch.rand(uses[number].shape, generator=generator) < 0.5] = -0.0  # which 0.0 would change
+        if torch.rand(1, generator=generator) < 0.66:
+            to.add(uses[number].name, gradient, last=last)
+    to.end_of_backward(last=last)
+
+
+def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torch.Tensor]]:
+    """The norm, who has a gradient, and their sums."""
+    gradients.finish()
+    found = {}
+    for unit, place in places(model(tied=True)):
+        if place.weight.name in gradients.arrived:
+            held = gradients.store.get(unit.index, place.start, place.weight.numel)
+            found[place.weight.name] = held.view(torch.int32)
+    return gradients.norm(), gradients.arrived, found
+
+
+@pytest.mark.parametrize("home", [RAM, 0])
+@pytest.mark.parametrize(("world", "nodes", "piece"), [(2, 1, 1 << 17), (3, 1, 5000), (2, 2, 5000), (4, 2, 1 << 17)])
+def test_sums_are_those_of_one_rank(
+    world: int, nodes: int, piece: int, home: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In RAM and on a node's drive; norms of `piece` elements, of which some lie on several ranks and nodes."""
+    monkeypatch.setattr(norm_shards, "_PIECE", piece)
+    units, micro = model(tied=True), MICRO * world
+    place = Place(world, nodes=nodes)
+
+    def steps(gradients: AnyGradients, *, rank: int, world: int, meet: Callable[[], None]) -> list[object]:
+        found = []
+        for step in range(3):
+            for number in range(rank, micro, world):
+                hand_over(gradients, seed=micro * step + number, last=number + world >= micro)
+            found.append(bits(gradients))
+            meet()  # as after an update
+            gradients.clear()
+        return found
+
+    def of_rank(rank: int) -> list[object]:
+        node, transfers = ThreadOfNode(rank, place), ThreadedTransfers(threads=1)
+        files = [DriveFile(tmp_path / f"sums-{node.number}", 4 * sum(unit.trained for unit in units))]
+        trained = [unit.trained for unit in units]
+        made_of = {"dtype": torch.float32, "files": files, "transfers": transfers, "pinned": False, "node": node}
+        store = UnitStore(trained, [home] * len(units), **made_of)  # type: ignore[arg-type]
+        order = names(units)
+        gradients = SharedGradients(units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node)
+        try:
+            return steps(gradients, rank=rank, world=world, meet=node.meet)
+        except BaseException:
+            place.barrier.abort()
+            raise
+        finally:
+            transfers.close()
+            files[0].close()
+
+    with ThreadPoolExecutor(world) as threads:
+        several = list(threads.map(of_rank, range(world)))
+    with sums(units, -1, device=CpuDevice()) as alone:
+        expected = steps(alone, rank=0, world=1, meet=lambda: None)
+    for rank, found in enumerate(several):
+        for ours, right in zip(found, expected, strict=True):
+            assert ours[:2] == right[:2]  # type: ignore[index]
+            for unit, place in places(units):
+                first, end = stretch_of(unit, rank, ranks=world)
+                own = slice(max(0, first - place.start), max(0, end - place.start))
+                if (name := place.weight.name) in right[2]:  # type: ignore[index]
+                    assert torch.equal(ours[2][name][own], right[2][name][own]), name  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("width", [1024, 16384, 65536])
+def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces within a stretch, over two of them and over all; weights without a gradient, ranks without elements."""
+    world = 5
+    monkeypatch.setattr(norm_shards, "_PIECE", width)
+    monkeypatch.setattr(norm_shards, "_CHUNK", width)
+    shapes = {"a.large": (50_000,), "a.none": (9000,), "a.small": (300,), "a.last": (70, 301), "b.tiny": (7,)}
+    weights = [Weight(name, shape, unit=name[0]) for name, shape in shapes.items()]
+    units = units_of(ModelShape(tuple(weights), layers=1, hidden=1, vocabulary=1, context=1))
+    generator = torch.Generator().manual_seed(1)
+    whole = {unit.index: torch.randn(unit.trained, generator=generator) for unit in units}
+    arrived = shapes.keys() - {"a.none"}
+    placed = places(units)
+    place = Place(world, nodes=world)
+
+    def of_rank(rank: int) -> list[dict[str, torch.Tensor]]:
+        ours = SharedNorms(placed, ThreadOfNode(rank, place), dtype=torch.float32, ordered=ordered)
+        found = []
+        for _ in range(2):
+            for unit in units:
+                first, end = stretch_of(unit, rank, ranks=world)
+                sums = torch.full((unit.trained,), float("nan"))  # what is others'
+                sums[first:end] = whole[unit.index][first:end]
+                ours.take(unit.index, sums, arrived, leaves=True)
+                sums.fill_(float("nan"))
+            found.append(ours.of(arrived))
+            ours.clear()
+        return found
+
+    with ThreadPoolExecutor(world) as threads:
+        found = [told for several in threads.map(of_rank, range(world)) for told in several]
+    alone = norms.ordered_norm if ordered else norms.norm_of
+    for told in found:
+        assert told.keys() == arrived
+        for unit, place_ in placed:
+            if (name := place_.weight.name) in arrived:
+                values = whole[unit.index][place_.start :][: place_.weight.numel]
+                assert torch.equal(told[name], alone(values)), name

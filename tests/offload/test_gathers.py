@@ -1,0 +1,166 @@
+"""Weights in RAM that ranks bring by parts: one rank's bits, whoever needs what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import model_directory
+from ranked import Case, run_ranks
+from test_exchange import Place, ThreadOfNode
+from test_ranks import BEHIND, DROPOUT
+from threads import Threads
+
+import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.errors import TrainerError
+from offload_trainer.offload.device.base import copy_alone
+from offload_trainer.offload.ranks.fetch_matching import Rounds
+from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.offload.ranks.weight_all_gather import Gather, Gathers
+from offload_trainer.plan.tiered.layout import ALIGN
+from offload_trainer.plan.tiered.weight_transfer import even_part
+from offload_trainer.storage.host_memory import host_buffer
+
+WORLD, MEET = 3, -1
+SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and what does not divide
+
+
+def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], list[int]]:
+    """Of each rank, whether it got the right values for each unit of its program, or its end; elements it copied."""
+    between, place = Threads(WORLD), Place(WORLD, nodes=1)
+    units = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
+    copied = [0] * WORLD
+
+    def of_rank(rank: int) -> Any:
+        def join(values: torch.Tensor, number: int) -> None:
+            if fails and rank == 1:
+                between.barriers[1].abort()  # as connections are closed
+                raise TrainerError("the link is gone")
+            between.join(values, number)
+
+        def copy(values: torch.Tensor, target: torch.Tensor) -> None:
+            copied[rank] += values.numel()
+            copy_alone(values, target)
+
+        rounds = Rounds(lambda mine: between.exchange(rank, mine))
+        gathers = Gathers(ThreadOfNode(rank, place), rounds=rounds, join=join)
+        try:
+            found = []
+            for what in programs[rank]:
+                if what == MEET:
+                    rounds.meet()
+                    continue
+                into = host_buffer(2 * SIZES[what]).view(torch.bfloat16)
+                wanted = gathers.want(what, units[what])
+                fill = wanted.fill
+                wanted.fill = lambda into, _, fill=fill: fill(into, copy)  # type: ignore[method-assign,misc]
+                wanted(into).wait()
+                found.append(torch.equal(into, units[what]))
+            return found
+        except Exception as error:
+            return error
+        finally:
+            gathers.abandon()
+            gathers.close()
+            rounds.close()
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(of_rank, range(WORLD))), copied
+
+
+def test_what_all_need_next_comes_by_parts() -> None:
+    """Each copies its part, and what does not divide; of a unit with fewer pieces than ranks all."""
+    found, copied = of_ranks([[0, 1, 2, MEET, 3, 4]] * WORLD)
+    assert found == [[True] * 5] * WORLD
+    assert copied == [(1 + 2 + 1 + (2 + 1) + (3 + 2)) * ALIGN] * WORLD
+
+
+def test_a_rank_need_not_wait_for_one_that_waits_for_it() -> None:
+    """One comes to a meeting late, with units before it that the others need after it; one leaves a unit out."""
+    late, others = [4, 3, 2, MEET, 4, MEET, 3], [4, MEET, 3, 2, 4, MEET, 3]
+    found, copied = of_ranks([others, late, [4, MEET, 3, 4, MEET, 3]])
+    assert found == [[True] * 5, [True] * 5, [True] * 4]
+    assert sum(copied) > WORLD * (5 + 3 + 1 + 5 + 3) * ALIGN - ALIGN
+
+
+def test_a_link_that_fails_ends_every_rank() -> None:
+    found, _ = of_ranks([[2, MEET, 3]] * WORLD, fails=True)
+    assert isinstance(found[1], TrainerError)
+    assert all(isinstance(error, Exception) for error in found)
+
+
+def test_an_end_does_not_wait_for_ranks_that_need_nothing_more() -> None:
+    ends = threading.Event()
+
+    def never(mine: int) -> list[int]:
+        ends.wait(100)
+        raise TrainerError("the others are gone")
+
+    node, rounds = Node(), Rounds(never)
+    gathers = Gathers(node, rounds=rounds, join=lambda values, number: None)
+    filled = gathers.want(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
+    never_given = gathers.want(1, torch.zeros(ALIGN))  # as where an update went wrong
+    assert not filled.done
+    gathers.abandon()
+    with pytest.raises(RuntimeError, match="closed before"):
+        filled.wait()
+    with pytest.raises(RuntimeError, match="closed before"):
+        never_given(torch.zeros(ALIGN)).wait()
+    ends.set()
+    gathers.close()
+    rounds.close()
+
+
+def test_the_parts_and_what_is_left_are_all_of_a_unit() -> None:
+    for elements in (0, *SIZES, 1000 * ALIGN):
+        for ranks in (1, 2, 3, 8):
+            part = even_part(elements, ranks=ranks)
+            assert part % ALIGN == 0
+            assert 0 <= elements - ranks * part < ranks * ALIGN
+
+
+def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, norms, masters and moments, and losses of an evaluation; a layer that is left out makes ranks differ."""
+    monkeypatch.setattr(layout, "SMALL", 0)
+    tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
+    dropped = model_directory(tmp_path / "dropped", "opt")  # layers are left out, other ones on each rank
+    experts = model_directory(tmp_path / "experts", "mixtral")
+    cases = [
+        Case(str(model), ("--params", "cpu", "--dtype", dtype), "", steps=2, micro=6, evaluate=True)
+        for model, dtype in ((tied, "bf16"), (dropped, "fp32"), (experts, "bf16"))
+    ]
+
+    def by(ranks: int) -> list[Case]:
+        words = ("--accumulate", str(6 // ranks), *(("tiered.take=gather", *BEHIND) if ranks > 1 else ()))
+        return [
+            replace(case, words=(*case.words, *words), out=str(tmp_path / f"{ranks}-{number}"))
+            for number, case in enumerate(cases)
+        ]
+
+    made = {ranks: by(ranks) for ranks in (1, 2, 3)}
+    for ranks, of_ranks in made.items():
+        run_ranks(of_ranks, count=ranks, folder=tmp_path / f"ranks-{ranks}")
+    for ranks in (2, 3):
+        for one, expected in zip(made[ranks], made[1], strict=True):
+            assert one.left == expected.left, one
+
+
+def test_a_gather_that_was_not_given_room_yet_waits_for_it() -> None:
+    """Room on a device comes after the unit was asked for: the other ranks' answer may be there before."""
+    joined: list[int] = []
+    wanted = Gather(torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number))
+    begun = threading.Thread(target=wanted.begin_together)
+    begun.start()
+    assert not joined
+    into = torch.zeros(2 * ALIGN)
+    wanted(into).wait()
+    begun.join()
+    assert joined == [1]
+    assert torch.equal(into[ALIGN:], torch.arange(2.0 * ALIGN)[ALIGN:])
+    assert not into[:ALIGN].any()

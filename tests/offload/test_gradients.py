@@ -1,0 +1,419 @@
+"""Gradients on their way: who waits and who does not, bounds, norms; what comes of it: test_tiered.py."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import assert_same, batches, engine, masters, model_directory, train
+from conftest import run_script
+from late import LateDevice
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.offload.device.d2h_limits import InFlight, Ring
+from offload_trainer.offload.gradients import collector as module
+from offload_trainer.offload.gradients.collector import Gradients
+from offload_trainer.offload.gradients.norms import norm_of, ordered_norm
+from offload_trainer.plan.shape import ModelShape, Weight
+from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_of
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
+
+ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
+
+
+class HeldDevice(LateDevice):
+    """Copies out wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[tuple[torch.Tensor, torch.Tensor, Future]] = []
+        self.sizes: list[int] = []  # bytes of all copies
+
+    def download(self, values: torch.Tensor, into: torch.Tensor, **words: Any) -> Future:
+        self.held.append((values, into, Future()))
+        self.sizes.append(values.nbytes)
+        return self.held[-1][2]
+
+    def let_go(self, count: int | None = None) -> None:
+        """The oldest `count`, or all."""
+        count = len(self.held) if count is None else count
+        for values, into, future in self.held[:count]:
+            into.copy_(values)
+            future.finish_part()
+        del self.held[:count]
+
+
+def model(*, tied: bool = False) -> tuple[Unit, ...]:
+    """A tied embedding, and three blocks of two weights."""
+    weights = [Weight("wte", (50, 100), unit="wte", uses=2 if tied else 1)]
+    for number in range(3):
+        name = f"h.{number}"
+        weights += [Weight(f"{name}.w", (60, 100), unit=name, block=True)]
+        weights += [Weight(f"{name}.b", (60,), unit=name, block=True)]
+    return units_of(ModelShape(tuple(weights), layers=3, hidden=100, vocabulary=50, context=16))
+
+
+@contextmanager
+def sums(units: tuple[Unit, ...], home: int | list[int], **changes: Any) -> Iterator[Gradients]:
+    transfers = ThreadedTransfers(threads=1)
+    words: dict[str, Any] = {
+        **{"dtype": torch.float32, "files": [], "transfers": transfers, "stagings": 2, "ring_bytes": 1 << 20},
+        **{"in_flight_bytes": 1 << 20, "order": names(units)},
+    }
+    homes = [home] * len(units) if isinstance(home, int) else home
+    made = Gradients(units, homes, **words | changes)
+    try:
+        yield made
+    finally:
+        made.close()
+        transfers.close()
+
+
+def places(units: tuple[Unit, ...]) -> list[tuple[Unit, Place]]:
+    return [(unit, place) for unit in units for place in unit.places]
+
+
+def names(units: tuple[Unit, ...]) -> list[str]:
+    return [place.weight.name for _, place in places(units)]
+
+
+def places_of(units: tuple[Unit, ...]) -> dict[str, tuple[int, ...]]:
+    return {place.weight.name: place.weight.shape for _, place in places(units)}
+
+
+def sums_of(gradients: Gradients, unit: Unit) -> torch.Tensor:
+    """A unit's sums, wherever they are."""
+    inside = gradients.on_device(unit.index)
+    inside = gradients.store.host(unit.index) if inside is None else inside
+    if inside is None:
+        inside = host_buffer(4 * unit.trained).view(torch.float32)
+        gradients.read(unit.index, 0, inside, after=None).wait()
+    return inside.clone()
+
+
+def watched(gradients: Gradients, units: tuple[Unit, ...]) -> list[queue.SimpleQueue[torch.Tensor]]:
+    """Of each unit, its sums as they are when it is told of."""
+    told: list[queue.SimpleQueue[torch.Tensor]] = [queue.SimpleQueue() for _ in units]
+
+    def look(unit: int, made: Any, error: BaseException | None) -> None:
+        assert error is None
+        told[unit].put(sums_of(gradients, units[unit]))
+
+    gradients.watch(look)
+    return told
+
+
+def hand_over(to: Gradients, units: tuple[Unit, ...], *, last: bool, seed: int) -> dict[str, torch.Tensor]:
+    """A backward's gradients, in bf16, from the last weight to the first."""
+    generator = torch.Generator().manual_seed(seed)
+    given = {}
+    for _, place in reversed(places(units)):
+        for _ in range(place.weight.uses):
+            gradient = torch.randn(place.weight.shape, generator=generator).bfloat16()
+            name = place.weight.name
+            given[name] = given[name] + gradient if name in given else gradient
+            to.add(name, gradient.clone(), last=last)
+    to.end_of_backward(last=last)
+    return given
+
+
+def on_a_thread(work: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def stands_at(sent: int, device: HeldDevice, thread: threading.Thread) -> bool:
+    """Whether so many bytes are told to leave, however long that takes, and no more in a while."""
+    end = time.monotonic() + 60
+    while sum(device.sizes) < sent and time.monotonic() < end:
+        time.sleep(0.0005)
+    thread.join(0.3)
+    return thread.is_alive() and sum(device.sizes) == sent
+
+
+@pytest.mark.parametrize("home", [RAM, DEVICE])
+def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int) -> None:
+    """The thread that hands over is through, though nothing can be added yet; then all of it is, in order."""
+    units, device = model(), HeldDevice()
+    with sums(units, home, device=device) as gradients:
+        given: list[dict[str, torch.Tensor]] = []
+
+        def three() -> None:
+            given.extend(hand_over(gradients, units, last=seed == 2, seed=seed) for seed in range(3))
+
+        thread = on_a_thread(three)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert len(device.held) == (0 if home == DEVICE else 3 * 7)
+        device.let_go()
+        gradients.finish()
+        for unit, place in places(units):
+            expected = torch.zeros(place.weight.numel)
+            for one in given:
+                expected += one[place.weight.name].reshape(-1)
+            kept = gradients.on_device(unit.index) if home == DEVICE else gradients.store.host(unit.index)
+            assert kept is not None
+            assert torch.equal(kept[place.start : place.start + place.weight.numel], expected), place.weight.name
+
+
+def test_units_may_have_different_homes(tmp_path: Path) -> None:
+    """The device, RAM and a drive side by side: the update reads the same sums, and their norm is the same."""
+    units = model(tied=True)
+    file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
+    found = []
+    for homes in ([DEVICE, RAM, 0, DEVICE], [0, 0, 0, 0], [RAM] * 4, [RAM, 0, DEVICE, 0]):
+        with sums(units, homes, device=LateDevice(), files=[file]) as gradients:
+            for seed in range(3):
+                hand_over(gradients, units, last=seed == 2, seed=seed)
+            gradients.finish()
+            read = [host_buffer(4 * unit.trained).view(torch.float32) for unit in units]
+            for unit, buffer in zip(units, read, strict=True):
+                if (inside := gradients.store.host(unit.index)) is None:
+                    gradients.read(unit.index, 0, buffer, after=None).wait()
+                else:
+                    buffer.copy_(inside)
+            found.append((gradients.norm(), torch.cat(read)))
+    file.close()
+    for norm, read in found[1:]:
+        assert norm == found[0][0]
+        assert torch.equal(read, found[0][1])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_unit_is_told_of_once_its_sums_are_complete_and_home(micro_batches: int, tmp_path: Path) -> None:
+    """In the last backward, whatever home they have: what lies there by then is what lies there at the end."""
+    units = model(tied=True)
+    file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
+    for homes in ([0] * 4, [RAM] * 4, [RAM, 0, DEVICE, 0]):
+        with sums(units, homes, device=LateDevice(), files=[file]) as gradients:
+            told = watched(gradients, units)
+            for seed in range(micro_batches):
+                assert all(its.empty() for its in told)
+                hand_over(gradients, units, last=seed == micro_batches - 1, seed=seed)
+            gradients.finish()
+            for unit in units:
+                assert torch.equal(told[unit.index].get(timeout=60), sums_of(gradients, unit)), unit.name
+                assert told[unit.index].empty()
+    file.close()
+
+
+def test_a_unit_that_lacks_a_gradient_or_a_copy_is_not_told_of() -> None:
+    units, device = model(), HeldDevice()
+    with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
+        told = watched(gradients, units)
+        for name in ("h.2.b", "h.1.w", "h.1.b", "h.0.w"):
+            gradients.add(name, torch.ones(places_of(units)[name]), last=True)
+        gradients.end_of_backward(last=True)
+        with pytest.raises(queue.Empty):
+            told[2].get(timeout=0.05)
+        device.let_go()
+        gradients.finish()
+        assert told[2].get(timeout=60).any()
+        assert all(its.empty() for its in told)
+
+
+def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
+    """12,000 and 120 bytes of a block's weights, 13,000 beside the largest: the third block's matrix has to wait."""
+    units, device = model(), HeldDevice()
+    with sums(units, RAM, device=device, dtype=torch.bfloat16, in_flight_bytes=13_000) as gradients:
+        thread = on_a_thread(lambda: hand_over(gradients, units, last=True, seed=0))
+        assert stands_at(3 * 12_120, device, thread)  # it is there, and autograd goes no further
+        device.let_go(2)
+        assert stands_at(3 * 12_120 + 10_000, device, thread)  # now the embedding's waits
+        device.let_go(2)
+        thread.join(60)
+        assert not thread.is_alive()
+        device.let_go()
+        gradients.finish()
+
+
+def test_what_is_in_flight_is_bounded_beside_the_largest() -> None:
+    out, futures = InFlight(100), [Future() for _ in range(4)]
+    for size, future in zip((1000, 60, 40), futures, strict=False):
+        out.add(size, future)  # returns: 100 beside the 1000
+    thread = on_a_thread(lambda: out.add(1, futures[3]))
+    thread.join(0.2)
+    assert thread.is_alive()
+    futures[0].finish_part()
+    thread.join(60)
+    assert not thread.is_alive()
+    futures[1].finish_part(TrainerError("the copy failed"))
+    futures[2].finish_part()
+    futures[3].finish_part()
+    with pytest.raises(TrainerError, match="the copy failed"):
+        out.settle()
+
+
+def test_a_rings_memory_is_given_out_again_when_it_was_read_and_not_before() -> None:
+    ring = Ring(torch.zeros(1024, dtype=torch.uint8))
+    assert ring.largest_piece == 256
+    taken = [ring.take(size) for size in (256, 200, 256, 192)]
+    starts = [memory.data_ptr() - taken[0][0].data_ptr() for memory, _ in taken]
+    assert starts == [0, 256, 512, 768]
+    thread = on_a_thread(lambda: taken.append(ring.take(100)))  # 64 bytes are left: it begins again
+    thread.join(0.2)
+    assert thread.is_alive()
+    taken[3][1].finish_part()  # a later one: no room yet
+    thread.join(0.2)
+    assert thread.is_alive()
+    taken[0][1].finish_part()
+    thread.join(60)
+    assert taken[4][0].data_ptr() == taken[0][0].data_ptr()
+
+
+def test_a_tied_weights_gradients_meet_on_the_device() -> None:
+    """Added as autograd would, in their dtype; one copy leaves the device. Of one use alone, that is the gradient."""
+    units, device = model(tied=True), HeldDevice()
+    with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
+        given = hand_over(gradients, units, last=True, seed=1)
+        assert sorted(device.sizes) == sorted(2 * place.weight.numel for _, place in places(units))
+        device.let_go()
+        gradients.finish()
+        kept = gradients.store.host(0)
+        assert kept is not None
+        assert torch.equal(kept[:5000], given["wte"].reshape(-1))
+        gradients.clear()
+        gradients.add("wte", given["wte"], last=True)
+        assert not device.held
+        gradients.end_of_backward(last=True)
+        device.let_go()
+        gradients.finish()
+        assert gradients.arrived == {"wte"}
+        assert gradients.norm() == float(torch.linalg.vector_norm(norm_of(given["wte"].reshape(-1)).reshape(1)))
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize("words", [["--params", "gpu"], ON_A_DRIVE], ids=["RAM", "drive"])
+def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three micro-batches: norms and waits inside `add` by thread. Its own norms are of single gradients."""
+    norms, waits, inside = [], [], threading.local()
+    norm, add, wait = module.norm_of, Gradients.add, Future.wait
+
+    def seen_norm(flat: torch.Tensor) -> torch.Tensor:
+        norms.append(threading.current_thread().name)
+        return norm(flat)
+
+    def seen_add(*args: Any, **named: Any) -> None:
+        inside.adding = True
+        add(*args, **named)
+        inside.adding = False
+
+    def seen_wait(future: Future) -> None:
+        if getattr(inside, "adding", False) and not future.done:
+            waits.append(future)
+        wait(future)
+
+    monkeypatch.setattr(module, "norm_of", seen_norm)
+    monkeypatch.setattr(Gradients, "add", seen_add)
+    monkeypatch.setattr(Future, "wait", seen_wait)
+    monkeypatch.setattr(
+        "offload_trainer.engine.build_tiered.gradient_ring", lambda *_, **__: 1 << 23
+    )  # all that is made
+    where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
+    drive.mkdir()
+    with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
+        train(ours, batches(3), accumulate=3)
+        assert len(norms) == len(ours.offloaded.trained)
+    assert set(norms) == {"sums-0"}
+    assert not waits
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that fails: one message out of train_step, and no thread is left when the engine is closed."""
+
+    class Failing(ThreadedTransfers):
+        def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Future:
+            if file.path.name != "gradients":
+                return super().write(file, offset, buffer)
+            future = Future()
+            future.finish_part(TrainerError("the drive failed"))
+            return future
+
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: Failing())
+    where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
+    drive.mkdir()
+    before = _threads_of_sums()  # of other tests' engines
+    with engine(where, "--accumulate", "2", *ON_A_DRIVE, drives=[drive]) as ours:
+        with pytest.raises(TrainerError, match=r"^the drive failed$"):
+            train(ours, batches(2), accumulate=2)
+        assert _threads_of_sums() - before
+    assert not _threads_of_sums() - before
+
+
+def _threads_of_sums() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "sums-0"}
+
+
+def test_the_benchmark_prints_a_backward_for_each_micro_batch() -> None:
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_gradients.py"
+    done = run_script(script, "gpt2-mini", "--backward", "0.05", "--micro-batches", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["sums", "ram"], ["sums", "gpu"]]
+    assert all(float(seconds) >= 0.05 for row in rows for seconds in row[2:4])
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-5)])
+def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, seed: int) -> None:
+    """Against fp64, and torch's own in fp32, which of a whole tensor is further off than this allows.
+
+    Few bits are rounded alike in each sum, so that of 16-bit values torch's own of 131,072 elements is 4e-6 off.
+    """
+    count = 20_000_000 if seed == 1 else 3_000_001
+    gradient = (torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 1e-3).to(dtype)
+    for size in (count, 1_000_003, 300_000, 131_073, 131_072, 100):
+        exact = float(gradient[:size].double().norm())
+        assert float(norm_of(gradient[:size])) == pytest.approx(exact, rel=bound), size
+        assert float(ordered_norm(gradient[:size])) == pytest.approx(exact, rel=3e-7), size
+        parts = [torch.nn.Parameter(part.float()) for part in gradient[:size].split(1 << 17)]
+        for part in parts:
+            part.grad = part.detach().clone()
+        own = float(torch.nn.utils.clip_grad_norm_(parts, 1.0, foreach=False))
+        assert float(norm_of(gradient[:size])) == pytest.approx(own, rel=1e-6), size
+
+
+def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
+    """A GPU takes eight chunks at a time, a CPU one; nor on the dtype, nor on whether it is aligned."""
+    values = torch.randn(9_500_001, generator=torch.Generator().manual_seed(2)) * torch.logspace(-30, 10, 9_500_001)
+    for size, offset in product((1, 3, 255, 1 << 20, (1 << 20) + 1, 9_500_000), (0, 1)):
+        part = values[offset : offset + size]
+        one = ordered_norm(part, chunks=1)
+        assert torch.equal(one, ordered_norm(part, chunks=8)), size
+        assert torch.equal(one, ordered_norm(part.clone(), chunks=3)), size
+        assert torch.equal(ordered_norm(part.bfloat16()), ordered_norm(part.bfloat16().float(), chunks=8)), size
+    assert torch.isnan(ordered_norm(torch.tensor([1.0, float("nan"), 2.0])))
+    assert torch.isinf(ordered_norm(torch.tensor([1.0, float("inf"), 2.0])))
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_a_gpus_norms_are_the_same_for_all_homes_of_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU takes them: losses, norms and masters after clipping, three micro-batches, from every home."""
+    monkeypatch.setattr(Gradients, "_norm_of_sum", staticmethod(ordered_norm))
+    where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
+    drive.mkdir()
+    results = []
+    for words in (["--params", "gpu"], ["--params", "gpu", "placement.gradients=gpu"], ON_A_DRIVE):
+        with engine(where, "--accumulate", "3", "optim.clip=0.1", *words, drives=[drive], device=LateDevice()) as ours:
+            results.append((train(ours, batches(9), accumulate=3), masters(ours)))
+    for steps, weights in results[1:]:
+        assert steps == results[0][0]
+        assert_same(weights, results[0][1])

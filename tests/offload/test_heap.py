@@ -1,0 +1,54 @@
+"""What a CPU's heap keeps goes back between blocks, at the places where holes would come under the largest moments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from offload_trainer.offload.device import heap_trim
+
+
+def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(heap_trim, "return_now", lambda: told.append("trim"))
+    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    for number, block in enumerate(blocks):
+        block.register_forward_hook(lambda *_, number=number: told.append(f"forward {number}"))
+        block.weight.register_post_accumulate_grad_hook(lambda _, number=number: told.append(f"gradient {number}"))
+    hooks = heap_trim.trimmed([(block, block.weight if number else None) for number, block in enumerate(blocks)])
+
+    blocks(torch.ones(1, 4)).sum().backward()
+
+    places = [before for before, after in pairwise(told) if after == "trim"]
+    assert places == ["forward 7", "forward 9", "gradient 8"]  # block 0 trains nothing here
+    for hook in hooks:
+        hook.remove()
+    told.clear()
+    blocks(torch.ones(1, 4)).sum().backward()
+    assert "trim" not in told
+
+
+LONG_ROW = """
+from offload_trainer.engine.cpu_heap import keep_heap
+from offload_trainer.telemetry.meters import current_rss_bytes
+
+keep_heap("deepspeed", row=8192)
+before, stay, values = current_rss_bytes(), [], []
+for number in range(1, 21):
+    values.append(bytes([number]) * (4 << 20))
+    stay.append(bytes([number]) * (16 << 10))
+assert current_rss_bytes() - before > 75 << 20
+values.clear()
+assert current_rss_bytes() - before < 8 << 20
+"""
+
+
+def test_what_is_freed_of_a_long_row_goes_back_at_once() -> None:
+    """Of 4 MiB each, below others that stay: shorter rows' would be holes in the heap. A new process has none yet."""
+    done = subprocess.run([sys.executable, "-c", LONG_ROW], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

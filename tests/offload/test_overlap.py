@@ -1,0 +1,401 @@
+"""The update behind the next forward: the bits of plain torch, wherever things live, and every wait is needed.
+
+Pages are updated slowly here, so that a forward is always ahead of the update: whoever does not wait reads NaN, or an
+old weight, or overwrites a sum.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import ON_GPU, REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from late import LateDevice, LateTransfers
+from test_shares import on_streams
+from test_tiered import skip_last_block
+
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.errors import TrainerError
+from offload_trainer.offload.pages.index import PageIndex
+from offload_trainer.offload.pages.store import PageStore
+from offload_trainer.offload.update.progress import Renewal
+from offload_trainer.offload.update.updater import Updater
+from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.storage.transfer import Future
+from offload_trainer.telemetry.meters import PhaseClock
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+BEHIND = "tiered.overlap=forward"
+AWAY = ["--params", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2"]
+HOMES = {
+    "all in RAM": ["--ram-fraction", "1"],
+    "a third in RAM": ["--ram-fraction", "0.3"],
+    "nothing in RAM": ["--ram-fraction", "0"],
+    "weights in RAM": ["--params", "cpu", "--ram-fraction", "0.3", "tiered.unit_buffers=2"],
+    "weights and gradients on the drive": [*AWAY, "--ram-fraction", "0.3"],
+    "a part on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3"],
+    "all on the device": ["--gpu-fraction", "1"],
+    "state on the device, weights on the drive": [*AWAY, "--gpu-fraction", "0.5", "--ram-fraction", "0.3"],
+}
+DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+
+
+@pytest.fixture(autouse=True)
+def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page takes a while."""
+    update = Updater._update
+
+    def slow(*given: Any, **words: Any) -> None:
+        time.sleep(0.0007)
+        update(*given, **words)
+
+    monkeypatch.setattr(Updater, "_update", slow)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+def gpt2(folder: Path, *, tied: bool = True) -> Path:
+    return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, **DROPOUT)
+
+
+@cache
+def plain(model: Path, steps: int, *words: str, accumulate: int = 1) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    with engine(model, *REFERENCE, *words) as reference:
+        return train(reference, batches(steps * accumulate), accumulate=accumulate), masters(reference)
+
+
+def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
+    """Masters, moments, counts of steps and the loss scale, to the byte."""
+    place.mkdir()
+    ours.snapshot().write(place)
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+@cache
+def in_line(folder: Path, *words: str) -> dict[str, bytes]:
+    """The state after forty steps with the update in line, all of it in RAM."""
+    with engine(gpt2(folder), "--ram-fraction", "1", "tiered.overlap=off", *words) as ours:
+        assert ours.offloaded.withheld is None
+        train(ours, batches(40))
+        return saved(ours, folder / "in line")
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+    """bf16 with dropout; a limit that some of the norms are below. Moments are those of the update in line."""
+    model, clip = gpt2(folder), "optim.clip=2"
+    expected, weights = plain(model, 40, clip)
+    state = in_line(folder, clip)
+    assert {norm is not None and norm > 2 for _, norm in expected} == {True, False}
+    with engine(model, *HOMES[home], clip, BEHIND, drives=[drive]) as ours:
+        assert ours.offloaded.withheld is not None
+        assert train(ours, batches(40)) == expected
+        assert_same(masters(ours), weights)
+        assert saved(ours, tmp_path / "behind") == state
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("home", HOMES)
+def test_accumulation_and_frozen_weights(home: str, tied: bool, folder: Path, drive: Path) -> None:
+    model = gpt2(folder, tied=tied)
+    words = ["--accumulate", "3", 'model.freeze=["wpe","h.1.mlp"]']
+    expected, weights = plain(model, 5, *words, accumulate=3)
+    with engine(model, *HOMES[home], *words, BEHIND, drives=[drive]) as ours:
+        assert train(ours, batches(15), accumulate=3) == expected
+        assert_same(masters(ours), weights)
+
+
+@pytest.mark.parametrize("home", ["all in RAM", "weights and gradients on the drive"])
+def test_experts_that_are_not_used(home: str, folder: Path, drive: Path) -> None:
+    model = model_directory(folder / "mixtral", "mixtral", tied=False)
+    data = batches(6, rows=1, length=3)
+    with engine(model, *REFERENCE) as reference:
+        expected, weights = train(reference, data), masters(reference)
+    with engine(model, *HOMES[home], BEHIND, drives=[drive]) as ours:
+        assert train(ours, data) == expected
+        assert_same(masters(ours), weights)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("home", ["all in RAM", "a part on the device", "weights and gradients on the drive"])
+def test_an_overflow_and_a_nan_are_decided_before_the_update(
+    home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    """Steps 3 and 4 of 7 are skipped, in fp16 with the scale halved: as with the update in line."""
+    words = ["--dtype", dtype, "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
+    words = words if dtype == "fp16" else words[:2]
+    found = []
+    for where, how in ((["--ram-fraction", "1"], "tiered.overlap=off"), (HOMES[home], BEHIND)):
+        with engine(gpt2(folder), *where, *words, how, drives=[drive]) as ours:
+            planted = {3: float("inf"), 4: float("nan")}
+            step = [0]
+            ours.offloaded.parameters["transformer.h.2.mlp.c_fc.weight"][0].register_hook(
+                lambda grad, step=step, planted=planted: grad.fill_(planted[step[0]]) if step[0] in planted else grad
+            )
+            steps = train(ours, batches(7), before=lambda number, step=step: step.__setitem__(0, number))
+            found.append((steps, ours._scale.value, saved(ours, tmp_path / how)))
+    assert found[0] == found[1]
+    assert [norm is None for _, norm in found[0][0]] == [False, False, True, True, False, False, False]
+
+
+# -- every wait is needed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_late_copies_and_reads_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    model = gpt2(folder)
+    with engine(model, *HOMES[home], BEHIND, drives=[drive], device=LateDevice()) as ours:
+        assert train(ours, batches(4)) == plain(model, 4)[0]
+        assert_same(masters(ours), plain(model, 4)[1])
+
+
+@pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
+@pytest.mark.parametrize("home", HOMES)
+def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
+    model = gpt2(folder)
+    with on_streams(monkeypatch, model, *HOMES[home], BEHIND, drives=[drive]) as ours:
+        assert train(ours, batches(4)) == plain(model, 4)[0]
+        assert_same(masters(ours), plain(model, 4)[1])
+
+
+def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
+    """Right after a step none of the updated weights has memory; once it was waited for, all have."""
+    held = threading.Event()
+    with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
+        walk = Updater._walk
+        patch.setattr(Updater, "_walk", lambda *given: (held.wait(), walk(*given)))
+        train(ours, batches(1))
+        uses = [use for name in ours.offloaded.trained for use in ours.offloaded.parameters[name]]
+        assert all(use.isnan().all() for use in uses)
+        held.set()
+        ours.settle()
+        assert not any(use.isnan().any() for use in uses)
+
+
+def test_a_backward_waits_for_what_its_forward_did_not_use(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's page takes long on its way to the drive, and the next forward goes without that block."""
+    model, unused, commit, write = gpt2(folder), {2, 3, 5}, Weights.commit, PageStore.write
+    with engine(model, *REFERENCE) as reference:
+        expected = train(reference, batches(6), before=skip_last_block(reference, unused))
+        weights = masters(reference)
+
+    def late(begin: Callable[[], Future]) -> Future:
+        home = Future()
+        threading.Timer(0.1, lambda: begin().then(home.finish_part)).start()
+        return home
+
+    def committed(held: Weights, unit: int, *given: Any, **more: Any) -> Future:
+        begin = partial(commit, held, unit, *given, **more)
+        return late(begin) if held.units[unit].name.endswith("h.4") else begin()
+
+    def written(store: PageStore, number: int, buffer: torch.Tensor) -> Future:
+        begin = partial(write, store, number, buffer)
+        return late(begin) if store.pages[number].unit == store.pages[-2].unit else begin()
+
+    monkeypatch.setattr(Weights, "commit", committed)
+    monkeypatch.setattr(PageStore, "write", written)
+    words = [*HOMES["weights and gradients on the drive"], "tiered.page_buffers=99"]  # all pages are read ahead
+    with engine(model, *words, BEHIND, drives=[drive]) as ours:
+        assert train(ours, batches(6), before=skip_last_block(ours, unused)) == expected
+        assert_same(masters(ours), weights)
+
+
+# -- what comes in between -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
+def test_evaluation_samples_masters_and_weights_wait(home: str, folder: Path, drive: Path) -> None:
+    """Between any two steps: of the state after the step."""
+    model, found = gpt2(folder), []
+    looks = {
+        "loss": lambda ours, batch: ours.eval_loss(batch),
+        "logits": lambda ours, batch: ours.next_logits(batch.inputs).tolist(),
+        "masters": lambda ours, batch: [tensor.tolist() for tensor in masters(ours).values()],
+        "last weight": lambda ours, batch: ours.offloaded.weight(ours.offloaded.trained[-1]).tolist(),
+        "last master": lambda ours, batch: ours.offloaded.master(ours.offloaded.trained[-1]).tolist(),
+    }
+    for words in ([*HOMES[home], "tiered.overlap=off"], [*HOMES[home], BEHIND]):
+        with engine(model, *words, drives=[drive]) as ours:
+            seen = []
+            for batch, look in zip(batches(5), looks.values(), strict=True):
+                seen.append((train(ours, [batch]), look(ours, batch)))
+            found.append((seen, [tensor.tolist() for tensor in masters(ours).values()]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
+def test_a_snapshot_is_of_the_whole_step_and_goes_on_elsewhere(
+    home: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    model = gpt2(folder)
+    with engine(model, *HOMES[home], BEHIND, drives=[drive]) as ours:
+        first = train(ours, batches(8)[:4])
+        snapshot = ours.snapshot()
+        writing = threading.Thread(target=snapshot.write, args=[tmp_path / "half"])
+        (tmp_path / "half").mkdir()
+        writing.start()
+        assert first + train(ours, batches(8)[4:]) == plain(model, 8)[0]
+        writing.join()
+    with engine(model, *HOMES["weights in RAM"], BEHIND, drives=[drive], load_weights=False) as other:
+        other.load(tmp_path / "half")
+        assert train(other, batches(8)[4:]) == plain(model, 8)[0][4:]
+        other.load(tmp_path / "half")  # while an update is under way
+        assert train(other, batches(8)[4:]) == plain(model, 8)[0][4:]
+        assert_same(masters(other), plain(model, 8)[1])
+
+
+def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first, and again when the last is home, on whichever thread that is."""
+    events: list[Any] = []
+    note, update, write = PageIndex.note, Updater._update, PageStore.write
+
+    def noted(index: PageIndex, step: int, *, updating: bool) -> None:
+        events.append((step, updating))
+        note(index, step, updating=updating)
+
+    def updated(updater: Updater, *given: Any, **words: Any) -> None:
+        events.append("page")
+        update(updater, *given, **words)
+
+    def written(store: PageStore, number: int, buffer: torch.Tensor) -> Future:
+        home, arrived = Future(), write(store, number, buffer)
+
+        def told(error: BaseException | None) -> None:
+            events.append("home")
+            home.finish_part(error)
+
+        arrived.then(lambda error: threading.Timer(0.02, told, [error]).start())
+        return home
+
+    monkeypatch.setattr(PageIndex, "note", noted)
+    monkeypatch.setattr(Updater, "_update", updated)
+    monkeypatch.setattr(PageStore, "write", written)
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
+        ours.offloaded.keep_account(model=folder)
+        train(ours, batches(2))
+        ours.settle()
+        pages = ["home", "page"] * len(ours.offloaded.store.pages)
+    notes = [place for place, event in enumerate(events) if isinstance(event, tuple)]
+    assert [events[place] for place in notes] == [(0, True), (1, False), (1, True), (2, False)]
+    for begin, end in (notes[:2], notes[2:]):
+        assert sorted(events[begin + 1 : end]) == sorted(pages)
+    assert notes[1] + 1 == notes[2]
+
+
+def test_closed_while_an_update_is_under_way_it_ends(
+    folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk, go = Updater._walk, threading.Event()
+    monkeypatch.setattr(Updater, "_walk", lambda *given: (go.wait(60), walk(*given)))
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
+        ours.offloaded.keep_account(model=folder)
+        train(ours, batches(1))
+        assert ours.offloaded.renewal.under_way
+        threading.Timer(0.1, go.set).start()
+        ours.close()
+        (progress,) = drive.glob("offload-trainer/run-*/progress")
+        assert json.loads(progress.read_bytes()) == {"step": 1, "updating": False}
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, drive: Path) -> None:
+    with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
+        train(ours, batches(1))
+        ours.settle()
+        file = next(drive.glob("offload-trainer/run-*/state"))
+        with open(file, "r+b") as opened:
+            opened.truncate(8192)
+        train(ours, batches(1))  # its update is what fails
+        words = r"state: cut short: .* the file has 8192 of \d+"
+        with pytest.raises(TrainerError, match=words):
+            train(ours, batches(1))
+        for call in (ours.settle, ours.snapshot, lambda: masters(ours), lambda: ours.eval_loss(batches(1)[0])):
+            with pytest.raises(TrainerError, match=words):
+                call()
+
+
+def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is, also where nobody has waited yet when it comes."""
+    with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
+        train(ours, batches(1))
+        ours.settle()
+        monkeypatch.setattr(Updater, "_update", lambda *_, **__: 1 / 0)
+        train(ours, batches(1))
+        with pytest.raises(ZeroDivisionError):
+            train(ours, batches(1))
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that nobody waits for at first, and that then takes 0.2 s; in line there is no such thing."""
+    walk, wait, waited_for = Updater._walk, Renewal._wait, threading.Event()
+
+    def waiting(renewal: Renewal, future: Future) -> None:
+        if not future.done:
+            waited_for.set()
+        wait(renewal, future)
+
+    def slowly(updater: Updater, step: Any) -> None:
+        assert updater._thread is None or waited_for.wait(60)
+        time.sleep(0.2)
+        walk(updater, step)
+
+    monkeypatch.setattr(Renewal, "_wait", waiting)
+    monkeypatch.setattr(Updater, "_walk", slowly)
+    for how in (BEHIND, "tiered.overlap=off"):
+        clock = PhaseClock()
+        with engine(gpt2(folder), "--ram-fraction", "1", how) as ours:
+            ours.train_step(batches(1), lr=1e-3, clock=clock)
+            first = clock.take()
+            time.sleep(0.1)
+            result = ours.train_step(batches(1), lr=1e-3, clock=clock)
+            second = clock.take()
+        if how == BEHIND:
+            assert first["wait"] == 0.0
+            assert second["wait"] >= 0.2
+            assert result.hidden >= 0.1
+            assert min(second.values()) >= 0.0
+        else:
+            assert result.hidden == 0.0
+            assert second["update"] >= 0.2
+            assert "wait" not in second
+
+
+@pytest.mark.skipif(ON_GPU, reason="there the model leaves the CPU to the update")
+def test_beside_a_model_on_the_cpu_the_update_computes_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk, seen = Updater._walk, []
+    monkeypatch.setattr(Updater, "_walk", lambda *given: (seen.append(torch.get_num_threads()), walk(*given)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
+            train(ours, batches(1))
+            ours.settle()
+            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert [*seen, torch.get_num_threads()] == [1, 3, 3]
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,289 @@
+"""Pages with two places on a drive: a step is written beside the one before it, and counts at once or never."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from late import LateTransfers
+
+import offload_trainer.engine.build_tiered as parts
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.offload.pages.checksums import DamagedPage
+from offload_trainer.offload.pages.index import read_store
+from offload_trainer.offload.pages.named_state import TieredSnapshot
+from offload_trainer.offload.pages.shadow_pages import places_of
+from offload_trainer.offload.update.updater import Updater
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.settings import load_config
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+TWO = ["--optimizer", "nvme", "tiered.places=2"]
+HOMES = {
+    "all state on the drive": TWO,
+    "a third in RAM": ["--ram-fraction", "0.3", "tiered.places=2"],
+    "everything on the drive, checked": [
+        *TWO, "--params", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2", "tiered.checksums=true",
+    ],
+    "some on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3", "tiered.places=2"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_directory(tmp_path_factory.mktemp("places") / "gpt2", "gpt2")
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+@cache
+def plain(model: Path, steps: int) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    with engine(model, *REFERENCE) as reference:
+        return train(reference, batches(steps)), masters(reference)
+
+
+def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
+    place.mkdir()
+    ours.snapshot().write(place)
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+def lease(drive: Path) -> Path:
+    return next((drive / "offload-trainer").glob("run-*"))
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("home", HOMES)
+def test_the_bits_are_plain_torchs(home: str, overlap: str, model: Path, drive: Path, tmp_path: Path) -> None:
+    """And the moments those of pages with one place; both places are used, and what is loaded goes on."""
+    words = [*HOMES[home], f"tiered.overlap={overlap}"]
+    with engine(model, *words, "tiered.places=1", drives=[drive]) as ours:
+        train(ours, batches(4))
+        state = saved(ours, tmp_path / "one place")
+    with engine(model, *words, drives=[drive]) as ours:
+        for steps in (2, 4):
+            assert train(ours, batches(4)[steps - 2 : steps]) == plain(model, 4)[0][steps - 2 : steps]
+            assert_same(masters(ours), plain(model, steps)[1])
+        assert saved(ours, tmp_path / "two places") == state
+        train(ours, batches(3))
+    with engine(model, *words, drives=[drive]) as ours:
+        train(ours, batches(1))
+        ours.load(tmp_path / "one place")
+        assert_same(masters(ours), plain(model, 4)[1])
+        assert train(ours, batches(6)[4:]) == plain(model, 6)[0][4:]
+        assert_same(masters(ours), plain(model, 6)[1])
+
+
+def test_late_reads_and_writes_change_nothing(model: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_transfers", lambda *_: LateTransfers())
+    with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
+        assert train(ours, batches(4)) == plain(model, 4)[0]
+        assert_same(masters(ours), plain(model, 4)[1])
+
+
+def test_twice_the_disk_is_planned_and_taken(model: Path, drive: Path) -> None:
+    def planned(*words: str) -> dict[str, int]:
+        from offload_trainer.machine.probe import probe_machine
+        from offload_trainer.model.loader import resolve_model
+
+        named = ["--model", str(model), "--scratch", "tiered.page_size=8192", "--nvme", str(drive), *words]
+        config = load_config(named)
+        machine = probe_machine(drives=config.placement.nvme, output=str(model))
+        plan = make_plan(config, resolve_model(config.model, seed=0).shape, machine)
+        return {item.name: item.bytes for item in plan.items if item.tier == str(drive)}
+
+    once, twice = planned("--optimizer", "nvme"), planned(*TWO)
+    assert twice == once | {"state of the step before": once["state"]}
+    with engine(model, *TWO, drives=[drive]):
+        assert (lease(drive) / "state").stat().st_size == 2 * once["state"]
+
+
+# -- flip, or forget -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_counts_at_the_flip_or_never(model: Path, drive: Path) -> None:
+    with engine(model, *TWO, drives=[drive]) as ours:
+        store = ours.offloaded.store
+        last = len(store.pages) - 1
+        size = store.bytes_of(last)
+        (buffer,) = store.buffers(1)
+
+        def held() -> int:
+            store.read(last, buffer[:size]).wait()
+            return int(buffer[0])
+
+        def write(value: int) -> None:
+            buffer[:size] = value
+            store.write(last, buffer[:size]).wait()
+
+        old = held()
+        for value, flips in ((1, False), (2, True), (3, False), (4, False), (5, True), (6, True)):
+            write(value)
+            assert held() == old
+            assert store.places.newest(last) != store.places.holding(last)
+            assert places_of(store.places.bits(), last + 1)[last] == store.places.newest(last)
+            if flips:
+                store.flip()
+                old = value
+            else:
+                store.forget_written()
+            assert held() == old
+            assert store.places.newest(last) == store.places.holding(last)
+        assert places_of(store.places.bits(), last + 1)[:last] == [0] * last
+
+
+def test_files_are_of_one_whole_step_at_every_moment(
+    model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kill would find them at each page of each update, with two drives and frozen weights among the others."""
+    drives = [drive / "a", drive / "b"]
+    for one in drives:
+        one.mkdir()
+    seen: list[int] = []
+    update = Updater._update
+
+    with engine(model, *TWO, drives=drives) as ours:
+        ours.offloaded.keep_account(model=tmp_path)
+        before: dict[str, torch.Tensor] = {}
+
+        def looked(*given: Any, **words: Any) -> None:
+            update(*given, **words)
+            if before:
+                stored = read_store(lease(drives[len(seen) % 2]))
+                assert not stored.updating
+                assert_same(dict(stored.weights()), before)
+                seen.append(stored.step)
+
+        monkeypatch.setattr(Updater, "_update", looked)
+        for data in batches(4):
+            train(ours, [data])
+            ours.settle()
+            before = masters(ours)
+        pages = len(ours.offloaded.store.pages)
+    assert seen == [step for step in (1, 2, 3) for _ in range(pages)]
+
+
+def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, tmp_path: Path) -> None:
+    with engine(model, *TWO, drives=[drive]) as ours:
+        ours.offloaded.keep_account(model=tmp_path)
+        train(ours, batches(2))
+        ours.settle()
+        before, record = masters(ours), (lease(drive) / "record").read_bytes()
+        train(ours, batches(3)[2:])
+        ours.settle()
+        assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
+        now = (lease(drive) / "record").read_bytes()
+        place = next(number for number, byte in enumerate(now) if byte != record[number])
+        (lease(drive) / "record").write_bytes(now[: place + 20] + record[place + 20 :])
+        stored = read_store(lease(drive))
+        assert stored.step == 2
+        assert_same(dict(stored.weights()), before)
+        told = json.loads((lease(drive) / "store.json").read_text())
+        assert told["places"] == 2
+
+
+def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Path, tmp_path: Path) -> None:
+    with engine(model, *TWO, drives=[drive]) as ours:
+        ours.offloaded.keep_account(model=tmp_path)
+        train(ours, batches(2))
+        ours.settle()
+        store = ours.offloaded.store
+        last = len(store.pages) - 1
+        name = next(iter(ours.offloaded.state.pieces(last)))[0]
+        for place in (store.places.free(last), store.places.holding(last)):
+            assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
+            file, offset = store._where(last, place)
+            with open(file.path, "r+b") as damaged:
+                damaged.seek(offset)
+                first = damaged.read(4096)
+                damaged.seek(offset)
+                damaged.write(first[::-1])
+        with pytest.raises(DamagedPage, match=f"of masters at {offset} are damaged or of another step or run"):
+            read_store(lease(drive)).read(name)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "full"])
+def test_the_order_that_a_power_cut_needs(
+    overlap: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages last before the record that names them, and that before the next update writes where the old lie."""
+    calls: list[str] = []
+
+    def seen(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
+
+        def calling(descriptor: int, *given: Any) -> Any:
+            file = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if file in ("state", "record") and name != "fdatasync":
+                calls.append(f"write {file}")
+            done = call(descriptor, *given)
+            if file in ("state", "record") and name == "fdatasync":
+                calls.append(f"sync {file}")
+            return done
+
+        return calling
+
+    with engine(model, *TWO, f"tiered.overlap={overlap}", drives=[drive]) as ours:
+        ours.offloaded.keep_account(model=tmp_path)
+        ours.offloaded.account.commits = True
+        for name in ("pwrite", "pwritev", "fdatasync"):
+            monkeypatch.setattr(os, name, seen(name))
+        for number, data in enumerate(batches(3), 1):
+            train(ours, [data])
+            ours.commit({"step": number})
+        ours.settle()
+    assert [call for call, _ in groupby(calls)] == 3 * ["write state", "sync state", "write record", "sync record"]
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_snapshot_is_of_its_moment_while_two_steps_go_on(
+    home: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = TieredSnapshot._put
+    go = threading.Semaphore(0)
+    monkeypatch.setattr(TieredSnapshot, "_put", lambda *given: (go.acquire(timeout=0.01), put(*given)))
+    with engine(model, *HOMES[home], drives=[drive]) as ours:
+        train(ours, batches(3))
+        at_once = saved(ours, tmp_path / "at once")
+        (tmp_path / "behind").mkdir()
+        snapshot = ours.snapshot()
+        writing = threading.Thread(target=snapshot.write, args=[tmp_path / "behind"])
+        writing.start()
+        train(ours, batches(6)[3:])
+        writing.join()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "behind").iterdir()} == at_once
+
+
+def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: Path) -> None:
+    """Of pages with two places; the one after it would write where the save reads."""
+    with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
+        snapshot = ours.snapshot()
+        late = threading.Timer(60, snapshot.close)
+        late.start()
+        train(ours, batches(1))
+        ours.settle()
+        assert late.is_alive()
+        late.cancel()
+        assert_same(masters(ours), plain(model, 1)[1])
+        train(ours, batches(2)[1:])
+        assert ours.offloaded.renewal.under_way
+        (tmp_path / "saved").mkdir()
+        snapshot.write(tmp_path / "saved")
+        assert_same(masters(ours), plain(model, 2)[1])

@@ -1,0 +1,45 @@
+"""Parts of a block's input on several ranks: what each holds, and what comes of all of them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload_trainer.offload.activations.partitioned import Partitioned, piece_of
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 7), (3, 4), (1, 1, 1), (2, 1)])
+@pytest.mark.parametrize("away", [False, True])
+def test_parts_make_the_input_again(shape: tuple[int, ...], away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks, whose number need not divide its elements: rows of any length."""
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    ranks = [Partitioned(place=place, count=3, group=None, away=away) for place in range(3)]
+    kept = [rank.keep(given) for rank in ranks]
+
+    def gather(into: torch.Tensor, own: torch.Tensor, *, group: Any) -> None:
+        pieces = [piece_of(given, place, count=3) for place in range(3)]
+        assert any(torch.equal(own, piece) for piece in pieces)
+        torch.cat(pieces, out=into)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    for rank, part in zip(ranks, kept, strict=True):
+        whole = rank.give(part)
+        assert torch.equal(whole, given)
+        assert not whole.requires_grad
+
+
+def test_a_part_holds_nothing_of_the_rest() -> None:
+    given = torch.arange(10.0)
+    parts = [piece_of(given, place, count=4) for place in range(4)]
+    assert [part.untyped_storage().nbytes() for part in parts] == [3 * 4] * 4
+    assert torch.equal(torch.cat(parts)[:10], given)
+    given.zero_()
+    assert parts[1].tolist() == [3, 4, 5]
+
+
+def test_what_is_no_input_stays_as_it_is() -> None:
+    kept = Partitioned(place=0, count=2, group=None)
+    mask = torch.ones(3)
+    assert torch.equal(kept.give(kept.leave(mask)), mask)

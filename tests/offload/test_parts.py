@@ -1,0 +1,186 @@
+"""Blocks' weights by the module: the same numbers, to the last bit, as with all of a block there at once."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from bench_of_engines import REFERENCE, Step, assert_same, batches, engine, masters, model_directory, train
+from late import LateDevice, LateTransfers, hasty
+from ranked import FILES, Case, run_ranks
+from safetensors.torch import load_file
+
+import offload_trainer.offload.model as offloaded_model
+from offload_trainer.errors import UserError
+from offload_trainer.telemetry.meters import read_io
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+PARTS = "tiered.fetch=module"
+ON, OFF = "model.checkpointing=on", "model.checkpointing=off"
+RAM = ("--params", "cpu")
+DRIVE = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme")
+WAYS: dict[str, tuple[str, ...]] = {
+    "kept": (*RAM, OFF),
+    "computed again": (*RAM, ON),
+    "one buffer": (*RAM, ON, "tiered.unit_buffers=1"),
+    "on the drive": (*DRIVE, ON, "tiered.unit_buffers=2"),
+    "inputs away": (*DRIVE, ON, "model.offload_activations=nvme", "tiered.unit_buffers=1"),
+    "update behind the forward": (*DRIVE, ON, "tiered.overlap=forward"),
+    "update behind the backward": (*DRIVE, ON, "tiered.overlap=full", "optim.clip=0"),
+    "weights on the device": ("--params", "gpu", ON),
+}
+ARCHITECTURES = ("gpt2", "qwen3", "mixtral", "opt")
+
+
+def model_of(folder: Path, architecture: str) -> Path:
+    return model_directory(folder / architecture, architecture, tied=architecture == "gpt2")
+
+
+def drive(folder: Path) -> Path:
+    (folder / "drive").mkdir(exist_ok=True)
+    return folder / "drive"
+
+
+@cache
+def plain(model: Path, *words: str, steps: int = 3) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    with engine(model, *REFERENCE, *words) as reference:
+        return train(reference, batches(steps)), masters(reference)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parts_of_blocks_have_plain_torchs_bits(architecture: str, way: str, folder: Path) -> None:
+    model = model_of(folder, architecture)
+    clip = [word for word in WAYS[way] if word.startswith("optim.clip")]
+    with engine(model, *WAYS[way], PARTS, drives=[drive(folder)]) as ours:
+        parts = [unit for unit in ours.offloaded.units if unit.is_part]
+        assert len({part.within for part in parts}) < len(parts)  # several of each block
+        steps, expected = train(ours, batches(3)), plain(model, *clip)
+        assert steps == expected[0]
+        assert_same(masters(ours), expected[1])
+
+
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_homes_of_parts_do_not_change_stored_moments(states: str, folder: Path) -> None:
+    """Which are rounded by chance, drawn for each unit: other units draw otherwise."""
+    model, found = model_of(folder, "qwen3"), []
+    for words in ((*DRIVE, "tiered.unit_buffers=1", ON), RAM):
+        with engine(model, *words, PARTS, f"optim.states={states}", drives=[drive(folder)]) as ours:
+            found.append((train(ours, batches(4)), masters(ours)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("before", [(PARTS,), ()])
+def test_a_snapshot_goes_on_in_parts_or_whole(before: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    model, data = model_of(folder, "qwen3"), batches(6)
+    with engine(model, *DRIVE, *before, drives=[drive(folder)]) as ours:
+        first = train(ours, data[:3])
+        ours.snapshot().write(tmp_path)
+    after = () if before else (PARTS,)
+    with engine(model, *RAM, ON, *after, drives=[drive(folder)], load_weights=False) as other:
+        other.load(tmp_path)
+        assert first + train(other, data[3:]) == plain(model, steps=6)[0]
+
+
+def test_pieces_of_a_row_are_computed_with_a_part_that_stays(folder: Path) -> None:
+    model, found = model_of(folder, "qwen3"), []
+    for more in ((PARTS,), ()):
+        with engine(model, *RAM, ON, "model.mlp_chunk=16", "tiered.unit_buffers=1", *more) as ours:
+            names = [unit.name for unit in ours.offloaded.units if unit.is_part]
+            assert "model.layers.0.mlp" in names if more else not names
+            found.append(train(ours, batches(3)))
+    assert found[0] == found[1]
+
+
+def test_micro_batches_that_are_added_up(folder: Path) -> None:
+    model, found = model_of(folder, "gpt2"), []
+    for more in ((PARTS,), ()):
+        with engine(model, *DRIVE, ON, "--accumulate", "3", *more, drives=[drive(folder)]) as ours:
+            found.append((train(ours, batches(6), accumulate=3), masters(ours)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("way", ["kept", "computed again", "one buffer", "on the drive", "inputs away"])
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_late_copies_and_reads_change_nothing(
+    architecture: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    model = model_of(folder, architecture)
+    with engine(model, *WAYS[way], PARTS, drives=[drive(folder)], device=LateDevice()) as ours:
+        assert train(ours, batches(3)) == plain(model)[0]
+
+
+def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty(monkeypatch)
+    model = model_of(folder, "qwen3")
+    with engine(model, *RAM, ON, PARTS, device=LateDevice()) as ours:
+        assert train(ours, batches(3)) != plain(model)[0]
+
+
+def test_a_recomputation_that_keeps_bare_weights_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of code that calls torch's checkpoint by itself: its parts cannot come one after the other."""
+    monkeypatch.setattr(offloaded_model, "keep_weights", lambda *_: None)
+    model = model_of(folder, "qwen3")
+    with (
+        engine(model, *RAM, ON, PARTS, "tiered.unit_buffers=2") as ours,
+        pytest.raises(UserError, match=r"a checkpointed part of the model runs with 3 .* unit_buffers must be"),
+    ):
+        train(ours, batches(1))
+
+
+def test_drives_move_what_is_planned(folder: Path) -> None:
+    """By the kernel's counters: weights of parts that a backward computes again come once more."""
+    model, moved = model_of(folder, "qwen3"), {}
+    for parts in (True, False):
+        words = ("--params", "nvme", "--ram-fraction", "1", ON, "tiered.unit_buffers=1", *([PARTS] if parts else []))
+        with engine(model, *words, drives=[drive(folder)]) as ours:
+            train(ours, batches(2))
+            ours.settle()
+            before = read_io()
+            train(ours, batches(2))
+            ours.settle()
+            moved[parts] = read_io() - before
+    assert moved[True].written_bytes >= moved[False].written_bytes
+    assert moved[True].read_bytes > moved[False].read_bytes
+
+
+def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -> None:
+    """What is away is NaN: code that reads it without calling its module does not train on old weights."""
+    model = model_of(folder, "qwen3")
+    with engine(model, *RAM, OFF, PARTS, "tiered.unit_buffers=1") as ours:
+        mlp = ours.offloaded._module.get_submodule("model.layers.1.mlp")
+        gate = mlp.gate_proj.weight
+        mlp.down_proj.register_forward_hook(lambda module, given, output: output + gate.sum())
+        loss, norm = train(ours, batches(1))[0]
+        assert loss != loss
+        assert norm is None
+
+
+def test_ranks_that_take_parts_have_the_bits_of_one(tmp_path: Path) -> None:
+    """From the drive, read once for both, and from RAM by parts that are gathered."""
+    model = model_of(tmp_path, "qwen3")
+    drives = (str(drive(tmp_path)),)
+    homes = {"drive": (*DRIVE, "model.offload_activations=nvme"), "RAM": (*RAM, "tiered.take=gather")}
+
+    def by(ranks: int, *more: str) -> list[Case]:
+        words = (ON, "--dtype", "bf16", "--accumulate", str(2 // ranks), "tiered.unit_buffers=2", *more)
+        return [
+            Case(str(model), (*home, *words), str(tmp_path / f"{name}-{ranks}-{len(more)}"), steps=2, drives=drives)
+            for name, home in homes.items()
+        ]
+
+    alone, whole, several = by(1, PARTS), by(1), by(2, PARTS)
+    run_ranks([*alone, *whole], count=1, folder=tmp_path / "one")
+    run_ranks(several, count=2, folder=tmp_path / "two")
+    for made, one, other in zip(several, alone, whole, strict=True):
+        assert made.left == one.left  # file by file
+        assert made.left[0] == other.left[0]
+        for name in FILES:  # in the order of their units, so that those files differ
+            one_file, other_file = (load_file(Path(case.out) / f"{name}.safetensors") for case in (one, other))
+            assert_same(one_file, other_file)

@@ -1,0 +1,193 @@
+"""The real CUDA device over queues that run late: the numbers are plain torch's, and a missing wait would show."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from bench_of_engines import REENTRANT, assert_same, batches, engine, masters, model_directory, train
+from queues import FakeEvent, FakeStream, queued
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.offload.device.cuda import CudaDevice
+from offload_trainer.storage.transfer import Future
+
+ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
+HOMES = {
+    "resident": ["--params", "gpu"],
+    "in RAM": ["--params", "cpu", "tiered.unit_buffers=2"],
+    "three buffers": ["--params", "cpu", "tiered.unit_buffers=3"],
+    "on the drive": ["--params", "nvme", "tiered.unit_buffers=2"],
+    "all on the drive": ALL,
+    "checkpointed": [*ALL, "model.checkpointing=on"],
+    "reentrant": [*ALL, "model.checkpointing=on", REENTRANT],
+}
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in's queues are for the CPU's memory"),
+    pytest.mark.usefixtures("nothing_is_small"),
+]
+LARGEST = 1 << 20  # bytes; no unit of these models is larger
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("home", HOMES)
+def test_queues_that_run_late_change_nothing(
+    home: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16, four steps; downloads, uploads and fetches run at random, or when waited for."""
+    model, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
+    drive.mkdir()
+    words, data = [*HOMES[home], "--accumulate", str(accumulate)], batches(4 * accumulate)
+    with engine(model, "--engine", "plain", "--accumulate", str(accumulate)) as reference:
+        expected, weights = train(reference, data, accumulate=accumulate), masters(reference)
+    for haste in (0.0, 0.5):
+        with queued(monkeypatch, seed=accumulate, haste=haste) as cuda:
+            device = cuda.device(staging_bytes=LARGEST, stagings=2)
+            with engine(model, *words, drives=[drive], device=device) as ours:
+                assert train(ours, data, accumulate=accumulate) == expected
+                assert_same(masters(ours), weights)
+            assert not cuda.bare
+            assert not cuda.elsewhere
+
+
+WAITS = [[(FakeStream, "wait_event")], [(FakeEvent, "synchronize"), (FakeStream, "synchronize")]]
+
+
+@pytest.mark.parametrize("forgotten", WAITS, ids=["streams", "threads"])
+def test_a_missing_wait_would_show(
+    forgotten: list[tuple[type, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above is able to fail: where no stream, or no thread, waits for an event the numbers are wrong."""
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    with engine(model, "--engine", "plain") as reference:
+        expected = train(reference, batches(3))
+    for kind, wait in forgotten:
+        monkeypatch.setattr(kind, wait, lambda *_: None)
+    with queued(monkeypatch, haste=0.0) as cuda, engine(model, *HOMES["in RAM"], device=cuda.device()) as ours:
+        assert train(ours, batches(3)) != expected
+
+
+def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = CudaDevice.fetch
+    monkeypatch.setattr(
+        CudaDevice, "fetch", lambda device, source, into, after: fetch(device, source, into, after=None)
+    )
+    model = model_directory(tmp_path / "gpt2", "gpt2")
+    with queued(monkeypatch) as cuda, engine(model, *HOMES["in RAM"], device=cuda.device()) as ours:
+        train(ours, batches(1))
+        assert cuda.bare
+
+
+def test_a_copy_is_behind_its_own_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread queues between a wait and its copy takes nothing away, and has nothing of that wait."""
+    with queued(monkeypatch, haste=0.0) as cuda:
+        stream, values, into = torch.cuda.Stream(), torch.ones(3), torch.zeros(3)
+
+        def copy() -> None:
+            with torch.cuda.stream(stream):
+                into.copy_(values, non_blocking=True)
+
+        stream.wait_event(torch.cuda.current_stream().record_event())
+        other = threading.Thread(target=copy)
+        other.start()
+        other.join()
+        assert cuda.bare == [stream.name]
+        copy()
+        assert cuda.bare == [stream.name]
+
+
+def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    with queued(monkeypatch, haste=0.0):
+        one, other, event = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+        source, middle, end = torch.ones(3), torch.zeros(3), torch.zeros(3)
+        with torch.cuda.stream(one):
+            middle.copy_(source, non_blocking=True)
+            event.record()
+            middle.copy_(2 * source, non_blocking=True)
+        with torch.cuda.stream(other):
+            other.wait_event(event)
+            end.copy_(middle, non_blocking=True)
+        assert not middle.any()
+        assert isinstance(event, FakeEvent)
+        assert not event.query()
+        other.synchronize()
+        assert (middle.tolist(), end.tolist()) == ([1.0] * 3, [1.0] * 3)
+        one.synchronize()
+        assert middle.tolist() == [2.0] * 3
+
+
+def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that saw it, and not when it is needed; what computes may go on until then."""
+    with queued(monkeypatch, haste=0.0) as cuda:
+        device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
+        filled: list[torch.Tensor] = []
+        arrival = device.fetch(lambda staging: (filled.append(staging), read)[1], into, after=device.mark())
+        filled[0].fill_(3.0)
+        assert [kind for kind, _ in device._inward.queue] == []
+        reader = threading.Thread(target=read.finish_part)
+        reader.start()
+        reader.join()
+        assert [kind for kind, _ in device._inward.queue] == ["wait", "copy", "record"]
+        assert not into.any()
+        arrival.wait()
+        assert bool((into == 3.0).all())
+        device.close()
+
+
+def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stagings, four units: the third read waits for the first copy, on another thread than the one that asks."""
+    with queued(monkeypatch, haste=0.0) as cuda:
+        device = cuda.device(staging_bytes=4096, stagings=2)
+        inside, reads = [torch.zeros(1024) for _ in range(4)], [Future() for _ in range(4)]
+        stagings: list[torch.Tensor] = []
+        begun = [threading.Event() for _ in range(4)]
+
+        def source(number: int, staging: torch.Tensor) -> Future:
+            assert len(stagings) == number
+            if number >= 2:  # what the staging held is where it belongs
+                assert bool((inside[number - 2] == number - 2 + 1.0).all())
+            stagings.append(staging)
+            begun[number].set()
+            return reads[number]
+
+        arrivals = [device.fetch(partial(source, n), into, after=device.mark()) for n, into in enumerate(inside)]
+        assert len(stagings) == 2
+        for number, read in enumerate(reads):
+            assert begun[number].wait(60)
+            stagings[number].fill_(number + 1.0)
+            read.finish_part()
+        for number, arrival in enumerate(arrivals):
+            arrival.wait()
+            assert bool((inside[number] == number + 1.0).all())
+        assert stagings[0].data_ptr() == stagings[2].data_ptr() != stagings[1].data_ptr() == stagings[3].data_ptr()
+        device.close()
+
+
+def test_a_read_that_fails_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with queued(monkeypatch) as cuda:
+        device, read = cuda.device(staging_bytes=4096, stagings=1), Future()
+        arrivals = [device.fetch(lambda _: read, torch.zeros(1024), after=None) for _ in range(2)]
+        read.finish_part(TrainerError("lost"))
+        for arrival in arrivals:
+            with pytest.raises(TrainerError, match="lost"):
+                arrival.wait()
+        device.close()
+
+
+def test_copies_out_of_the_device_keep_their_memory_and_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept input waits for what made it, on a stream of its own, and comes back on another one."""
+    with queued(monkeypatch, haste=0.0) as cuda:
+        device, values, host, back = cuda.device(), torch.ones(8), torch.zeros(8), torch.zeros(8)
+        device._outward.queue.append(("copy", lambda: pytest.fail("a gradient was waited for")))
+        kept = device.keep(values, host)
+        assert values.data_ptr() in cuda.recorded
+        returned = device.bring_back(host, back, after=device.mark(), ready=kept)
+        returned.arrival.wait()
+        returned.left.wait()
+        assert torch.equal(back, values)
+        assert cuda.log == [f"{device._keeping.name} copy", f"{device._returning.name} copy"]
+        device._outward.queue.clear()
+        device.close()

@@ -1,0 +1,107 @@
+"""What ranks move for each other and on drives, counted where it is moved, against the plan: to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ranked_bytes
+from bench_of_engines import model_directory
+from ranked import Case, run_ranks
+
+import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, NORMS, OUTBOX, exchange_of
+from offload_trainer.plan.planner import make_plan, workload
+from offload_trainer.plan.tiered.layout import Unit, units_of
+from offload_trainer.plan.tiered.spec import TierSizes, homes_in
+from offload_trainer.plan.tiered.traffic import taken_by_parts, tiered_traffic
+from offload_trainer.plan.tiered.weight_transfer import Taken
+from offload_trainer.plan.workload import Workload
+from offload_trainer.settings import load_config
+
+MICRO, STEPS = 4, 3
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outboxes, sums, norms, the network, weights by parts, drives: half of the state there, weights in RAM."""
+    monkeypatch.setattr(layout, "SMALL", 0)
+    model = model_directory(tmp_path / "model", "gpt2")
+    (drive := tmp_path / "drive").mkdir()
+    words = ["--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.5", "--dtype", "bf16"]
+    words += ["--accumulate", str(MICRO // world), "tiered.take=gather"]
+    case = Case(str(model), tuple(words), str(tmp_path / "out"), steps=STEPS, micro=MICRO, drives=(str(drive),))
+    longer = replace(case, steps=STEPS + 1, out=str(tmp_path / "longer"))
+    run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", script=ranked_bytes.__file__)
+    both = [json.loads(path.read_text()) for path in (tmp_path / "ranks").glob("counts-*.json")]
+    found, more = ([of_rank[number] for of_rank in both] for number in (0, 1))
+    assert len(found) == world
+
+    config = load_config(["--model", str(model), "--scratch", "--engine", "tiered", "--nvme", str(drive), *words])
+    shape = resolve_model(config.model, seed=0).shape
+    machine, work = probe_machine(drives=(str(drive),)), workload(config, shape, world=world, nodes=nodes)
+    plan = make_plan(config, shape, machine, world=world, nodes=nodes)
+    sizes, units = plan.sizes, units_of(shape)
+    assert isinstance(sizes, TierSizes)
+    homes = [homes_in(units, plan.placement, sizes, node=node) for node in range(nodes)]
+    by_parts = taken_by_parts(work, units, homes[0], sizes)
+    moved = [
+        exchange_of(work, units, of_node, ordered=False, by_parts=by_parts, node=node)
+        for node, of_node in enumerate(homes)
+    ]
+    assert moved[0].links == plan.links
+    traffic = [tiered_traffic(work, units, of_node, sizes, drives=[str(drive)]) for of_node in homes]
+    assert tuple(traffic[0]) == plan.traffic
+    drives = [one for of_node in traffic for one in of_node if one.place == str(drive)]
+    assert case.moved == [STEPS * sum(one.read for one in drives), STEPS * sum(one.written for one in drives)]
+
+    def counted(name: str) -> int:
+        return sum(counts.get(name, 0) for counts in found)
+
+    ways = [
+        ("added", "laid_out", OUTBOX, "backward"),
+        ("gradients_in", "gradients_out", NETWORK, "backward"),
+        ("weights_in", "weights_out", NETWORK, "update"),
+    ]
+    for read, written, link, phase in ways:
+        planned = [sum(way) for way in zip(*(one.bytes(link, phase) for one in moved), strict=True)]
+        if read == "added":  # from inboxes too, but for the marks there, and what no weight fills
+            planned[0] += sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
+        assert [counted(read), counted(written)] == [STEPS * size for size in planned], link
+    among = [sum(way) for way in zip(*(one.bytes(NORMS, "update") for one in moved), strict=True)]
+    across = [sum(way) for way in zip(*(one.bytes(NETWORK, "norm") for one in moved), strict=True)]
+    assert counted("norms_among") == STEPS * sum(among)
+    assert [counted("norms_in"), counted("norms_out")] == [STEPS * size for size in across]
+    assert (sum(among) > 0, sum(across) > 0) == (world > 1, nodes > 1)
+    in_a_step = [
+        (
+            after.get("from_ram", 0) - before.get("from_ram", 0),
+            after.get("from_others", 0) - before.get("from_others", 0),
+        )
+        for before, after in zip(found, more, strict=True)
+    ]  # a run ends with what the next step would have begun with
+    taken = sum(by_parts.values(), Taken(0, 0))
+    assert in_a_step == [(taken.from_ram, taken.from_others)] * world
+    device = [one for one in plan.traffic if one.place == "device" and one.phase in ("forward", "backward")]
+    assert world == 1 or sum(one.read for one in device) == taken.from_ram
+    assert sum(moved[0].bytes(GPUS, phase)[0] for phase in ("forward", "backward")) == taken.from_others
+    assert (taken.from_others > 0) == (world > 1)
+    assert counted("sums") == STEPS * sum(one.sums for one in moved)
+    assert (counted("laid_out") > 0) == (world > 1)
+    assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)
+    assert {counts.get("meets", 0) for counts in found} == {found[0].get("meets", 0)}
+    assert found[0].get("meets", 0) / STEPS == pytest.approx(moved[0].meets, abs=3)  # of which some are no unit's
+    assert {counts.get("agreements", 0) for counts in found} == {STEPS * nodes * moved[0].agreements}  # twice of two
+
+
+def _not_added(work: Workload, units: Sequence[Unit]) -> int:
+    """Bytes of a step that come to inboxes beside gradients: marks, and what lies between weights in a stretch."""
+    away, e = work.world - work.here, work.item_bytes
+    weights = [place.weight for unit in units for place in unit.places]
+    between = sum(unit.trained for unit in units) - sum(weight.numel for weight in weights)
+    return work.accumulate * away * (e * between + work.world * len(weights))

@@ -1,0 +1,55 @@
+"""Units that several ranks update, which are threads here: none is home before all of them have done theirs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.offload.update.progress import Renewal
+from offload_trainer.plan.tiered.layout import Page
+
+UNITS = [0, 1, 2]
+PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1, 0, 8)]]  # of each rank
+
+
+@pytest.fixture
+def ranks() -> Any:
+    barrier = threading.Barrier(2, timeout=100)
+    made = [Renewal(pages, units=UNITS, agree=lambda unit: barrier.wait()) for pages in PAGES]
+    for one in made:
+        one.begin()
+    yield made
+    barrier.abort()
+    for one in made:
+        one.close()
+
+
+def home(ranks: list[Renewal]) -> list[list[bool]]:
+    return [[one.is_home(unit) for unit in UNITS] for one in ranks]
+
+
+def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[Renewal]) -> None:
+    first, second = ranks
+    first.told_by(0, pages=2)(None)
+    first.told_by(2)(None)
+    assert home(ranks) == [[False] * 3] * 2
+    second.told_by(0)(None)
+    for one in ranks:
+        one.wait(0)  # of unit 1 the first has no pages, and has to wait all the same
+    assert not first.is_home(1)
+    assert not first.is_home(2)
+    second.told_by(1)(None)
+    for one in ranks:
+        one.wait_for_pages()
+    assert home(ranks) == [[True] * 3] * 2
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_there(ranks: list[Renewal]) -> None:
+    first, _ = ranks
+    first.told_by(2)(TrainerError("the drive is gone"))
+    for unit in UNITS:
+        with pytest.raises(TrainerError, match="the drive is gone"):
+            first.wait(unit)

@@ -1,0 +1,136 @@
+"""Weights that several ranks, which are threads here, read from a drive: once where all of them need them next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_exchange import Place, ThreadOfNode
+from test_gradients import model
+from threads import Threads
+
+from offload_trainer.errors import TrainerError
+from offload_trainer.offload.pages.store import UnitStore
+from offload_trainer.offload.ranks.fetch_matching import Rounds
+from offload_trainer.offload.ranks.node_comm import Node
+from offload_trainer.offload.ranks.shared_reads import SharedReads
+from offload_trainer.storage.host_memory import host_buffer
+from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
+
+WORLD, MEET = 3, -1
+
+
+class Counting(ThreadedTransfers):
+    """Bytes that were read, and a drive that fails."""
+
+    moved, fails = 0, False
+
+    def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
+        self.moved += buffer.nbytes
+        if self.fails:
+            failed = Future()
+            failed.finish_part(TrainerError("the drive is gone"))
+            return failed
+        return super().read(file, offset, buffer)
+
+
+def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], int]:
+    """Of each rank, whether it got the right bytes for each unit of its program, or what it ended with; bytes read."""
+    units, between = model(tied=False), Threads(WORLD)
+    place = Place(WORLD, nodes=1)
+    place.barrier = between.barriers[1]
+    sizes = [unit.elements for unit in units]
+    values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(3)).bfloat16()
+    path.write_bytes(values.view(torch.uint8).numpy().tobytes())
+    moved = [0] * WORLD
+
+    def of_rank(rank: int) -> Any:
+        node, file = ThreadOfNode(rank, place), DriveFile(path, values.nbytes)
+        transfers = Counting(threads=1)
+        transfers.fails = fails and rank == 1
+        words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
+        store = UnitStore(sizes, [0] * len(units), node=node, **words)
+        rounds = Rounds(lambda mine: between.exchange(rank, mine))
+        reads = SharedReads(units, store, node=node, rounds=rounds, meet=between.meet)
+        found = []
+        try:
+            for what in programs[rank]:
+                if what == MEET:
+                    rounds.meet()
+                    continue
+                buffer = host_buffer(2 * sizes[what]).view(torch.bfloat16)
+                reads.want(what)(buffer).wait()
+                found.append(torch.equal(buffer, values.split(sizes)[what]))
+            return found
+        except Exception as error:
+            between.abort()
+            return error
+        finally:
+            reads.abandon()
+            reads.close()
+            rounds.close()
+            transfers.close()
+            file.close()
+            moved[rank] = transfers.moved
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(of_rank, range(WORLD))), sum(moved)
+
+
+def bytes_of(units: Sequence[int]) -> int:
+    return sum(2 * model(tied=False)[unit].elements for unit in units)
+
+
+def test_what_all_need_next_is_read_once(tmp_path: Path) -> None:
+    program = [0, 1, 2, MEET, 3, 2, 1, 0, MEET, 0, 1]
+    found, moved = of_ranks(tmp_path / "weights", [program] * WORLD)
+    assert found == [[True] * 9] * WORLD
+    assert moved == bytes_of([unit for unit in program if unit != MEET])
+
+
+def test_a_rank_need_not_wait_for_one_that_waits_for_it(tmp_path: Path) -> None:
+    """One comes to a meeting late, with fetches before it that the others do after it; one leaves a unit out."""
+    late = [3, 2, 1, MEET, 0, MEET, 0]
+    others = [3, MEET, 2, 1, 0, MEET, 0]
+    found, moved = of_ranks(tmp_path / "weights", [others, late, [3, MEET, 2, 0, MEET, 0]])
+    assert found == [[True] * 5, [True] * 5, [True] * 4]
+    assert bytes_of([3, 2, 1, 0, 0]) < moved <= WORLD * bytes_of([3, 2, 1, 0, 0])
+
+
+def test_a_read_that_fails_ends_every_rank(tmp_path: Path) -> None:
+    found, _ = of_ranks(tmp_path / "weights", [[0, 1, MEET, 2]] * WORLD, fails=True)
+    assert isinstance(found[1], TrainerError)
+    assert all(isinstance(error, Exception) for error in found)
+
+
+def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -> None:
+    """What one rank alone has asked for ahead of need, when all are through."""
+    ends, closed = threading.Event(), Future()
+
+    def never(mine: int) -> list[int]:
+        ends.wait(100)
+        raise TrainerError("the others are gone")
+
+    units, node, transfers = model(tied=False), Node(), ThreadedTransfers(threads=1)
+    file = DriveFile(tmp_path / "weights", 2 * sum(unit.elements for unit in units))
+    words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
+    store, rounds = UnitStore([unit.elements for unit in units], [0] * len(units), node=node, **words), Rounds(never)
+    reads = SharedReads(units, store, node=node, rounds=rounds, meet=lambda: None)
+    filled = reads.want(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
+    reads.want(1)  # whose buffer never comes, as where an update went wrong
+    filled.then(closed.finish_part)
+    assert not closed.done
+    reads.abandon()
+    assert closed.done
+    with pytest.raises(RuntimeError, match="closed before"):
+        filled.wait()
+    ends.set()
+    reads.close()
+    rounds.close()
+    transfers.close()
+    file.close()

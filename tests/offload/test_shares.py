@@ -1,0 +1,202 @@
+"""The device as a home of the optimizer state: the same bits for every share on the device, in RAM and on drives.
+
+Without a GPU host memory stands for the device's; `queues.py` has a GPU's streams, late.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_of_engines import Step, batches, engine, model_directory, train
+from late import LateDevice, LateTransfers
+from queues import FakeCuda, queued
+
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.offload.device.cuda import CudaDevice
+from offload_trainer.optim.torch_adam import TorchKernel
+from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, RAM
+from offload_trainer.storage.transfer import done
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+SHARES = {
+    "device": ["--gpu-fraction", "1"],
+    "all three": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3"],
+    "RAM": ["--ram-fraction", "1"],
+    "drive": ["--gpu-fraction", "0", "--ram-fraction", "0"],
+}
+RUNS = dict(
+    zip(
+        ("-".join(words) for words in product(("bf16", "fp16"), ("tied", "untied"), ("1", "3"))),
+        product(("bf16", "fp16"), (True, False), (1, 3)),
+        strict=True,
+    )
+)
+
+
+def model_in(folder: Path, *, tied: bool) -> Path:
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+    return model_directory(folder / f"gpt2-{tied}", "gpt2", tied=tied, **dropout)
+
+
+def drive_in(folder: Path) -> list[Path]:
+    (folder / "drive").mkdir(exist_ok=True)
+    return [folder / "drive"]
+
+
+def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
+    """Masters, moments, counts of steps and the loss scale, to the byte."""
+    place.mkdir()
+    ours.snapshot().write(place)
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+@cache
+def in_ram(folder: Path, dtype: str, tied: bool, accumulate: int, *words: str) -> tuple[list[Step], dict[str, bytes]]:
+    """What comes of four steps with all of the state in RAM."""
+    wished = ["--dtype", dtype, "--accumulate", str(accumulate), *words]
+    with engine(model_in(folder, tied=tied), *wished) as ours:
+        steps = train(ours, batches(4 * accumulate), accumulate=accumulate)
+        return steps, saved(ours, folder / f"in RAM {len(list(folder.iterdir()))}")
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("share", SHARES)
+def test_shares_do_not_change_a_bit(share: str, run: str, folder: Path, tmp_path: Path) -> None:
+    """With dropout: losses, norms, masters and moments; and resumed, halfway, into other shares.
+
+    Each into every other, in a run of bf16 and in one of fp16.
+    """
+    dtype, tied, accumulate = RUNS[run]
+    expected, state = in_ram(folder, dtype, tied, accumulate)
+    wished, data = ["--dtype", dtype, "--accumulate", str(accumulate)], batches(4 * accumulate)
+    half = 2 * accumulate
+    with engine(model_in(folder, tied=tied), *wished, *SHARES[share], drives=drive_in(folder)) as ours:
+        first = train(ours, data[:half], accumulate=accumulate)
+        saved(ours, tmp_path / "half")
+        assert first + train(ours, data[half:], accumulate=accumulate) == expected
+        assert saved(ours, tmp_path / "whole") == state
+    before, turn = list(SHARES).index(share), list(RUNS).index(run)
+    for place, (name, words) in enumerate(SHARES.items()):
+        if name == share or (before + place - turn) % 4:
+            continue
+        model = model_in(folder, tied=tied)
+        with engine(model, *wished, *words, drives=drive_in(folder), load_weights=False) as other:
+            other.load(tmp_path / "half")
+            assert train(other, data[half:], accumulate=accumulate) == expected[2:]
+            assert saved(other, tmp_path / name) == state
+
+
+ELSEWHERE = {
+    "weights in RAM": ["--params", "cpu"],
+    "weights and gradients on the drive": ["--params", "nvme", "placement.gradients=nvme"],
+    "weights on the drive, gradients on the device": ["--params", "nvme", "placement.gradients=gpu"],
+    "gradients on the drive": ["placement.gradients=nvme"],
+}
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+@pytest.mark.parametrize("share", ["device", "all three"])
+def test_weights_and_gradients_may_live_elsewhere(
+    share: str, elsewhere: str, states: str, folder: Path, tmp_path: Path
+) -> None:
+    """What is updated on the device then travels there and back through buffers."""
+    moments = [f"optim.states={states}"]
+    expected, state = in_ram(folder, "bf16", True, 1, *moments)
+    words = [*SHARES[share], *ELSEWHERE[elsewhere], *moments, "tiered.unit_buffers=2", "tiered.page_buffers=2"]
+    with engine(model_in(folder, tied=True), *words, drives=drive_in(folder)) as ours:
+        assert train(ours, batches(4)) == expected
+        assert saved(ours, tmp_path / "saved") == state
+
+
+@pytest.mark.parametrize("elsewhere", [[], *ELSEWHERE.values()])
+def test_late_copies_and_reads_change_nothing(
+    elsewhere: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    words = [*SHARES["all three"], *elsewhere, "tiered.unit_buffers=2"]
+    with engine(model_in(folder, tied=True), *words, drives=drive_in(folder), device=LateDevice()) as ours:
+        assert train(ours, batches(4)) == in_ram(folder, "bf16", True, 1)[0]
+
+
+class QueuedKernel:
+    """A kernel of the device, whose work is put into the stream that is current."""
+
+    name = "queued"
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda, self._kernel = cuda, TorchKernel()
+
+    def update_page(self, *page: Any, **words: Any) -> None:
+        assert self._cuda.stream_now() is not self._cuda.compute
+        self._cuda.put(self._cuda.stream_now(), "update", partial(self._kernel.update_page, *page, **words))
+
+
+@contextmanager
+def on_streams(monkeypatch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[TieredEngine]:
+    """The engine over the real CUDA device, whose streams are stand-ins that run late; so does its kernel."""
+    with queued(monkeypatch, haste=0.2) as cuda:
+        late = lambda layout, device, kernel, say: QueuedKernel(cuda)  # noqa: E731
+        monkeypatch.setattr("offload_trainer.engine.build_tiered._kernel_there", late)
+        with engine(model, *words, device=cuda.device(staging_bytes=1 << 20, stagings=2), **extra) as ours:
+            yield ours
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("elsewhere", [[], *ELSEWHERE.values()])
+@pytest.mark.parametrize("share", ["device", "all three"])
+def test_streams_that_run_late_change_nothing(
+    share: str, elsewhere: list[str], accumulate: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, state = in_ram(folder, "bf16", True, accumulate)
+    words = [*SHARES[share], *elsewhere, "--accumulate", str(accumulate), "tiered.unit_buffers=2"]
+    with on_streams(monkeypatch, model_in(folder, tied=True), *words, drives=drive_in(folder)) as ours:
+        data = batches(4 * accumulate)
+        steps = train(ours, data[: 2 * accumulate], accumulate=accumulate)
+        snapshot = ours.snapshot()
+        (tmp_path / "half").mkdir()
+        writing = threading.Thread(target=snapshot.write, args=[tmp_path / "half"])
+        writing.start()
+        assert steps + train(ours, data[2 * accumulate :], accumulate=accumulate) == expected
+        writing.join()
+        assert saved(ours, tmp_path / "whole") == state
+    with engine(model_in(folder, tied=True), "--accumulate", str(accumulate), load_weights=False) as other:
+        other.load(tmp_path / "half")
+        assert train(other, data[2 * accumulate :], accumulate=accumulate) == expected[2:]
+
+
+def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is able to fail: where the update does not wait for the device the numbers are wrong."""
+    monkeypatch.setattr(CudaDevice, "reached", lambda self: done())
+    with on_streams(monkeypatch, model_in(folder, tied=True), *SHARES["device"]) as ours:
+        assert train(ours, batches(4)) != in_ram(folder, "bf16", True, 1)[0]
+
+
+def test_pages_live_where_the_shares_say(folder: Path) -> None:
+    """Whole units on the device, with their gradients; nothing else is there. Each share to the alignment."""
+    model = model_in(folder, tied=True)
+    for share, wanted in (
+        ("device", {DEVICE: 1.0}),
+        ("all three", {DEVICE: 0.3, RAM: 0.3, 0: 0.4}),
+        ("RAM", {RAM: 1.0}),
+    ):
+        with engine(model, *SHARES[share], drives=drive_in(folder)) as ours:
+            pages = ours.offloaded.store.pages
+            total = sum(page.elements for page in pages)
+            for home, part in wanted.items():
+                held = sum(page.elements for page in pages if page.home == home)
+                assert held == pytest.approx(part * total, abs=2 * ALIGN)
+            assert {page.home for page in pages} == set(wanted)
+            units = {page.unit for page in pages}
+            whole = {u for u in units if all(page.home == DEVICE for page in pages if page.unit == u)}
+            assert bool(whole) == (DEVICE in wanted)
+            assert {u for u in units if ours.offloaded.gradients.on_device(u) is not None} == whole
+            assert len({page.unit for page in pages if page.home == DEVICE} - whole) <= 1

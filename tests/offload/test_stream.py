@@ -1,0 +1,103 @@
+"""Weights on their way to the device: what comes next is started before it is needed, and the plan counts the same."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_of_engines import REENTRANT, batches, engine, model_directory, train
+
+import offload_trainer.plan.tiered.layout as layout
+from offload_trainer.machine.probe import probe_machine
+from offload_trainer.model.loader import resolve_model
+from offload_trainer.offload.weights.prefetch import Stream
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.run.memory_fallbacks import as_wished
+from offload_trainer.settings import load_config
+
+FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
+KINDS = {
+    "tied": ("gpt2", True, []),
+    "untied": ("gpt2", False, []),
+    "untied, checkpointed": ("qwen3", False, ["model.checkpointing=on"]),
+    "untied, by the module": ("qwen3", False, ["model.checkpointing=off", "tiered.fetch=module"]),
+    "tied, by the module, checkpointed": ("gpt2", True, ["model.checkpointing=on", "tiered.fetch=module"]),
+    "untied, by the module, checkpointed": ("qwen3", False, ["model.checkpointing=on", "tiered.fetch=module"]),
+    "untied, frozen": ("qwen3", False, ["model.checkpointing=off", FROZEN]),
+    "untied, frozen, checkpointed": ("qwen3", False, ["model.checkpointing=on", FROZEN]),
+    "untied, reentrant": ("qwen3", False, ["model.checkpointing=on", REENTRANT]),
+}
+
+Event = tuple[str, int | str]
+
+
+class Watch:
+    """What the stream was asked for and what it started, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[Event] = []
+        need, start, passing, begin = Stream.need, Stream._start, Stream.passing, Stream.begin
+
+        def note(kind: str, what: int | str) -> None:
+            self.events.append((kind, what))
+
+        patch.setattr(Stream, "need", lambda s, unit: (note("need", unit), need(s, unit))[1])
+        patch.setattr(Stream, "_start", lambda s, unit, number: (note("start", unit), start(s, unit, number))[1])
+        patch.setattr(Stream, "begin", lambda s: (note("begin", ""), begin(s)))
+
+        def watched(stream: Stream, *, backward: bool, then: bool | None) -> Any:
+            note("pass", "backward" if backward else "forward")
+            return passing(stream, backward=backward, then=then)
+
+        patch.setattr(Stream, "passing", watched)
+
+
+def third_step(
+    kind: str, buffers: int, accumulate: int, folder: Path, patch: pytest.MonkeyPatch
+) -> tuple[list[Event], int, int]:
+    """Its events, the bytes that they fetch, and those that the plan has for them."""
+    patch.setattr(layout, "SMALL", 2000)  # norms stay, embeddings go
+    architecture, tied, words = KINDS[kind]
+    model = model_directory(folder / "model", architecture, tied=tied)
+    words = ["--params", "cpu", f"tiered.unit_buffers={buffers}", "--accumulate", str(accumulate), *words]
+    with engine(model, *words) as ours:
+        watch = Watch(patch)
+        train(ours, batches(3 * accumulate), accumulate=accumulate)
+        fetched = {unit.index: 2 * unit.elements for unit in ours.offloaded.units}
+    begins = [index for index, event in enumerate(watch.events) if event == ("begin", "")]
+    assert len(begins) == 3
+    events = watch.events[begins[1] : begins[2]]
+    config = load_config(["--model", str(model), "--scratch", *(word for word in words if word != REENTRANT)])
+    source = as_wished(resolve_model(config.model, seed=0), config)
+    plan = make_plan(config, source.shape, probe_machine(drives=(), output=str(folder)))
+    planned = sum(moved.read for moved in plan.traffic if moved.place == "device" and moved.phase != "update")
+    return events, sum(fetched[unit] for kind, unit in events if kind == "start"), planned
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_started_only_when_it_is_needed(
+    kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on: heads and embeddings too, and what a pass begins with; `need` starts nothing itself."""
+    events, _, _ = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
+    for before, event in pairwise(events):
+        assert not (event[0] == "start" and before == ("need", event[1])), f"{event} was needed before"
+    passes = [index for index, event in enumerate(events) if event[0] == "pass"]
+    assert len(passes) == 2 * accumulate
+    for index in passes:  # what it needs first was sent on its way before it began
+        first = next(unit for kind, unit in events[index:] if kind == "need")
+        assert first in [unit for kind, unit in events[:index] if kind == "start"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("buffers", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_what_is_fetched(
+    kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, fetched, planned = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
+    assert fetched == planned > 0

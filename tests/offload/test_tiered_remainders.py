@@ -1,0 +1,211 @@
+"""Runs whose masters are the remainders of rounding: the bits of masters in fp32 wherever things live, fewer bytes."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import bench_of_engines
+import pytest
+import torch
+from bench_of_engines import Step, batches, engine, masters, model_directory, train
+from late import LateDevice, LateTransfers
+from test_overlap import BEHIND, HOMES, saved
+from test_shares import on_streams
+from test_tiered import skip_last_block
+
+from offload_trainer.engine.tiered import TieredEngine
+from offload_trainer.errors import UserError
+from offload_trainer.export.sources import opened
+from offload_trainer.plan.plan import Plan
+from offload_trainer.plan.planner import make_plan
+from offload_trainer.storage.scratch_dir import DriveLease
+from offload_trainer.telemetry.meters import read_io
+
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
+
+REMAINDERS = "tiered.masters=remainder"
+STATES = [["optim.states=fp32"], ["optim.states=bf16"], ["optim.states=8bit"], ["optim.name=lion", "optim.states=bf16"]]
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+def gpt2(folder: Path) -> Path:
+    return model_directory(folder / "gpt2", "gpt2")
+
+
+def plant_ties(ours: TieredEngine) -> None:
+    """Of a block's weights some masters halfway between two weights, on both sides; others are rounded either way."""
+    for name, value in masters(ours).items():
+        words = value.view(torch.int32)
+        words[..., ::3] &= ~0xFFFF
+        words[..., ::3] |= 0x8000
+        ours.offloaded.put([(name, value.bfloat16(), value)])
+
+
+@cache
+def whole(folder: Path, *words: str, steps: int) -> tuple[list[Step], dict[str, bytes]]:
+    """Losses and norms, and the bytes of a checkpoint, with masters in fp32, all of it in RAM."""
+    with engine(gpt2(folder), "--ram-fraction", "1", "tiered.overlap=off", *words) as ours:
+        plant_ties(ours)
+        place = folder / "-".join(["whole", str(steps), *words])
+        return train(ours, batches(steps)), saved(ours, place)
+
+
+@pytest.mark.parametrize("how", ["tiered.overlap=off", BEHIND])
+@pytest.mark.parametrize("home", HOMES)
+def test_forty_steps_have_the_bits_of_masters_in_fp32(
+    home: str, how: str, folder: Path, drive: Path, tmp_path: Path
+) -> None:
+    expected, state = whole(folder, steps=40)
+    with engine(gpt2(folder), *HOMES[home], how, REMAINDERS, drives=[drive]) as ours:
+        assert list(ours.offloaded.store.format.fields) == ["remainder", "ties", "exp_avg", "exp_avg_sq"]
+        plant_ties(ours)
+        assert (
+            sum(int(ours.offloaded.store.get("ties", u.index, 0, u.trained).sum()) for u in ours.offloaded.units) > 99
+        )
+        assert train(ours, batches(40)) == expected
+        assert saved(ours, tmp_path / "ours") == state
+
+
+@pytest.mark.parametrize("states", STATES[1:])
+@pytest.mark.parametrize("kernel", ["torch", "native"])
+def test_other_moments_and_rules(kernel: str, states: list[str], folder: Path, drive: Path, tmp_path: Path) -> None:
+    expected, state = whole(folder, *states, steps=6)
+    words = [*states, f"optim.kernel={kernel}", REMAINDERS]
+    with engine(gpt2(folder), *HOMES["a third in RAM"], *words, drives=[drive]) as ours:
+        plant_ties(ours)
+        assert train(ours, batches(6)) == expected
+        assert saved(ours, tmp_path / "ours") == state
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_runs_go_on_in_either_form(states: list[str], folder: Path, drive: Path, tmp_path: Path) -> None:
+    """From a checkpoint of the one, taken while training went on, in the other."""
+    expected, state = whole(folder, *states, steps=6)
+    home = HOMES["weights and gradients on the drive"]
+    for before, after in (([REMAINDERS], []), ([], [REMAINDERS])):
+        place = tmp_path / f"to {after}"
+        place.mkdir()
+        with engine(gpt2(folder), *HOMES["a third in RAM"], *states, *before, drives=[drive]) as ours:
+            plant_ties(ours)
+            steps = train(ours, batches(6)[:3])
+            snapshot = ours.snapshot()
+            writing = threading.Thread(target=snapshot.write, args=[place])
+            writing.start()
+            train(ours, batches(6)[3:])
+            ours.settle()
+            writing.join()
+            snapshot.close()
+        with engine(gpt2(folder), *home, *states, *after, drives=[drive], load_weights=False) as other:
+            other.load(place)
+            assert steps + train(other, batches(6)[3:]) == expected
+            assert saved(other, tmp_path / f"{after}") == state
+
+
+@pytest.mark.parametrize("home", ["a third in RAM", "weights and gradients on the drive", "all on the device"])
+def test_weights_without_a_gradient_and_frozen_ones_stay(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
+    found = []
+    for words in ([], [REMAINDERS]):
+        words = ['model.freeze=["wpe","h.1.mlp"]', *words]
+        with engine(gpt2(folder), *HOMES[home], *words, drives=[drive]) as ours:
+            steps = train(ours, batches(6), before=skip_last_block(ours, {2, 3, 5}))
+            found.append((steps, saved(ours, tmp_path / str(len(found)))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_late_copies_and_reads_change_nothing(
+    home: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
+    expected, state = whole(folder, steps=6)
+    words: dict[str, Any] = {"drives": [drive], "device": LateDevice()}
+    with engine(gpt2(folder), *HOMES[home], BEHIND, REMAINDERS, **words) as ours:
+        plant_ties(ours)
+        assert train(ours, batches(6)) == expected
+        assert saved(ours, tmp_path / "late") == state
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_streams_that_run_late_change_nothing(
+    home: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA device over stand-ins for its streams: old weights come down from it, and up to pages there."""
+    expected, state = whole(folder, steps=6)
+    with on_streams(monkeypatch, gpt2(folder), *HOMES[home], REMAINDERS, drives=[drive]) as ours:
+        plant_ties(ours)
+        assert train(ours, batches(6)) == expected
+        assert saved(ours, tmp_path / "streams") == state
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "read", "written"),
+    [
+        ([], 10.0, 10.0),
+        (["optim.states=8bit"], 4.1, 4.1),
+        (["--params", "nvme"], 12.0, 12.0),
+    ],
+    ids=["fp32 moments", "8-bit moments", "weights on the drive"],
+)
+def test_bytes_are_the_planned_ones(
+    words: list[str], read: float, written: float, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's counters are the plan's, but for weights fetched ahead, and of the update so many a parameter."""
+    plans: list[Plan] = []
+    monkeypatch.setattr(bench_of_engines, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[0])
+    model = model_directory(folder / "large", "gpt2", n_embd=256, n_layer=2)  # fields are padded to whole sectors
+    words = [*words, "--optimizer", "nvme", "tiered.page_size=1048576", "tiered.unit_buffers=2", REMAINDERS]
+    with engine(model, *words, drives=[drive]) as ours:
+        trained = sum(unit.trained for unit in ours.offloaded.units)
+        train(ours, batches(2))
+        ours.settle()
+        before = read_io()
+        train(ours, batches(4)[2:])
+        ours.settle()
+        moved = read_io() - before
+    traffic = [one for one in plans[0].traffic if one.place == str(drive)]
+    ahead = 0 if "--params" not in words else 2 * trained  # weights of the next step that were fetched by either end
+    assert abs(moved.read_bytes - 2 * sum(one.read for one in traffic)) <= ahead
+    assert moved.written_bytes == 2 * sum(one.written for one in traffic)
+    (update,) = (one for one in traffic if one.phase == "update")
+    assert update.read / trained == pytest.approx(read, abs=0.05)
+    assert update.written / trained == pytest.approx(written, abs=0.05)
+
+
+def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
+    with DriveLease(drive) as lease:
+        (lease.path / "state").write_bytes(bytes(8192))
+        with pytest.raises(UserError, match=r"no masters can be read .* has tiered.masters=remainder"):
+            opened(lease.path, mixed=True).__enter__()
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--dtype", "fp16"], "--dtype fp16: a remainder is what rounding to bf16 takes away"),
+        (["--dtype", "fp32"], "--dtype fp32"),
+        (["tiered.places=2"], "tiered.places=2: weights have one place"),
+        (
+            ["--ram-fraction", "0", "tiered.overlap=full"],
+            "tiered.overlap=full: a step that is clipped needs its old weights again",
+        ),
+        (["tiered.overlap=full"], "tiered.overlap=full: a step that is clipped needs its old weights again"),
+    ],
+)
+def test_what_cannot_have_remainders_is_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:
+    asked = engine(gpt2(folder), *words, REMAINDERS, drives=[drive])
+    with pytest.raises(UserError, match=f"tiered.masters=remainder with {told}"):
+        asked.__enter__()

@@ -55,11 +55,11 @@ def compare(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
                 if way != "none":
                     job.checkpoints.save(job.engine, TrainState(step=number + 1, tokens=0, data_position=0))
                 if way == "before":
-                    job.checkpoints.settle()
+                    job.checkpoints.synchronize()
                     saved.append(time.perf_counter() - start)
                 for _ in range(steps):
                     next(running)
-                job.checkpoints.settle()
+                job.checkpoints.synchronize()
                 seconds[way].append(time.perf_counter() - start)
                 print(f"{way}: {seconds[way][-1]:.2f} s", file=sys.stderr, flush=True)
     newest = sorted(Path(job.save_wish.parent / "checkpoints").glob("step-*"))[-1]

@@ -29,7 +29,7 @@ import torch
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.engine.timed_updates import ADAMW_FP32, kernel_update, make_buffers, stock_update, update_bytes
 from offload_trainer.errors import UserError
-from offload_trainer.optim.kernel_api import Kernel, PageNoise
+from offload_trainer.optim.kernel_api import Kernel, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moments import Noise
 from offload_trainer.plan.tiered.state_formats import state_format
@@ -89,7 +89,7 @@ def empty_call(kernel: Kernel, *, states: str, calls: int = 2000) -> float:
     """Seconds of a call that has nothing to update, the median."""
     form = state_format("adamw", states)
     page = make_buffers(1 << 16, format=form)[0]
-    noise = PageNoise(Noise(0, 1), 0, 0) if form.moments.stochastic else None
+    noise = RoundingNoise(Noise(0, 1), 0, 0) if form.moments.stochastic else None
     seconds = []
     for _ in range(calls):
         start = time.perf_counter()

@@ -20,7 +20,7 @@ import torch
 
 from offload_trainer.data.rows import DataState
 from offload_trainer.optim import moments
-from offload_trainer.optim.kernel_api import Stretch
+from offload_trainer.optim.kernel_api import ParamRange
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.torch_adam import TorchKernel
@@ -83,7 +83,7 @@ def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[flo
         else:
             fields = {"master": weight.data, "exp_avg": first, "exp_avg_sq": second}
             given = {"format": state_format("adamw", "fp32"), "scale": 1.0, "noise": None}
-            kernel.update_page(fields, gradient.contiguous(), None, [Stretch(0, n, hyper, step)], **given)
+            kernel.update_page(fields, gradient.contiguous(), None, [ParamRange(0, n, hyper, step)], **given)
             _store(form, first, second, step)
         largest = max(largest, float((weight.detach() - before).abs().max()) / LR)
     return largest

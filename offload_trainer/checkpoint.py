@@ -37,7 +37,7 @@ from offload_trainer import __version__
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
-from offload_trainer.ranks import ALONE, Group, beside, everybody, on_rank_zero, wait_for_all
+from offload_trainer.ranks import ALONE, Group, everybody, new_group, on_rank_zero, wait_for_all
 from offload_trainer.resume_compat import refuse_other_run
 from offload_trainer.retention import WORK, complete_checkpoints, prune, remove_leftovers, step_of, steps_in
 from offload_trainer.safe_files import LENIENT, Count, Steps, is_there, open_file, read_back, shown
@@ -99,14 +99,14 @@ class Checkpoints:
         keep: int,
         need_bytes: int,
         say: Callable[[str], None],
-        beside: Sequence[Path] = (),
+        growing: Sequence[Path] = (),
     ) -> None:
-        """`need_bytes`: what the tensors of one take; `beside`: files that grow, on the disk before it has its name."""
+        """`need_bytes`: bytes of one checkpoint's tensors. `growing`: files synced before a checkpoint is complete."""
         self.saved: int | None = None  # the newest step that is safe
         self.record = record
         self._root, self._keep, self._need, self._say = root, keep, need_bytes, say
         self._place = _place_of(root.parent)
-        self._beside = beside
+        self._beside = growing
         self._told: set[str] = set()  # notes
         self._under_way: tuple[Future, Snapshot, int] | None = None
         self._worker: Workers | None = None
@@ -116,9 +116,9 @@ class Checkpoints:
         """Save `state` and the engine's; all ranks call it, and each writes what it keeps.
 
         Raises TrainerError, the older checkpoints untouched, where the disk refuses or is too full, on every rank. What
-        goes wrong behind the training is raised by `look`, `settle` or the next save.
+        goes wrong behind the training is raised by `look`, `synchronize` or the next save.
         """
-        self.settle()
+        self.synchronize()
         on_rank_zero(self._make_room)
         wait_for_all()
         snapshot = engine.snapshot()
@@ -136,7 +136,7 @@ class Checkpoints:
             self._worker.put(ending(future, partial(work, self._beside_training)))
         else:
             ending(future, partial(work, everybody()))()
-            self.settle()
+            self.synchronize()
 
     def note(self, line: str) -> None:
         """Say it, unless it has been said."""
@@ -146,10 +146,10 @@ class Checkpoints:
 
     @property
     def ended(self) -> bool:
-        """Whether a save under way has ended, on this rank; all ranks then `settle` after the same step."""
+        """Whether a save under way has ended, on this rank; all ranks then `synchronize` after the same step."""
         return self._under_way is not None and self._under_way[0].done
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when no save is under way; raises what the last one met."""
         if self._under_way is None:
             return
@@ -159,7 +159,7 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         """All ranks begin together."""
-        self._beside_training = beside()
+        self._beside_training = new_group()
         return self
 
     def __exit__(
@@ -171,7 +171,7 @@ class Checkpoints:
             self._under_way[1].close()
             self._under_way = None
         try:
-            self.settle()
+            self.synchronize()
         except TrainerError as failed:
             if error is None:
                 raise

@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from offload_trainer import __version__
-from offload_trainer.errors import AGAIN, Elsewhere, Stopped, TrainerError, UserError, exit_code, explain, reason
+from offload_trainer.errors import AGAIN, PeerFailed, Stopped, TrainerError, UserError, exit_code, explain, reason
 from offload_trainer.help_text import export_wish, help_text, take_command, take_count, take_switches, take_value
 from offload_trainer.plan.machine import describe_rates
 from offload_trainer.plan.plan import Plan
@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> int:
             told = _told(error, words)
             if told is None:
                 raise
-            if not isinstance(error, Elsewhere) and not _launcher_says(error):
+            if not isinstance(error, PeerFailed) and not _launcher_says(error):
                 _say(f"offload-train: {told}")
             if os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, Stopped):
                 from offload_trainer.ranks import tell_not_coming

@@ -31,7 +31,7 @@ class NonFiniteGradient(TrainerError):
     """The step's gradients hold a NaN or an infinity; nothing was changed by them."""
 
 
-class Elsewhere(TrainerError):
+class PeerFailed(TrainerError):
     """Another rank's failure, which that rank tells of: this one ends without a word."""
 
     def __init__(self, message: str, *, code: int) -> None:

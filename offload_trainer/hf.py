@@ -35,7 +35,7 @@ from offload_trainer.session.lazy_state_dict import listed
 from offload_trainer.session.optimizer import OffloadedOptimizer
 from offload_trainer.session.session import Session
 from offload_trainer.storage.dtypes import DTYPES
-from offload_trainer.storage.owned_dirs import Workplace, remove_dead
+from offload_trainer.storage.owned_dirs import ScratchDirectory, remove_dead
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -329,7 +329,7 @@ def _export_into(session: Session, folder: Path, *, merge: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         remove_dead(folder / _WORK, what=EXPORT)  # of a killed process
-    with Workplace(folder / _WORK, what=EXPORT) as place:
+    with ScratchDirectory(folder / _WORK, what=EXPORT) as place:
         session.export(place.path / "model", dtype=dtype, merge=merge)
         new = {path.name: path for path in (place.path / "model").iterdir() if path.name != "README.md"}
         for name, path in new.items():

@@ -39,11 +39,11 @@ _MOST_STRANGERS = 64  # handshakes at the same time
 _MOST_BYTES = 1 << 30  # of one message whose size the other end chooses
 
 
-class Gone(RuntimeError):
+class PeerGone(RuntimeError):
     """Another rank has ended, or has not come in time."""
 
 
-class Late(Gone):
+class PeerTimeout(PeerGone):
     """Ranks have not come in time."""
 
     def __init__(self, missing: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ class Mesh:
         for connection in self._peers.values():
             poll.register(connection, select.POLLRDHUP)
         for descriptor, _ in poll.poll(0):
-            raise Gone(f"rank {self._number[descriptor]} has closed its connection")
+            raise PeerGone(f"rank {self._number[descriptor]} has closed its connection")
 
     def close(self) -> None:
         """Let the other ranks see that nothing more comes."""
@@ -152,14 +152,14 @@ class Mesh:
         while out or into:
             ready = poll.poll(max(0.0, until - time.monotonic()) * 1000)
             if not ready and time.monotonic() >= until:
-                raise Late(sorted(into or out))
+                raise PeerTimeout(sorted(into or out))
             for descriptor, event in ready:
                 peer = self._number[descriptor]
                 failed = event & (select.POLLHUP | select.POLLERR)
                 if peer in into and (failed or event & select.POLLIN):
                     self._receive(peer, into)
                 elif peer in out and failed:
-                    raise Gone(f"the connection to rank {peer} is closed")
+                    raise PeerGone(f"the connection to rank {peer} is closed")
                 if peer in out and event & select.POLLOUT:
                     self._send(peer, out)
                 if events := _events(peer, out, into):
@@ -179,7 +179,7 @@ class Mesh:
         except BlockingIOError:
             return
         except OSError as error:
-            raise Gone(f"the connection to rank {peer} is closed: {error.strerror}") from error
+            raise PeerGone(f"the connection to rank {peer} is closed: {error.strerror}") from error
         del out[peer]
 
     def _receive(self, peer: int, into: dict[int, _Queue]) -> None:
@@ -188,7 +188,7 @@ class Mesh:
             while parts:
                 got = self._peers[peer].recv_into(parts[0])
                 if not got:
-                    raise Gone(f"rank {peer} has closed its connection")
+                    raise PeerGone(f"rank {peer} has closed its connection")
                 if got < len(parts[0]):
                     parts[0] = parts[0][got:]
                     continue
@@ -199,7 +199,7 @@ class Mesh:
         except BlockingIOError:
             return
         except OSError as error:
-            raise Gone(f"the connection to rank {peer} is closed: {error.strerror}") from error
+            raise PeerGone(f"the connection to rank {peer} is closed: {error.strerror}") from error
         del into[peer]
 
 
@@ -323,7 +323,7 @@ class Listener:
                 connection.close()
                 look()
                 if time.monotonic() > until:
-                    raise Late([peer]) from error
+                    raise PeerTimeout([peer]) from error
                 time.sleep(_AGAIN)
         hello = _HELLO.pack(number, self._rank)
         if not near:
@@ -343,7 +343,7 @@ class Listener:
                     return self._arrived.pop((number, peer))
             look()
             if time.monotonic() > until:
-                raise Late([peer])
+                raise PeerTimeout([peer])
 
     def _accept(self, listening: socket.socket) -> None:
         near = listening.family == socket.AF_UNIX
@@ -435,10 +435,10 @@ def _convince(connection: socket.socket, hello: bytes, secret: bytes, who: str) 
         connection.sendall(ours + _proof(secret, b"dials", *told) + hello)
         proof = _received(connection, _PROOF)
     except OSError as error:
-        raise Refused(f"{who} does not accept this rank's proof that it knows the run's secret") from error
+        raise HandshakeRefused(f"{who} does not accept this rank's proof that it knows the run's secret") from error
     if not hmac.compare_digest(proof, _proof(secret, b"answers", *told)):
-        raise Refused(f"{who} does not prove that it knows the run's secret")
+        raise HandshakeRefused(f"{who} does not prove that it knows the run's secret")
 
 
-class Refused(TrainerError):
+class HandshakeRefused(TrainerError):
     """Two ends that do not know the same secret."""

@@ -21,7 +21,7 @@ def _cpus(words: str) -> set[int]:
     return {cpu for pair in ends for cpu in range(pair[0], pair[-1] + 1)}
 
 
-def spread(threads: int, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+def spread_threads(threads: int, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     """The node of each of `threads`, in proportion to the nodes' CPUs."""
     cpus = [node for node in nodes for _ in node]
     return [cpus[thread * len(cpus) // threads] for thread in range(threads)]

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from offload_trainer.errors import AGAIN, LOST, Elsewhere, TrainerError, UserError
-from offload_trainer.mesh import RUN, Late, Listener, Mesh, Refused
+from offload_trainer.errors import AGAIN, LOST, PeerFailed, TrainerError, UserError
+from offload_trainer.mesh import RUN, HandshakeRefused, Listener, Mesh, PeerTimeout
 from offload_trainer.safe_files import parsed, shown
 
 T = TypeVar("T")
@@ -74,8 +74,8 @@ def join() -> None:
     each = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     first = 0 if each == world else rank - int(os.environ["LOCAL_RANK"])
     here = range(first, first + each)
-    meet = _meet_on_one_node if each == world else _meet_on_several
-    _joined = _Joined(rank, world, here, *meet(rank, world, here))
+    barrier = _meet_on_one_node if each == world else _meet_on_several
+    _joined = _Joined(rank, world, here, *barrier(rank, world, here))
     signal.signal(signal.SIGTERM, handler)
 
 
@@ -110,7 +110,7 @@ def _meet_on_one_node(rank: int, world: int, here: range) -> tuple[Listener, Mes
     with _listening(rank, here) as listener:
         try:
             return listener, listener.mesh(range(world), patience=_SETTING_UP, within=_JOINING), None
-        except Late as error:
+        except PeerTimeout as error:
             told = f"after {_JOINING:g} s not all ranks of the run have come: {error}"
             raise TrainerError(f"{told}; the launcher, or that rank, says why") from error
 
@@ -147,10 +147,10 @@ def _meet_on_several(rank: int, world: int, here: range) -> tuple[Listener, Mesh
                 listener.addresses[other] = _parsed_address(store.get(_key(other)), of=other)
             left = max(1.0, until - time.monotonic())
             return listener, listener.mesh(range(world), patience=_SETTING_UP, within=left, look=look), store
-        except Late as error:
+        except PeerTimeout as error:
             at = {rank: ":".join(map(str, listener.addresses.get(rank, ("this node",)))) for rank in error.missing}
             raise TrainerError(f"{why}: {error}; {at}") from error
-        except Refused as error:
+        except HandshakeRefused as error:
             raise UserError(f"{error}: give every node the same {SECRET}") from error
         except RuntimeError as error:
             ended = f"the launcher at {place} has ended before all ranks have come; its node says why"
@@ -212,7 +212,7 @@ def _look_for_notes(store: dist.Store, secret: bytes) -> None:
         )
     node, _, told = note.decode().partition(" ")
     known = node == os.environ.get("GROUP_RANK")  # said on this node, by the rank itself
-    raise Elsewhere(told, code=LOST) if known else TrainerError(f"node {node} does not come: {told}")
+    raise PeerFailed(told, code=LOST) if known else TrainerError(f"node {node} does not come: {told}")
 
 
 def _sign(note: bytes, secret: bytes) -> bytes:
@@ -246,7 +246,7 @@ def nodes() -> tuple[range, ...]:
     rank, world = place_here()
     if world == 1:
         return (range(1),)
-    told = gather(int(os.environ.get("LOCAL_RANK", rank)))
+    told = all_gather_object(int(os.environ.get("LOCAL_RANK", rank)))
     each = world // max(1, told.count(0))
     if told != [number % each for number in range(world)]:
         raise UserError(
@@ -317,7 +317,7 @@ def _private_file() -> str:
     own = os.memfd_create("offload-trainer") if place_here()[0] == 0 else -1  # open as long as rank 0 lives
     if own >= 0:
         os.fchmod(own, 0o600)
-    process, descriptor = share_from_zero([os.getpid(), own])
+    process, descriptor = broadcast_object([os.getpid(), own])
     return f"/proc/{process}/fd/{descriptor}"
 
 
@@ -330,10 +330,10 @@ def _noticing() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Elsewhere(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
+        raise PeerFailed(f"another rank has ended: {str(error).splitlines()[0]}", code=LOST) from error
 
 
-def meet(*, stalled: float = STALLED) -> None:
+def barrier(*, stalled: float = STALLED) -> None:
     """Return once all ranks are here. TrainerError on rank 0, which names the one that is not after so many seconds."""
     if _joined:
         with naming_the_late(stalled):
@@ -351,8 +351,8 @@ def naming_the_late(stalled: float) -> Iterator[None]:
     try:
         with _noticing():
             yield
-    except Elsewhere as error:
-        if isinstance(error.__cause__, Late) and place_here()[0] == 0:
+    except PeerFailed as error:
+        if isinstance(error.__cause__, PeerTimeout) and place_here()[0] == 0:
             raise TrainerError(
                 f"after {stalled:g} s another rank has not come to where all ranks meet in a step, and the run ends: "
                 f"{error.__cause__}; {AGAIN}"
@@ -365,7 +365,7 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def spread(values: torch.Tensor, *, source: int, group: Any = None) -> None:
+def broadcast(values: torch.Tensor, *, source: int, group: Any = None) -> None:
     """Fill `values` (1-D, contiguous) with what they are on rank `source`."""
     if not _joined or not values.numel():
         return
@@ -415,7 +415,7 @@ def all_to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
     return come
 
 
-def trade(
+def send_recv(
     out: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], *, group: Mesh
 ) -> Callable[[], None]:
     """Begin to send each of `out` to its rank, and to fill each of `into` from its; what is given waits for all of it.
@@ -519,7 +519,7 @@ def _failure(failed: Exception | None) -> list[Any] | None:
 def _raise_elsewhere(told: Sequence[Sequence[Any] | None]) -> None:
     for wrong in told:
         if wrong is not None:
-            raise Elsewhere(wrong[1], code=wrong[0])
+            raise PeerFailed(wrong[1], code=wrong[0])
 
 
 ALONE = Group()
@@ -530,7 +530,7 @@ def everybody() -> Group:
     return Group(_joined.rank, _joined.everybody) if _joined else ALONE
 
 
-def beside() -> Group:
+def new_group() -> Group:
     """All ranks, for one thread beside the one that trains. All ranks call it, in the thread that trains."""
     return Group(_joined.rank, group_of(in_step=False)) if _joined else ALONE
 
@@ -562,12 +562,12 @@ def rank_zero_first(work: Callable[[], T]) -> T:
     return work()
 
 
-def share_from_zero(value: Any, kind: Any = Any) -> Any:
+def broadcast_object(value: Any, kind: Any = Any) -> Any:
     """Return rank 0's value, on every rank: JSON, read back as a `kind`."""
     return share(value, source=0, group=None, kind=kind)
 
 
-def gather(value: Any, kind: Any = Any) -> list[Any]:
+def all_gather_object(value: Any, kind: Any = Any) -> list[Any]:
     """Return every rank's value, in the order of ranks, on every rank: JSON, read back as a `kind`."""
     return _gathered(value, everybody().mesh, kind)
 

@@ -20,8 +20,8 @@ from offload_trainer.safe_files import file_bytes, is_there, parsed, shown
 from offload_trainer.storage.atomic_io import bytes_below
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 from offload_trainer.storage.owned_dirs import (
-    Mark,
-    NotOurs,
+    NotOwned,
+    OwnershipMark,
     clear,
     is_removable,
     made_as,
@@ -108,7 +108,7 @@ def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
         remove(hidden or directory, _manifest_of(step), lock=lock)
     except BlockingIOError:
         return ""
-    except (OSError, NotOurs) as error:
+    except (OSError, NotOwned) as error:
         return reason(error)
     finally:
         if held >= 0:
@@ -116,9 +116,9 @@ def _removed(directory: Path, *, step: int, hidden: Path | None = None) -> str:
     return ""
 
 
-def _manifest_of(step: int) -> Mark:
+def _manifest_of(step: int) -> OwnershipMark:
     """What makes a directory a checkpoint of ours, of this step."""
-    return Mark(MANIFEST, lambda content: _step_in(content) == step)
+    return OwnershipMark(MANIFEST, lambda content: _step_in(content) == step)
 
 
 def bytes_that_go(root: Path) -> int:

@@ -27,7 +27,7 @@ _Handler = Callable[[int, object], None] | signal.Handlers
 
 
 @dataclass
-class Asked:
+class StopRequest:
     """What signals have asked for."""
 
     stop: int = 0  # the first signal that ends a run, or 0
@@ -56,12 +56,12 @@ def no_checkpoint_yet() -> Iterator[None]:
 
 
 @contextmanager
-def waiting(*, say: Callable[[str], None] | None) -> Iterator[Asked]:
+def waiting(*, say: Callable[[str], None] | None) -> Iterator[StopRequest]:
     """Inside, signals are only noted. `say` is told of the first; it is called in the handler.
 
     A handler may interrupt a line that is being printed: `say` must write to descriptors (`streams.write_now`).
     """
-    asked = Asked()
+    asked = StopRequest()
 
     def stop(number: int, _frame: object) -> None:
         hangup = number == signal.SIGHUP

@@ -20,9 +20,9 @@ from offload_trainer.config import OptimSection, TrainSection
 from offload_trainer.data.rows import IGNORED, Batch, DataState, RowReader
 from offload_trainer.engine.protocol import Engine, StepResult
 from offload_trainer.errors import TrainerError
-from offload_trainer.ranks import gather, on_rank_zero
+from offload_trainer.ranks import all_gather_object, on_rank_zero
 from offload_trainer.schedule import learning_rate
-from offload_trainer.signals import Asked
+from offload_trainer.signals import StopRequest
 from offload_trainer.telemetry.meters import (
     IoCount,
     PhaseClock,
@@ -70,7 +70,7 @@ class Job:
     counted: IoCount | None = None  # where the last step's update went on: what drives had moved when it returned
 
 
-def train(job: Job, asked: Asked, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
+def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState] | None = None) -> TrainState:
     """Train to the last step, or to that in which a signal asks to stop; returns the state there, saved if it can be.
 
     `resume`: a checkpoint that was checked, or None where the engine stands there already, and the state. Raises
@@ -123,16 +123,16 @@ def _save_if_due(job: Job, state: TrainState, *, stopping: bool, wished: bool, e
         try:
             job.checkpoints.save(job.engine, state)
             if stopping:
-                job.checkpoints.settle()
+                job.checkpoints.synchronize()
         except TrainerError as error:
             if not stopping or job.save_every:
                 raise
             job.say(f"no checkpoint was made: {error}")  # then the weights alone are kept
     elif ended:
-        job.checkpoints.settle()
+        job.checkpoints.synchronize()
 
 
-def _agree(job: Job, asked: Asked) -> tuple[int, bool, bool]:
+def _agree(job: Job, asked: StopRequest) -> tuple[int, bool, bool]:
     """The signal to stop for, or 0; whether a checkpoint is wished for; whether the one under way has ended.
 
     On every rank the same, after the same step.
@@ -142,7 +142,7 @@ def _agree(job: Job, asked: Asked) -> tuple[int, bool, bool]:
         asked.save, wished = False, True
     if job.telemetry and os.path.lexists(job.save_wish):
         wished |= _taken_wish(job)
-    stops, wishes, ended = zip(*gather((asked.stop, wished, job.checkpoints.ended)), strict=True)
+    stops, wishes, ended = zip(*all_gather_object((asked.stop, wished, job.checkpoints.ended)), strict=True)
     return max(stops), any(wishes), all(ended)
 
 
@@ -209,7 +209,7 @@ def _of_all_ranks(job: Job, moved: IoCount, *, tokens: int) -> tuple[IoCount, in
 
     Ranks that share rows (sequence or tensor parallel) each hold all of them, and their tokens count once.
     """
-    read, written, counts = zip(*gather((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
+    read, written, counts = zip(*all_gather_object((moved.read_bytes, moved.written_bytes, tokens)), strict=True)
     drive = IoCount(*(None if None in way else sum(way) for way in (read, written)))
     return drive, sum(counts) * job.engine.world // len(counts)
 
@@ -224,7 +224,7 @@ def _carry_out(
     result = job.engine.train_step(group, lr=lr, clock=job.clock)
     if last:
         with job.clock.phase("update"):
-            job.engine.settle()
+            job.engine.synchronize()
     return group, result, time.perf_counter() - start
 
 

@@ -24,7 +24,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim.cuda_adam import SOURCE, CudaKernel, choose_cuda_kernel, defines
-from offload_trainer.optim.kernel_api import PageNoise, Stretch
+from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.nvrtc import Nvrtc, find_nvrtc, load_nvrtc
@@ -71,13 +71,13 @@ def updated(kernel, page, *, form: StateFormat, place: torch.device) -> list[tor
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
     out = torch.zeros(n, dtype=torch.bfloat16, device=place)
     decayed, plain = (hyper_of(form.rule, **HYPER, decay=decay) for decay in (0.1, 0.0))
-    parts = [Stretch(0, n // 512 * 256, decayed, 7), Stretch(n // 512 * 256 + 256, n, plain, 9)]
+    parts = [ParamRange(0, n // 512 * 256, decayed, 7), ParamRange(n // 512 * 256 + 256, n, plain, 9)]
     kernel.update_page(here, grad.bfloat16().to(place), out, parts, **settings(form))
     return [tensor.cpu().view(torch.uint8) for tensor in (*here.values(), out)]
 
 
 def settings(form: StateFormat) -> dict:
-    noise = None if not form.moments.stochastic else PageNoise(Noise(1, 2), 3, 2**32 - 4096)
+    noise = None if not form.moments.stochastic else RoundingNoise(Noise(1, 2), 3, 2**32 - 4096)
     return {"format": form, "scale": 0.37, "noise": noise}
 
 
@@ -95,7 +95,7 @@ def speed(kernel: CudaKernel, *, form: StateFormat, n: int, place: torch.device,
     pages = [{name: tensor.to(place, copy=True) for name, tensor in fields.items()} for _ in range(count)]
     grads = [grad.bfloat16().to(place) for _ in range(count)]
     outs = [torch.empty_like(grads[0]) for _ in range(count)]
-    part, given = [Stretch(0, n, hyper_of(form.rule, **HYPER, decay=0.1), 7)], settings(form)
+    part, given = [ParamRange(0, n, hyper_of(form.rule, **HYPER, decay=0.1), 7)], settings(form)
 
     def run() -> None:
         for page, gradient, out in zip(pages, grads, outs, strict=True):

@@ -34,7 +34,7 @@ from offload_trainer.model.init_weights import meta_model
 from offload_trainer.model.loader import block_names
 from offload_trainer.model.probes import submodules
 from offload_trainer.model.probes.tiny_model import twin_model
-from offload_trainer.offload.weights.prefetch import Stream
+from offload_trainer.offload.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.tiered import layout, submodule_units, traffic
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -78,14 +78,14 @@ class _Count:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        start, begin, fetched = Stream._start, Stream.begin, traffic.fetched
+        start, begin, fetched = WeightPrefetcher._start, WeightPrefetcher.begin, traffic.fetched
 
-        def started(stream: Stream, unit: int, number: int) -> None:
+        def started(stream: WeightPrefetcher, unit: int, number: int) -> None:
             if self.steps:
                 self.steps[-1][unit] += 1
             start(stream, unit, number)
 
-        def begun(stream: Stream) -> None:
+        def begun(stream: WeightPrefetcher) -> None:
             self.steps.append(Counter())
             begin(stream)
 
@@ -97,8 +97,8 @@ class _Count:
             return found
 
         with (
-            mock.patch.object(Stream, "_start", started),
-            mock.patch.object(Stream, "begin", begun),
+            mock.patch.object(WeightPrefetcher, "_start", started),
+            mock.patch.object(WeightPrefetcher, "begin", begun),
             mock.patch.object(traffic, "fetched", noted),
         ):
             yield

@@ -48,9 +48,9 @@ def main() -> None:
     wishes = parser.parse_args()
     load_libraries()
     if wishes.blind:
-        from offload_trainer.offload.pages.checksums import PageSums
+        from offload_trainer.offload.pages.checksums import PageChecksums
 
-        PageSums.differing = lambda *_, **__: None  # type: ignore[method-assign]
+        PageChecksums.differing = lambda *_, **__: None  # type: ignore[method-assign]
     from offload_trainer.storage.owned_dirs import scratch
 
     start, found = time.monotonic(), Counter[str]()
@@ -125,12 +125,12 @@ class Trial:
 
     def held(self, leases: list[Path]) -> Step:
         """What these page files hold, read without looking at any checksum."""
-        from offload_trainer.offload.pages.manifest import Told, read_newest
+        from offload_trainer.offload.pages.manifest import StoreManifest, read_newest
         from offload_trainer.offload.pages.store import offsets, size_of_home
         from offload_trainer.plan.tiered.state_formats import state_format
 
         content = json.loads((leases[0] / "store.json").read_text())
-        told = parsed_as(Told, content | {"drives": [str(lease) for lease in leases]})
+        told = parsed_as(StoreManifest, content | {"drives": [str(lease) for lease in leases]})
         newest = read_newest(told)
         assert newest is not None
         form, homes = state_format(told.rule, told.states), [page.home for page in told.pages]
@@ -333,10 +333,10 @@ class Trial:
 def read_as_a_start_does(killed: Killed) -> Step | None:
     """What run/page_file_resume.py and the engine do with them, without the rest of a start."""
     from offload_trainer.offload.device.base import CpuDevice
-    from offload_trainer.offload.pages.checksums import PageSums
+    from offload_trainer.offload.pages.checksums import PageChecksums
     from offload_trainer.offload.pages.index import files_of
     from offload_trainer.offload.pages.manifest import read_description, read_newest, refuse_outside
-    from offload_trainer.offload.pages.shadow_pages import PagePlaces
+    from offload_trainer.offload.pages.shadow_pages import ShadowPages
     from offload_trainer.offload.pages.store import PageStore
     from offload_trainer.offload.ranks.node_comm import Node
     from offload_trainer.optim.checksum import zlib_sum
@@ -359,8 +359,8 @@ def read_as_a_start_does(killed: Killed) -> Step | None:
     transfers = ThreadedTransfers(threads=1)
     files = [DriveFile(path, path.stat().st_size) for path in paths]
     try:
-        places = PagePlaces(pages, count=2, node=node)
-        sums = PageSums(pages, format=form, places=places, node=node, compute=zlib_sum)
+        places = ShadowPages(pages, count=2, node=node)
+        sums = PageChecksums(pages, format=form, places=places, node=node, compute=zlib_sum)
         store = PageStore(pages, format=form, files=files, transfers=transfers, device=device, node=node, sums=sums)
         sums.begin(newest.places(len(pages)), bytes.fromhex(newest.sums))
         (buffer,) = store.buffers(1)

@@ -248,7 +248,7 @@ def fuzz_one(kind: Kind, draw: random.Random, watch: Watch) -> str:
     mutation = draw.choice(MUTATIONS)
     mode = stat.S_IMODE(path.parent.stat().st_mode)
     mutation(path, draw)
-    kind.settle(name, draw)
+    kind.synchronize(name, draw)
     said = ""
     try:
         with bounded(), as_nobody() if mutation is unreadable else bounded():

@@ -52,7 +52,7 @@ class Kind:
     folder: Path
     files: list[str]
     use: Callable[[], None]
-    settle: Callable[[str, random.Random], None] = lambda name, draw: None  # what says something of a changed file
+    synchronize: Callable[[str, random.Random], None] = lambda name, draw: None  # what says something of a changed file
     beside: tuple[str, ...] = ()  # changes with them
     links: bool = False  # are followed: they are the user's own
 
@@ -98,7 +98,7 @@ def _checkpoint(name: str, files: list[str]) -> Callable[[Path], Kind]:
             folder,
             [f"{_STEP}/{file}" for file in files],
             use=lambda: _resume_and_export(folder, record, engine, tokens),
-            settle=lambda name, draw: _say_in_manifest(folder / name, draw),
+            synchronize=lambda name, draw: _say_in_manifest(folder / name, draw),
             beside=(f"{_STEP}/MANIFEST.json",),
         )
 

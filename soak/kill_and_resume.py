@@ -32,7 +32,7 @@ from trials import (
     what_was_hit,
 )
 
-from offload_trainer.storage.owned_dirs import Workplace
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 
 STEPS, EVERY, KEEP = 12, 2, 2
 PLACEMENTS = (
@@ -71,7 +71,7 @@ class Trial:
         while sum(self.found.values()) < kills:
             if output is None:
                 self.made += 1
-                place = Workplace(self.folder / f"trial-{self.made}", what="the run in")
+                place = ScratchDirectory(self.folder / f"trial-{self.made}", what="the run in")
                 output = place.path / "run"
             if self.dice.random() < 0.65:
                 self.kill_training(output)

@@ -95,7 +95,7 @@ elif where == "saved":
 elif where == "start":
     from offload_trainer.engine.tiered import TieredEngine
 
-    TieredEngine.go_on = before(TieredEngine.go_on, lambda *_: True)  # type: ignore[method-assign]
+    TieredEngine.resume_from_pages = before(TieredEngine.resume_from_pages, lambda *_: True)  # type: ignore[method-assign]
 elif where in ("ended", "dropped"):
     from offload_trainer.run import train
 

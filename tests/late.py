@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.offload.device.base import Read, Return
-from offload_trainer.offload.weights.prefetch import Stream
+from offload_trainer.offload.device.base import Read, ReturnCopy
+from offload_trainer.offload.weights.prefetch import WeightPrefetcher
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of
 
@@ -132,11 +132,11 @@ class LateDevice:
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         return self.upload(values, into, after=None)
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
+    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
         into.fill_(float("nan"))
         future = Future()
         ready.then(lambda error: late(lambda: into.copy_(source)).then(future.finish_part))
-        return Return(future, future)
+        return ReturnCopy(future, future)
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
         into.fill_(float("nan"))
@@ -154,10 +154,10 @@ class LateDevice:
 
 def hasty(patch: pytest.MonkeyPatch) -> None:
     """From now on nobody waits for a unit of weights that is on its way."""
-    start = Stream._start
+    start = WeightPrefetcher._start
 
-    def begun(stream: Stream, unit: int, number: int) -> None:
+    def begun(stream: WeightPrefetcher, unit: int, number: int) -> None:
         start(stream, unit, number)
         stream._slots[number].arrival = type("Arrived", (), {"wait": lambda self: None})()
 
-    patch.setattr(Stream, "_start", begun)
+    patch.setattr(WeightPrefetcher, "_start", begun)

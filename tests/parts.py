@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.kernel_api import Kernel, Stretch
+from offload_trainer.optim.kernel_api import Kernel, ParamRange
 from offload_trainer.optim.rules import AdamW, Hyper, Lion
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_formats
 
@@ -21,16 +21,16 @@ def form(states: str) -> StateFormat:
     return FORMATS[states]
 
 
-def by_rule(states: str, parts: Sequence[Stretch]) -> list[Stretch]:
+def by_rule(states: str, parts: Sequence[ParamRange]) -> list[ParamRange]:
     """Parts of AdamW, by the rule of `states`: Lion's have the same rates, betas and decays."""
     if form(states).rule is ADAMW.rule:
         return list(parts)
     return [replace(one, hyper=Lion(one.hyper.lr, one.hyper.betas, one.hyper.decay)) for one in parts]
 
 
-def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> Stretch:
+def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> ParamRange:
     """Elements [start, end) by `hyper` with another decay."""
-    return Stretch(start, end, replace(hyper, decay=decay), step)
+    return ParamRange(start, end, replace(hyper, decay=decay), step)
 
 
 def update_stretch(
@@ -47,5 +47,5 @@ def update_stretch(
 ) -> None:
     """`update_page` of a page that is one part, with moments in fp32."""
     fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    parts = [Stretch(0, master.numel(), hyper, step)]
+    parts = [ParamRange(0, master.numel(), hyper, step)]
     kernel.update_page(fields, grad, out, parts, format=form("fp32"), scale=scale, noise=None)

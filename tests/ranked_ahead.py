@@ -23,7 +23,7 @@ from bench_of_engines import engine as plain_engine
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.offload.ranks.sharded_gradients import SharedGradients
-from offload_trainer.offload.update.speculative import Ahead, Watch
+from offload_trainer.offload.update.speculative import MispredictionWatch, SpeculativeStep
 from offload_trainer.offload.update.updater import Updater
 
 PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has a NaN in its last gradient
@@ -33,10 +33,10 @@ told: set[int] = set()
 
 def watch() -> None:
     """Every step is begun ahead; what became of it."""
-    Watch.rarely = True  # type: ignore[method-assign, assignment]
-    its, tell, clear = Ahead.kept, SharedGradients._tell, SharedGradients.clear
+    MispredictionWatch.rarely = True  # type: ignore[method-assign, assignment]
+    its, tell, clear = SpeculativeStep.kept, SharedGradients._tell, SharedGradients.clear
 
-    def seen(ahead: Ahead, *given: Any) -> set[int]:
+    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
         numbers = its(ahead, *given)
         kept.append((len(numbers), len(ahead.written)))
         return numbers
@@ -49,11 +49,11 @@ def watch() -> None:
         told.clear()
         clear(self)
 
-    Ahead.kept = seen  # type: ignore[method-assign]
+    SpeculativeStep.kept = seen  # type: ignore[method-assign]
     SharedGradients._tell, SharedGradients.clear = telling, clearing  # type: ignore[method-assign]
     undo, (rank, world) = Updater._undo, ranks.place_here()
 
-    def undoing(self: Any, ahead: Ahead) -> None:
+    def undoing(self: Any, ahead: SpeculativeStep) -> None:
         time.sleep(0.2 if rank == world - 1 > 0 else 0.0)
         undo(self, ahead)
 

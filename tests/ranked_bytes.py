@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer import ranks
 from offload_trainer.engine import tiered
-from offload_trainer.offload.ranks.fetch_matching import Exchange, Rounds
+from offload_trainer.offload.ranks.fetch_matching import Exchange, FetchMatching
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.offload.ranks.sharded_gradients import SharedGradients
-from offload_trainer.offload.ranks.weight_all_gather import Copy, Gather
+from offload_trainer.offload.ranks.weight_all_gather import Copy, PendingGather
 
 counts: Counter[str] = Counter()
 
@@ -40,8 +40,8 @@ class Adding(TorchDispatchMode):
 def count() -> None:
     """From now on."""
     lay_out, add_up, send = SharedGradients._lay_out, SharedGradients._add_up, SharedGradients._sent_and_received
-    meet, trade, across, exchange = Node.meet, Node.trade, Node.across, Node.exchange
-    fill, join_parts, rounds, all_to_all = Gather.fill, ranks.join_parts, Node.rounds, tiered.all_to_all
+    barrier, send_recv, across, exchange = Node.barrier, Node.send_recv, Node.across, Node.exchange
+    fill, join_parts, rounds, all_to_all = PendingGather.fill, ranks.join_parts, Node.rounds, tiered.all_to_all
     of_rounds: list[bool] = []  # whether an exchange is made for rounds, which are no agreements
     sending: list[bool] = []  # whether what is traded are gradients; else they are parts of norms
 
@@ -55,7 +55,7 @@ def count() -> None:
 
     def meeting(self: Node) -> None:
         counts["meets"] += 1
-        meet(self)
+        barrier(self)
 
     def exchanging(self: Node) -> Exchange:
         told = exchange(self)
@@ -68,7 +68,7 @@ def count() -> None:
 
         return telling
 
-    def making_rounds(self: Node) -> Rounds:
+    def making_rounds(self: Node) -> FetchMatching:
         of_rounds.append(True)
         try:
             return rounds(self)
@@ -90,7 +90,7 @@ def count() -> None:
             for way, parts in (("in", into), ("out", out)):
                 counts["norms_among"] += sum(values.nbytes for rank, values in parts if rank in self.here)
                 counts[f"norms_{way}"] += sum(values.nbytes for rank, values in parts if rank not in self.here)
-        return trade(self, out, into)
+        return send_recv(self, out, into)
 
     def crossing(self: Node, values: torch.Tensor, *, source: int, **words: Any) -> None:
         if source == self.rank:
@@ -99,7 +99,7 @@ def count() -> None:
             counts["weights_in"] += values.nbytes
         across(self, values, source=source, **words)
 
-    def filling(self: Gather, into: torch.Tensor, copy: Copy) -> None:
+    def filling(self: PendingGather, into: torch.Tensor, copy: Copy) -> None:
         def copying(values: torch.Tensor, target: torch.Tensor) -> None:
             counts["from_ram"] += values.nbytes
             copy(values, target)
@@ -118,15 +118,15 @@ def count() -> None:
 
     for owner, name, counting in (
         (tiered, "all_to_all", to_all),
-        (Gather, "fill", filling),
+        (PendingGather, "fill", filling),
         (ranks, "join_parts", joining),
         (SharedGradients, "_lay_out", laying_out),
         (SharedGradients, "_add_up", adding),
         (SharedGradients, "_sent_and_received", sent_and_received),
-        (Node, "meet", meeting),
+        (Node, "barrier", meeting),
         (Node, "exchange", exchanging),
         (Node, "rounds", making_rounds),
-        (Node, "trade", trading),
+        (Node, "send_recv", trading),
         (Node, "across", crossing),
     ):
         setattr(owner, name, counting)

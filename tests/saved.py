@@ -29,13 +29,13 @@ class Small:
 
 
 def save(
-    output: Path, step: int, *, keep: int = 2, say: Callable[[str], None] = print, beside: Sequence[Path] = ()
+    output: Path, step: int, *, keep: int = 2, say: Callable[[str], None] = print, growing: Sequence[Path] = ()
 ) -> Path:
     """A checkpoint of the run in `output`."""
     (output / "model").mkdir(exist_ok=True, parents=True)
     (output / "model" / "config.json").write_text("{}")
     record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")
     root = output / "checkpoints"
-    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, beside=beside) as checkpoints:
+    with Checkpoints(root, record=record, keep=keep, need_bytes=10, say=say, growing=growing) as checkpoints:
         checkpoints.save(Small(), TrainState(step=step, tokens=0, data_position=0))  # type: ignore[arg-type]
     return root / f"step-{step:08d}"

@@ -31,7 +31,7 @@ class Threads:
         values.copy_(torch.cat([self.parts[other] for other in range(world)]))
         self.barriers[1].wait()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.barriers[2].wait()
 
     def abort(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.storage.owned_dirs import (
-    Workplace,
+    ScratchDirectory,
 )
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
@@ -20,7 +20,7 @@ NOBODY = 65534
 WHAT = "page files of"
 
 
-def died(place: Workplace) -> Path:
+def died(place: ScratchDirectory) -> Path:
     """What is left of a workplace whose process was killed."""
     (place.path / "state").write_text("page files")
     os.close(place._lock)
@@ -29,4 +29,4 @@ def died(place: Workplace) -> Path:
 
 
 def dead_lease(root: Path, name: str = "run-0000dead") -> Path:
-    return died(Workplace(root / name, what=WHAT))
+    return died(ScratchDirectory(root / name, what=WHAT))

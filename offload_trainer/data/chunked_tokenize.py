@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     before: str = ""  # to be tokenised in front of the text, and its ids taken off again
 
 
-class Cutter:
+class TextSplitter:
     """Cuts text where `encode`, which gives a text's ids, gives those of the whole."""
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:

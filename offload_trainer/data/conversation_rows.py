@@ -31,7 +31,7 @@ PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 
 @dataclass(frozen=True)
-class RowsWish:
+class RowOptions:
     """How conversations become rows."""
 
     form: str  # of the lines: conversations.py
@@ -50,7 +50,7 @@ class RowsWish:
 def write_rows(
     writer: TokenWriter,
     records: Iterator[tuple[str, dict[str, Any]]],
-    wish: RowsWish,
+    wish: RowOptions,
     *,
     tokenizer: PreTrainedTokenizerBase,
     end_of_text: int | None,

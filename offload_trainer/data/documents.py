@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from offload_trainer.data.chunked_tokenize import Cutter, Piece
+from offload_trainer.data.chunked_tokenize import Piece, TextSplitter
 from offload_trainer.data.decompress import kind_of, opened
 from offload_trainer.data.sources import printable
 from offload_trainer.data.tables import TABLES, read_rows
@@ -25,7 +25,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_documents(
-    source: Path, *, text_field: str, cutter: Cutter, seen: Callable[[bytes], object] = lambda _: None
+    source: Path, *, text_field: str, cutter: TextSplitter, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[Piece]:
     """Stream a file's documents. Together, a document's pieces are exactly its text; empty documents are left
     out.

@@ -44,7 +44,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass
-class Unsaid:
+class OmittedText:
     """What the lines have that no row says, and rows that teach to say nothing."""
 
     fields: dict[str, int] = field(default_factory=dict)  # conversations, by field
@@ -75,7 +75,7 @@ class AnswerEncoder:
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
                 "tokenizer.json), and conversations need that: convert it, or give them rendered, in a text field"
             )
-        self.unsaid = Unsaid()
+        self.unsaid = OmittedText()
         self._tokenizer, self._everything, self._end_of_text = tokenizer, everything, end_of_text
         self._marks = bool(_MARKED.search(str(tokenizer.chat_template or "")))
 

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from offload_trainer.config import DataSection
-from offload_trainer.data.chunked_tokenize import Cutter, Piece
+from offload_trainer.data.chunked_tokenize import Piece, TextSplitter
 from offload_trainer.data.concat import Tokens, joined
-from offload_trainer.data.conversation_rows import RowsWish, set_template, write_rows
+from offload_trainer.data.conversation_rows import RowOptions, set_template, write_rows
 from offload_trainer.data.conversations import COLUMNS, TEXT, form_of_files
 from offload_trainer.data.documents import read_documents, read_records
 from offload_trainer.data.file_hashes import new_sum, source_sums
@@ -88,7 +88,7 @@ def prepare_tokens(
     rows = None
     if form != TEXT:
         set_template(tokenizer, say=say)
-        rows = RowsWish(form, everything=section.loss == "all", length=seq_len, packed=section.packing == "on")
+        rows = RowOptions(form, everything=section.loss == "all", length=seq_len, packed=section.packing == "on")
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: nothing marks where one document ends and the next begins")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, cache=cache, say=say)
@@ -97,7 +97,7 @@ def prepare_tokens(
 def _tokenised(
     section: DataSection,
     sources: Sequence[Path],
-    rows: RowsWish | None,
+    rows: RowOptions | None,
     *,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
@@ -252,7 +252,7 @@ def _write_text(
     say: Callable[[str], None],
 ) -> None:
     """The documents' ids, one after another."""
-    cutter = Cutter(partial(_encode, tokenizer))
+    cutter = TextSplitter(partial(_encode, tokenizer))
     read = partial(read_documents, text_field=text_field, cutter=cutter)
     pieces = _of_all(sources, sums=sums, read=read, writer=writer)
     total = sum(source.stat().st_size for source in sources)

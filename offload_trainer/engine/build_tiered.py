@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """The objects that place, move and update the model's state."""
 
     layout: Layout
@@ -54,7 +54,7 @@ def opened(
     stack: ExitStack,
     say: Say,
     device: Device | None = None,
-) -> Parts:
+) -> EngineParts:
     """Open the device, drives and kernels of a run; `stack` closes them.
 
     Args:
@@ -100,7 +100,7 @@ def opened(
     )
     kernel, why = choose_kernel(work.kernel)
     say(why)
-    return Parts(layout, device, drives, (kernel, _kernel_there(layout, device, kernel, say=say)))
+    return EngineParts(layout, device, drives, (kernel, _kernel_there(layout, device, kernel, say=say)))
 
 
 def _device(units: Sequence[Unit], placement: Placement, *, itemsize: int) -> Device:

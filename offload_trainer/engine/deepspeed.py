@@ -28,10 +28,16 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offload.activations.recompute_hooks import keep_inputs
-from offload_trainer.optim.state_files import EngineState, StateNow, read_engine_state, read_tensors, state_files
+from offload_trainer.optim.state_files import (
+    BlockingSnapshot,
+    EngineState,
+    read_engine_state,
+    read_tensors,
+    state_files,
+)
 from offload_trainer.plan.deepspeed.zero_buffers import Placement, decay_groups
 from offload_trainer.plan.tiered.state_formats import ADAMW
-from offload_trainer.ranks import gather, join_torch
+from offload_trainer.ranks import all_gather_object, join_torch
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -163,7 +169,7 @@ class DeepSpeedEngine:
                 "--engine tiered, or leave them as they are with model.freeze"
             )
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """A step is over when `train_step` returns."""
 
     @torch.no_grad()
@@ -179,7 +185,7 @@ class DeepSpeedEngine:
     def _weights(self, counts: Sequence[int]) -> list[float]:
         """Of this rank's micro-batches in the mean over all targets that all ranks count in the step."""
         own = len(counts) * self._rank  # ranks that share rows count them alike, and so weigh them as one would
-        return weights_in_step([n for each in gather(list(counts)) for n in each])[own : own + len(counts)]
+        return weights_in_step([n for each in all_gather_object(list(counts)) for n in each])[own : own + len(counts)]
 
     def _mean(self, value: torch.Tensor) -> float:
         import deepspeed
@@ -197,7 +203,7 @@ class DeepSpeedEngine:
         for name in self._fixed:
             yield name, self._read_fixed(name).float()
 
-    def snapshot(self) -> StateNow:
+    def snapshot(self) -> BlockingSnapshot:
         scaler = self._optimizer.loss_scaler
         steps = self._optimizer_steps()
         state = EngineState(
@@ -214,7 +220,7 @@ class DeepSpeedEngine:
             fixed={name: (self._parts.shape(name), self._dtype) for name in self._fixed},
             read_fixed=self._read_fixed,
         )
-        return StateNow(state, files, writes=self._rank == 0)
+        return BlockingSnapshot(state, files, writes=self._rank == 0)
 
     def load(self, directory: Path) -> None:
         state = read_engine_state(directory, rule=ADAMW)

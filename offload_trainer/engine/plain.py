@@ -23,8 +23,8 @@ from offload_trainer.model.loader import DTYPES, ModelSource
 from offload_trainer.model.pretrained import as_parameter
 from offload_trainer.offload.gradients.norms import clip_factor, norm_of
 from offload_trainer.optim.state_files import (
+    BlockingSnapshot,
     EngineState,
-    StateNow,
     read_engine_state,
     read_tensors,
     state_files,
@@ -129,7 +129,7 @@ class PlainEngine:
         self._scale.after_step(finite=finite)
         return float(norm) if finite else None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return immediately, because a step has finished when `train_step` returns."""
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class PlainEngine:
             held: torch.Tensor = self._masters[name] if weight.requires_grad else weight
             yield name, held.detach().float().cpu()
 
-    def snapshot(self) -> StateNow:
+    def snapshot(self) -> BlockingSnapshot:
         steps = {name: self._steps_of(master) for name, master in self._masters.items()}
         most = max(steps.values(), default=0)
         state = EngineState(
@@ -167,7 +167,7 @@ class PlainEngine:
             fixed=fixed,
             read_fixed=lambda name: self._weights[name].detach(),
         )
-        return StateNow(state, files, writes=True)
+        return BlockingSnapshot(state, files, writes=True)
 
     def _steps_of(self, master: torch.Tensor) -> int:
         state = self._adam.state.get(master)

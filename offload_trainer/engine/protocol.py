@@ -57,7 +57,7 @@ class Engine(Protocol):
         A NaN or infinity in the gradient skips the step and changes no weight.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until all asynchronous work of earlier steps has finished, and raise its errors."""
 
     def eval_loss(self, batch: Batch) -> float:

@@ -28,14 +28,14 @@ from offload_trainer.offload.device.base import Device
 from offload_trainer.offload.gradients.norms import clip_factor
 from offload_trainer.offload.model import OffloadedModel
 from offload_trainer.offload.pages.named_state import TieredSnapshot
-from offload_trainer.offload.update.speculative import Watch
+from offload_trainer.offload.update.speculative import MispredictionWatch
 from offload_trainer.optim.rules import Hyper, hyper_of
 from offload_trainer.optim.state_files import EngineState
 from offload_trainer.plan.deepspeed.zero_buffers import Placement
 from offload_trainer.plan.memory.activation_offload import inputs_of
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.workload import Workload
-from offload_trainer.ranks import all_to_all, gather, group_of
+from offload_trainer.ranks import all_gather_object, all_to_all, group_of
 from offload_trainer.telemetry.meters import PhaseClock
 
 
@@ -65,7 +65,7 @@ class TieredEngine:
         with ExitStack() as stack:
             parts = opened(work, placement, sizes, drives, stack=stack, say=say, device=device)
             self._place, self._behind, self._hidden = parts.device.place, parts.layout.behind, 0.0
-            self._watch = Watch() if parts.layout.ahead else None
+            self._watch = MispredictionWatch() if parts.layout.ahead else None
             self._node, self._together = parts.layout.node, work.sequence
             self.rank, self.world = self._node.rank // self._together, self._node.world // self._together
             context = parameters_without_memory()
@@ -125,9 +125,9 @@ class TieredEngine:
                 losses.append(loss.detach() * weight)
             with self._phase(clock, "backward"), self.offloaded.backward(last=number == len(batches)):
                 (loss * (scale * weight / len(counts))).backward()
-        renewal = self.offloaded.renewal
-        hidden = renewal.hidden - self._hidden
-        self._hidden = renewal.hidden
+        update_progress = self.offloaded.update_progress
+        hidden = update_progress.hidden - self._hidden
+        self._hidden = update_progress.hidden
         with clock.phase("update"), torch.no_grad():
             norm = self._update(rules)
             self.offloaded.begin()
@@ -144,21 +144,21 @@ class TieredEngine:
     @contextmanager
     def _phase(self, clock: PhaseClock, name: str) -> Iterator[None]:
         """A phase of the clock; what waits for the update in it is one of its own."""
-        before = self.offloaded.renewal.waited
+        before = self.offloaded.update_progress.waited
         with clock.phase(name):
             yield
         if self._behind:
-            clock.move(self.offloaded.renewal.waited - before, from_=name, to="wait")
+            clock.move(self.offloaded.update_progress.waited - before, from_=name, to="wait")
 
-    def settle(self) -> None:
-        self.offloaded.settle()
+    def synchronize(self) -> None:
+        self.offloaded.synchronize()
 
     def _of_all(self, mine: list[Any]) -> list[Any]:
         """One value of each of this rank's micro-batches -> those of all ranks, in the order of one rank's."""
         if self._node.world == 1:
             return mine
-        self._node.meet()  # who stalls is named
-        told = gather([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
+        self._node.barrier()  # who stalls is named
+        told = all_gather_object([float(one) if isinstance(one, torch.Tensor) else one for one in mine])
         like = [one.dtype if isinstance(one, torch.Tensor) else None for one in mine]
         every = [(its[number], like[number]) for number in range(len(mine)) for its in told]
         return [torch.tensor(value, dtype=dtype) if dtype else value for value, dtype in every]
@@ -222,9 +222,9 @@ class TieredEngine:
         state = ours.state.beside(ours.steps, loss_scale=scale.saved, good_steps=scale.good_steps)
         ours.account.commit(state.optimizer_steps, {"engine": asdict(state), "train": dict(train)})
 
-    def go_on(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
+    def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
         """Resume from the page files of another process, each page in its newest place and with these checksums."""
-        self.offloaded.go_on(state, newest, sums)
+        self.offloaded.resume_from_pages(state, newest, sums)
         self._scale.load_state(state.loss_scale, state.good_steps)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from offload_trainer.engine.op_builder import is_built, load_cpu_adam
 from offload_trainer.errors import UserError
 from offload_trainer.optim.cuda_adam import choose_cuda_kernel
-from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import choose_kernel
 from offload_trainer.optim.moment_codec import empty_fields, stored_moment
 from offload_trainer.optim.moments import Noise
@@ -94,10 +94,10 @@ def kernel_update(kernel: Kernel, pages: Sequence[Buffers], *, format: StateForm
                 page.fields,
                 page.grad,
                 page.out,
-                [Stretch(0, size, _ADAMW, step)],
+                [ParamRange(0, size, _ADAMW, step)],
                 format=format,
                 scale=_SCALE,
-                noise=PageNoise(Noise(0, step), 0, start) if format.moments.stochastic else None,
+                noise=RoundingNoise(Noise(0, step), 0, start) if format.moments.stochastic else None,
             )
             start += size
 

@@ -1,7 +1,7 @@
 """A model that only speaks: built without memory, its weights set or read as its modules are called, run on the CPU.
 
 empty_model ── set_weight for each ─┐
-            └─ read_as_called ──────┴─ Speaker.go_on ──> ids, one after another, with transformers' cache
+            └─ read_as_called ──────┴─ InferenceModel.generate ──> ids, one after another, with transformers' cache
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LIKELIEST = 50  # tokens that are drawn from
 
 
 @dataclass(frozen=True)
-class Speaker:
+class InferenceModel:
     """A model that goes on with a text."""
 
     model: Any
     tokenizer: Any
 
-    def go_on(self, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False) -> list[int]:
+    def generate(self, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False) -> list[int]:
         """At most so many ids behind `ids`, until the model ends the text; the same seed gives the same.
 
         `temperature` 0 takes the likeliest always. `show`: printed as they come.

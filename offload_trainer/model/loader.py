@@ -38,7 +38,7 @@ from offload_trainer.model.init_weights import (
     tied_names,
 )
 from offload_trainer.model.loss import CausalLoss, adds_router_loss, comes_apart
-from offload_trainer.model.meta.activations import Counted, count_activations
+from offload_trainer.model.meta.activations import ModelMemory, count_activations
 from offload_trainer.model.presets import PRESETS
 from offload_trainer.model.pretrained import (
     OpenedWeights,
@@ -336,7 +336,7 @@ def _context(text: Any) -> int:
 
 def _activations(
     model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, packed: bool, whole_logits: bool = False
-) -> Counted | None:
+) -> ModelMemory | None:
     """Counted, or None for a model that cannot run without values: its plan is an estimate."""
     try:
         dtype = DTYPES[section.dtype]

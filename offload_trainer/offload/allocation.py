@@ -10,15 +10,15 @@ import torch
 from offload_trainer import ranks
 from offload_trainer.offload.device.base import Device
 from offload_trainer.offload.gradients.collector import Gradients
-from offload_trainer.offload.pages.checksums import PageSums
+from offload_trainer.offload.pages.checksums import PageChecksums
 from offload_trainer.offload.pages.drive_dirs import Drives
-from offload_trainer.offload.pages.shadow_pages import PagePlaces
+from offload_trainer.offload.pages.shadow_pages import ShadowPages
 from offload_trainer.offload.pages.store import PageStore, UnitStore
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.offload.ranks.sharded_gradients import AnyGradients, SharedGradients
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.weights.placed import PlacedWeights
 from offload_trainer.optim.checksum import Sum, zlib_sum
-from offload_trainer.plan.tiered.layout import Homes, Unit
+from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.spec import GRADIENT_BUFFERS, GRADIENTS_IN_FLIGHT
 from offload_trainer.plan.tiered.state_formats import StateFormat
 
@@ -28,7 +28,7 @@ class Layout:
     """Where everything lies, and in what form."""
 
     units: tuple[Unit, ...]
-    homes: Homes
+    homes: TierMap
     dtype: torch.dtype  # of the weights that the model computes with
     gradient_dtype: torch.dtype  # of a step's sums
     format: StateFormat  # of the optimizer state
@@ -46,7 +46,7 @@ class Stores:
     """The homes of what a layout lays out."""
 
     state: PageStore
-    weights: Weights
+    weights: PlacedWeights
     gradients: AnyGradients
 
 
@@ -56,7 +56,7 @@ def homes_made(
     """Make homes in memory, and in files on the drives. `order`: of the trained weights, as the norm adds them up."""
     units, homes, transfers = layout.units, layout.homes, drives.transfers
     pages = [layout.places * layout.format.page_bytes(page.elements) for page in homes.pages]
-    places = PagePlaces(homes.pages, count=layout.places, node=layout.node)
+    places = ShadowPages(homes.pages, count=layout.places, node=layout.node)
     state = PageStore(
         homes.pages,
         format=layout.format,
@@ -64,11 +64,11 @@ def homes_made(
         transfers=drives.unchecked,
         device=device,
         node=layout.node,
-        sums=PageSums(homes.pages, format=layout.format, places=places, node=layout.node, compute=page_sum),
+        sums=PageChecksums(homes.pages, format=layout.format, places=places, node=layout.node, compute=page_sum),
     )
     _write_first(state, homes, layout.node)
     sizes = [unit.elements * layout.dtype.itemsize for unit in units]
-    weights = Weights(
+    weights = PlacedWeights(
         units,
         homes.weights,
         dtype=layout.dtype,
@@ -80,7 +80,7 @@ def homes_made(
     return Stores(state, weights, _gradients(layout, device=device, drives=drives, order=order))
 
 
-def _write_first(state: PageStore, homes: Homes, node: Node) -> None:
+def _write_first(state: PageStore, homes: TierMap, node: Node) -> None:
     """Each of several ranks writes its pages in RAM before others do: near its CPUs the system then places them."""
     if len(node.here) == 1:
         return

@@ -30,17 +30,17 @@ from offload_trainer.offload.pages.drive_dirs import Drives
 from offload_trainer.offload.pages.index import PageIndex
 from offload_trainer.offload.pages.named_state import TieredSnapshot, TieredState
 from offload_trainer.offload.ranks.update_progress import renewal_of
-from offload_trainer.offload.update.step_params import Decision, decision_of
+from offload_trainer.offload.update.step_params import StepParams, decision_of
 from offload_trainer.offload.update.updater import Updater
-from offload_trainer.offload.weights.lazy_weight import StoredTensor
+from offload_trainer.offload.weights.lazy_weight import LazyWeight
 from offload_trainer.offload.weights.parameter import offload_parameter
-from offload_trainer.offload.weights.prefetch import Stream, modules_of_units
-from offload_trainer.offload.weights.resident_guard import Withheld, give_memory
+from offload_trainer.offload.weights.prefetch import WeightPrefetcher, modules_of_units
+from offload_trainer.offload.weights.resident_guard import ResidentGuard, give_memory
 from offload_trainer.optim.checksum import sum_with
 from offload_trainer.optim.kernel_api import Kernel
 from offload_trainer.optim.rules import Hyper
 from offload_trainer.optim.state_files import EngineState
-from offload_trainer.plan.memory.activation_offload import KeptInputs
+from offload_trainer.plan.memory.activation_offload import BlockInputs
 from offload_trainer.plan.tiered.update_staging import routes_of
 from offload_trainer.storage.host_memory import return_now
 
@@ -88,13 +88,15 @@ class OffloadedModel:
             stack.callback(self.gradients.close)
             every = routes_of(layout.homes, is_gpu=device.is_cuda)
             routes = [route for route in every if layout.homes.of_rank(route.number, self.node.rank)]
-            self.renewal = renewal_of(layout, [route.page for route in routes], weights=self.weights, device=device)
-            stack.callback(self.renewal.close)
+            self.update_progress = renewal_of(
+                layout, [route.page for route in routes], weights=self.weights, device=device
+            )
+            stack.callback(self.update_progress.close)
             self.updater = Updater(
                 self.store,
                 self.weights,
                 self.gradients,
-                self.renewal,
+                self.update_progress,
                 device=device,
                 kernels=kernels,
                 routes=routes,
@@ -106,7 +108,7 @@ class OffloadedModel:
             self.state = TieredState(layout.units, self.store, self.weights, numbers=self.updater.numbers)
             self.places = self.state.places
             give_memory(self.weights, parameters)
-            self.stream, self.withheld = self._attach(layout, stack)
+            self.stream, self.resident_guard = self._attach(layout, stack)
             self._watch_gradients(stack)
             self._open = stack.pop_all()
 
@@ -118,22 +120,22 @@ class OffloadedModel:
         blocks = dict.fromkeys(unit.within for unit in self.units if unit.within)
         return [(self._module.get_submodule(name), first.get(name)) for name in blocks]
 
-    def _attach(self, layout: Layout, stack: ExitStack) -> tuple[Stream | None, Withheld | None]:
+    def _attach(self, layout: Layout, stack: ExitStack) -> tuple[WeightPrefetcher | None, ResidentGuard | None]:
         """What brings the weights that are away, and what withholds the others; None where it has nothing to do."""
         unit_of = {use: self.places[name][0].index for name, uses in self.parameters.items() for use in uses}
         names = {n: unit_of[p] for n, p in self._module.named_parameters(remove_duplicate=False)}
         wanted = modules_of_units(self._module, names, blocks=[unit for unit in self.units if unit.block])
-        held, stream, withheld = (self.weights, self.parameters, self.renewal), None, None
+        held, stream, resident_guard = (self.weights, self.parameters, self.update_progress), None, None
         if any(self.weights.resident(unit.index) is None for unit in self.units):
-            stream = Stream(*held, device=self._device, blocks=layout.unit_buffers)
+            stream = WeightPrefetcher(*held, device=self._device, blocks=layout.unit_buffers)
             stack.callback(stream.close)
             stream.attach(wanted)
             if any(unit.is_part for unit in self.units):
                 keep_weights(self._module, stream)
         if layout.behind:
-            withheld = Withheld(*held, place=self._device.place)
-            withheld.attach(wanted)
-        return stream, withheld
+            resident_guard = ResidentGuard(*held, place=self._device.place)
+            resident_guard.attach(wanted)
+        return stream, resident_guard
 
     def _watch_gradients(self, stack: ExitStack) -> None:
         """Each is taken as it comes; on a CPU what blocks have freed goes back to the system now and then."""
@@ -171,7 +173,7 @@ class OffloadedModel:
                 "model with accumulate=2, or leave that out, for sums in fp32"
             )
 
-    def keep_inputs(self, inputs: KeptInputs, *, on_drives: bool) -> None:
+    def keep_inputs(self, inputs: BlockInputs, *, on_drives: bool) -> None:
         """Keep away from the device what gradient checkpointing keeps: in host memory, or on the drives."""
         drives = self._drives.directories if on_drives else ()
         homes = inputs.homes(len(drives))
@@ -205,7 +207,7 @@ class OffloadedModel:
                 self.weights.put(unit.index, place.start, weight.reshape(-1))
                 if place.weight.trainable:
                     self.state.put_master(name, master.float().reshape(-1))
-            self.state.put_away()
+            self.state.flush()
 
         self.node.once(put)
         self.weights.spread_all()
@@ -218,19 +220,19 @@ class OffloadedModel:
             for parameter in uses:
                 offload_parameter(parameter, name, self)
 
-    def lend(self, names: Sequence[str]) -> AbstractContextManager[None]:
+    def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
         if self.closed:
             raise UserError(f"{names[0]}: the session is closed, and its weights are gone with it")
-        if self.withheld is not None:
-            self.withheld.give_back(self.places[name][0].index for name in names)
+        if self.resident_guard is not None:
+            self.resident_guard.restore(self.places[name][0].index for name in names)
         if self.stream is None:
             return nullcontext()
         places = {name: self.places[name] for name in names}
-        return self.stream.lend({name: (unit.index, place.start) for name, (unit, place) in places.items()})
+        return self.stream.borrow_weights({name: (unit.index, place.start) for name, (unit, place) in places.items()})
 
     # -- gradients that are read or changed between the backward and the step ----------------------------------------
 
-    def gradient(self, name: str) -> StoredTensor | None:
+    def gradient(self, name: str) -> LazyWeight | None:
         """Return a stand-in for the sum of one weight: each operation reads it, and one in place writes it back."""
         if not self.gradients.has(name):
             return None
@@ -247,7 +249,7 @@ class OffloadedModel:
         def write(values: torch.Tensor) -> None:
             self._change(lambda sums: sums.replace(name, values))
 
-        return StoredTensor.of(like, read, write=write, dtype=self.gradients.dtype, device=place)
+        return LazyWeight.of(like, read, write=write, dtype=self.gradients.dtype, device=place)
 
     def drop_gradient(self, name: str) -> None:
         """Forget the sum of one weight, as if no backward had made it."""
@@ -279,12 +281,12 @@ class OffloadedModel:
 
     def weight(self, name: str) -> torch.Tensor:
         """A copy of one weight as the model computes with it, on the CPU."""
-        self.renewal.wait(self.places[name][0].index)
+        self.update_progress.wait(self.places[name][0].index)
         return self.state.weight(name)
 
     def master(self, name: str) -> torch.Tensor:
-        """A copy of one master: fp32, whole, on the CPU. `state.put_away` follows the last one."""
-        self.settle()  # its weight may be home before it is
+        """A copy of one master: fp32, whole, on the CPU. `state.flush` follows the last one."""
+        self.synchronize()  # its weight may be home before it is
         return self.state.master(name)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -301,7 +303,7 @@ class OffloadedModel:
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Around each backward; `last`: it is the step's last, so the norms of its sums count."""
-        self.settle()
+        self.synchronize()
         self.last = last
         with self._passing(backward=True, then=None if last else False):
             if last:
@@ -314,7 +316,7 @@ class OffloadedModel:
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Around a forward, whatever makes a loss of it, and the backward, where nobody says which of them it is."""
         self._reads_ahead = last
-        if not self.renewal.under_way:
+        if not self.update_progress.under_way:
             self._begin_backward()
         if self.stream is None:
             yield
@@ -326,16 +328,16 @@ class OffloadedModel:
 
     def _begin_backward(self) -> None:
         """From here on the sums of the last step are overwritten."""
-        self.settle()
+        self.synchronize()
         if self._reads_ahead:
             self._reads_ahead = False
             self.updater.moving.read_ahead()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """No update is under way when this returns. Raises what went wrong with the last one."""
-        self.renewal.finish()
-        if self.withheld is not None:
-            self.withheld.give_all_back()
+        self.update_progress.finish()
+        if self.resident_guard is not None:
+            self.resident_guard.give_all_back()
 
     def _passing(self, *, backward: bool, then: bool | None) -> AbstractContextManager[Any]:
         return self.stream.passing(backward=backward, then=then) if self.stream else nullcontext()
@@ -361,8 +363,8 @@ class OffloadedModel:
         `clear` follows. It may go on after this has returned: who needs what is new waits for it. Raises TrainerError,
         here or from whoever waits next, where a drive fails; the state is then partly of the step before.
         """
-        assert not self.renewal.under_way  # the backward has waited for it
-        self.state.put_away()
+        assert not self.update_progress.under_way  # the backward has waited for it
+        self.state.flush()
         arrived = self.gradients.arrived & rules.keys()
         self._note(updating=True)
         for name in arrived:
@@ -370,10 +372,10 @@ class OffloadedModel:
         if self.stream:
             self.stream.forget()
         decision = self._decision({name: rules[name] for name in arrived}, self.steps, scale=scale)
-        self.node.meet()  # rank 0 has noted it, and no rank computes with the weights of before
+        self.node.barrier()  # rank 0 has noted it, and no rank computes with the weights of before
         self.updater.start(decision, at_end=self._all_home)
-        if self.withheld is not None:
-            self.withheld.begin()
+        if self.resident_guard is not None:
+            self.resident_guard.begin()
 
     def _all_home(self) -> None:
         """An update is over: on this rank its pages hold, and of all ranks the new weights are here."""
@@ -385,7 +387,7 @@ class OffloadedModel:
         if self.updater.skip():
             if self.stream:
                 self.stream.forget()
-            self.node.meet()  # on all ranks the weights are those of before, and the places
+            self.node.barrier()  # on all ranks the weights are those of before, and the places
         self._cleared += 1
         self.gradients.clear()
 
@@ -409,7 +411,7 @@ class OffloadedModel:
         if self.account:
             self.account.note(self.steps_done, updating=updating)
 
-    def _decision(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> Decision:
+    def _decision(self, rules: Mapping[str, Hyper], steps: Mapping[str, int], *, scale: float) -> StepParams:
         noise_of = self._seed if self.store.format.moments.stochastic else None
         return decision_of(self.units, rules, steps, scale=scale, noise_of=noise_of)
 
@@ -421,23 +423,23 @@ class OffloadedModel:
             yield name, self.master(name)
         for name in self.fixed:
             yield name, self.weight(name).float()
-        self.state.put_away()
+        self.state.flush()
 
     def snapshot(self, *, loss_scale: float | None = None, good_steps: int = 0) -> TieredSnapshot:
         """The state of now, to be written once; the update waits for pages that are not written yet."""
-        self.settle()
+        self.synchronize()
         state = self.state.beside(self.steps, loss_scale=loss_scale, good_steps=good_steps)
         return TieredSnapshot(self.state, state, self.updater.snapshot())
 
     @torch.no_grad()
-    def go_on(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
+    def resume_from_pages(self, state: EngineState, newest: Sequence[int], sums: bytes) -> None:
         """Resume from the page files, which hold all of the state. All ranks call it.
 
         Each page is where `newest` says, and has its part of `sums` (`PageSums.of_newest`). UserError where it has not.
         """
         self.store.sums.begin(newest, sums)
         self.node.each(self._make_weights)
-        self.weights.spread()
+        self.weights.broadcast()
         self.steps = {name: state.steps_of(name) for name in self.trained}
 
     def _make_weights(self) -> None:
@@ -450,7 +452,7 @@ class OffloadedModel:
     @torch.no_grad()
     def load(self, directory: Path) -> EngineState:
         """Go on from what a snapshot has written, of this or another layout. All ranks call it."""
-        self.settle()
+        self.synchronize()
         self.drop()
         self.updater.moving.forget_ahead()
         state = self.state.load(directory, self.node)
@@ -463,5 +465,5 @@ class OffloadedModel:
         """Wait for what is under way; what was taken from the device and the drives stays theirs."""
         self.closed = True
         self.updater.close()  # it uses all that follows
-        self.weights.abandon()  # or the stream would wait for what other ranks need not come to
+        self.weights.cancel()  # or the stream would wait for what other ranks need not come to
         self._open.close()

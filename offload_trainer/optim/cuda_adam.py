@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernel_args import TYPES, Step, step_constants
 from offload_trainer.optim.kernels import gives_the_bits_of
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
@@ -139,11 +139,11 @@ class CudaKernel:
         fields: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         out: torch.Tensor | None,
-        parts: Sequence[Stretch],
+        parts: Sequence[ParamRange],
         *,
         format: StateFormat,
         scale: float,
-        noise: PageNoise | None,
+        noise: RoundingNoise | None,
     ) -> None:
         self._check(fields, grad, out, parts, format=format)
         assert noise is not None or not format.moments.stochastic
@@ -159,7 +159,7 @@ class CudaKernel:
         fields: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         out: torch.Tensor | None,
-        parts: Sequence[Stretch],
+        parts: Sequence[ParamRange],
         *,
         format: StateFormat,
     ) -> None:
@@ -186,7 +186,7 @@ class CudaKernel:
         fields: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         out: torch.Tensor | None,
-        noise: PageNoise | None,
+        noise: RoundingNoise | None,
         *,
         format: StateFormat,
     ) -> _Page:
@@ -206,7 +206,7 @@ class CudaKernel:
         return page
 
 
-def _set_parts(page: _Page, parts: Sequence[Stretch], *, scale: float) -> None:
+def _set_parts(page: _Page, parts: Sequence[ParamRange], *, scale: float) -> None:
     page.begin, page.parts = parts[0].start, len(parts)
     for place, part in zip(page.part, parts, strict=False):
         place.start, place.end = part.start, part.end

@@ -20,7 +20,7 @@ from offload_trainer.plan.tiered.state_formats import StateFormat
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ParamRange:
     """Elements [start, end) of a unit or a page that share hyperparameters and step number."""
 
     start: int
@@ -30,7 +30,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class PageNoise:
+class RoundingNoise:
     """The random bits of one page in one step, which are its unit's from element `first` on."""
 
     noise: Noise
@@ -52,11 +52,11 @@ class Kernel(Protocol):
         fields: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         out: torch.Tensor | None,
-        parts: Sequence[Stretch],
+        parts: Sequence[ParamRange],
         *,
         format: StateFormat,
         scale: float,
-        noise: PageNoise | None,
+        noise: RoundingNoise | None,
     ) -> None:
         """Update the page's `fields` in place with `grad` x `scale`, and write the new masters to `out`.
 
@@ -92,7 +92,7 @@ class Kernel(Protocol):
         ...
 
 
-def within(stretches: Sequence[Stretch], start: int, end: int) -> list[Stretch]:
+def within(stretches: Sequence[ParamRange], start: int, end: int) -> list[ParamRange]:
     """Return the parts of `stretches` inside [start, end), relative to `start`."""
     return [
         replace(part, start=max(part.start, start) - start, end=min(part.end, end) - start)

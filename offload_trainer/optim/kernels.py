@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.moment_codec import empty_fields, stored_moment
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
@@ -71,9 +71,9 @@ def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device
     hyper, other = _TRIED[format.rule]
     for n, dtype in ((1, torch.float32), (1003, torch.float16), (70_001, torch.bfloat16)):
         middle = n // 2 // 256 * 256
-        parts = [Stretch(0, n, hyper, 7)]
+        parts = [ParamRange(0, n, hyper, 7)]
         if n > 2000:
-            parts = [Stretch(0, middle, hyper, 7), Stretch(middle + 512, n, other, 300)]
+            parts = [ParamRange(0, middle, hyper, 7), ParamRange(middle + 512, n, other, 300)]
         page, grad = random_page(n, format.whole)
         weights = torch.zeros(n, dtype=dtype)
         if format.remainders:
@@ -92,7 +92,7 @@ def _same_bits(reference: Kernel, kernel: Kernel, format: StateFormat, *, device
                 parts,
                 format=format,
                 scale=0.37,
-                noise=PageNoise(Noise(1, 2), 3, 2**32 - 4096),
+                noise=RoundingNoise(Noise(1, 2), 3, 2**32 - 4096),
             )
             results.append([tensor.cpu().view(torch.uint8) for tensor in (*fields.values(), out)])
         if not all(map(torch.equal, *results)):

@@ -16,7 +16,7 @@ import torch
 
 from offload_trainer import numa
 from offload_trainer.errors import TrainerError
-from offload_trainer.optim.kernel_api import PageNoise, Stretch
+from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise
 from offload_trainer.optim.kernel_args import TYPES, Step, step_constants
 from offload_trainer.optim.kernel_cache import built
 from offload_trainer.optim.moments import Bits, cells, dynamic_map, lower_table, nearest_table
@@ -74,7 +74,7 @@ class NativeLibrary:
     def _hire(self, threads: int, nodes: Sequence[frozenset[int]]) -> None:
         before = os.sched_getaffinity(0)
         try:
-            for helpers, node in enumerate(numa.spread(threads, nodes)[1:], 1):
+            for helpers, node in enumerate(numa.spread_threads(threads, nodes)[1:], 1):
                 os.sched_setaffinity(0, node)  # a new thread inherits the affinity of its creator
                 self.functions.hire_threads(ctypes.c_int32(helpers))
         finally:
@@ -100,11 +100,11 @@ class NativeKernel:
         fields: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         out: torch.Tensor | None,
-        parts: Sequence[Stretch],
+        parts: Sequence[ParamRange],
         *,
         format: StateFormat,
         scale: float,
-        noise: PageNoise | None,
+        noise: RoundingNoise | None,
     ) -> None:
         page = _page(fields, grad, out, noise, format=format)
         found = [
@@ -168,7 +168,7 @@ def _page(
     fields: Mapping[str, torch.Tensor],
     grad: torch.Tensor,
     out: torch.Tensor | None,
-    noise: PageNoise | None,
+    noise: RoundingNoise | None,
     *,
     format: StateFormat,
 ) -> _Page:

@@ -147,7 +147,7 @@ def write_engine_state(directory: Path, state: EngineState) -> None:
 
 
 @dataclass(frozen=True)
-class StateNow:
+class BlockingSnapshot:
     """A snapshot that must be written before the engine continues to train."""
 
     state: EngineState

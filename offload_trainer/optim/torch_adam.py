@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from offload_trainer.optim.kernel_api import PageNoise, Stretch, within
+from offload_trainer.optim.kernel_api import ParamRange, RoundingNoise, within
 from offload_trainer.optim.moment_codec import stored_moment
 from offload_trainer.optim.rules import AdamW, Lion
 from offload_trainer.optim.split_masters import read_masters, write_masters
@@ -43,11 +43,11 @@ class TorchKernel:
         fields: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         out: torch.Tensor | None,
-        parts: Sequence[Stretch],
+        parts: Sequence[ParamRange],
         *,
         format: StateFormat,
         scale: float,
-        noise: PageNoise | None,
+        noise: RoundingNoise | None,
     ) -> None:
         """Update each part of the page; see `Kernel.update_page`."""
         whole = format.moments is FP32 and not format.remainders
@@ -67,7 +67,7 @@ class TorchKernel:
                 moment.write(values, noise=noise.bits(moment.moment.name, here.start) if noise else None)
 
 
-def _update(master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, part: Stretch) -> None:
+def _update(master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, part: ParamRange) -> None:
     """Apply one step to fp32 tensors of equal length."""
     if isinstance(part.hyper, AdamW):
         _adamw([master, *moments, grad], part.hyper, step=part.step)
@@ -121,7 +121,7 @@ def _scaled_chunks(grad: torch.Tensor, scale: float, scratch: torch.Tensor) -> I
         yield piece, scaled.mul_(scale) if scale != 1.0 else scaled
 
 
-def _pieces(parts: Sequence[Stretch], elements: int) -> Iterator[Stretch]:
+def _pieces(parts: Sequence[ParamRange], elements: int) -> Iterator[ParamRange]:
     """Cut the parts of a page at multiples of CHUNK. Elements outside the parts are not touched, not even widened."""
     for start in range(0, elements, CHUNK):
         for part in within(parts, start, min(start + CHUNK, elements)):

@@ -10,7 +10,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.plan.deepspeed.zero_buffers import Placement, ZeroSizes
 from offload_trainer.plan.memory.common import Item
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.update_schedules import Way
+from offload_trainer.plan.tiered.update_schedules import UpdateSchedule
 from offload_trainer.plan.time.step_time import PHASES, Forecast, tokens_that_hide_the_update
 from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.units import format_bytes, format_count, format_seconds
@@ -50,7 +50,7 @@ class Plan:
     forecast: Forecast
     rejected: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    ways: tuple[Way, ...] = ()  # of the update that were left open, as each would be
+    ways: tuple[UpdateSchedule, ...] = ()  # of the update that were left open, as each would be
     way: str = ""  # the one that was taken
     longest_row: int | None = None  # tokens, with which it would still fit; None: not worked out
     shared: tuple[Shared, ...] = ()

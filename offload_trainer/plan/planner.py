@@ -31,7 +31,7 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.engine import Tiered
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.tiered.state_formats import state_format
-from offload_trainer.plan.tiered.update_schedules import FORWARD, OFF, Way, asking, gains, left_open
+from offload_trainer.plan.tiered.update_schedules import FORWARD, OFF, UpdateSchedule, asking, gains, left_open
 from offload_trainer.plan.tiered.weight_transfer import at_once
 from offload_trainer.plan.time.compute_time import stands_for
 from offload_trainer.plan.time.step_time import forecast, tokens_that_hide_the_update
@@ -230,24 +230,24 @@ def _fastest_way(engine: Tiered, work: Workload, machine: MachineProfile) -> Pla
     if first.fits and first.forecast.step is None:
         open_ways = [default, *([other] if engine.section.overlap == "auto" else [])]
         open_ways += [way for way, why_not in left_open(engine, work) if not why_not]
-        ways = tuple(Way(way, None, None) for way in open_ways)
+        ways = tuple(UpdateSchedule(way, None, None) for way in open_ways)
         return replace(first, ways=ways, way=default) if len(ways) > 1 else first
     taken, tried = default, [_way(default, first)]
     if engine.section.overlap == "auto" and first.fits:
         tried.append(_way(other, replace(first, forecast=first.forecast.otherwise)))
     for words, why_not in left_open(engine, work):
         plan = None if why_not else _of_homes(asking(engine, words), work, machine)
-        tried.append(_way(words, plan) if plan else Way(words, None, None, why_not))
+        tried.append(_way(words, plan) if plan else UpdateSchedule(words, None, None, why_not))
         if plan and plan.fits and (not best.fits or gains(plan.forecast.step, best.forecast.step)):
             best, taken = plan, words
     return replace(best, ways=tuple(tried), way=taken) if len(tried) > 1 else best
 
 
-def _way(words: str, plan: Plan) -> Way:
+def _way(words: str, plan: Plan) -> UpdateSchedule:
     if not plan.fits:
-        return Way(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
+        return UpdateSchedule(words, None, None, f"{words}: {'; '.join(plan.shortfalls())}")
     tokens = tokens_that_hide_the_update(plan.forecast, tokens=plan.tokens_per_step)
-    return Way(words, plan.forecast.step, tokens)
+    return UpdateSchedule(words, plan.forecast.step, tokens)
 
 
 def _of_homes(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: MachineProfile) -> Plan:

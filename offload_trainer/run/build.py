@@ -30,12 +30,12 @@ from offload_trainer.plan.memory.common import checkpoint_bytes
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import workload
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.ranks import gather, nodes, place_here
+from offload_trainer.ranks import all_gather_object, nodes, place_here
 from offload_trainer.run.data import RunData
 from offload_trainer.run.directory import Log, environment
 from offload_trainer.run.planning import Planned
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.owned_dirs import Workplace
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import PAGES, DriveLease, hold
 from offload_trainer.telemetry.meters import PhaseClock, peak_rss_bytes
 from offload_trainer.telemetry.screen import Screen
@@ -80,7 +80,7 @@ def build_job(
     *,
     begins: TrainState | None,
     build: Build = build_engine,
-    instead: Sequence[Workplace] = (),
+    instead: Sequence[ScratchDirectory] = (),
     resume: Callable[[Engine], None] = lambda engine: None,
 ) -> Job:
     """Lease drives and build the engine by `build`; `stack` closes what was opened.
@@ -108,7 +108,7 @@ def build_job(
     return job
 
 
-def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[Workplace]) -> list[Path]:
+def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[ScratchDirectory]) -> list[Path]:
     """This node's private directories on the drives, which its first rank leases and the others hold."""
     drives = [Path(drive).expanduser() for drive in setup.planned.config.placement.nvme]
     rank, leases = place_here()[0], list[DriveLease]()
@@ -118,7 +118,7 @@ def _leased(setup: Setup, stack: ExitStack, *, instead: Sequence[Workplace]) -> 
             place = instead[number] if instead else None
             lease = DriveLease(drive, say=setup.log.say, listed=setup.listed, instead=place)
             leases.append(stack.enter_context(lease))
-    swaps: list[Path] = gather([lease.path for lease in leases], list[Path])[first]
+    swaps: list[Path] = all_gather_object([lease.path for lease in leases], list[Path])[first]
     if rank != first and isinstance(setup.planned.plan.sizes, TierSizes):
         for swap in swaps:
             stack.callback(os.close, hold(swap))
@@ -266,7 +266,7 @@ def _checkpoints(setup: Setup, *, say: Callable[[str], None]) -> Checkpoints:
         keep=config.save.keep,
         need_bytes=checkpoint_bytes(workload(config, setup.planned.source.shape)),
         say=say,
-        beside=(output / "metrics.jsonl", output / "evaluations.jsonl"),
+        growing=(output / "metrics.jsonl", output / "evaluations.jsonl"),
     )
 
 

@@ -32,7 +32,7 @@ class _Preset(NamedTuple):
     shape: ModelShape
 
 
-class Roomier:
+class MemoryFallbacks:
     """Of one model. What of it runs in pieces or comes in parts is looked for only when it is asked for, and once."""
 
     def __init__(self, source: Callable[[], Any], *, preset: ModelShape | None = None) -> None:

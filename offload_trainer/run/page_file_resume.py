@@ -37,7 +37,7 @@ from offload_trainer.offload.pages.index import files_of
 from offload_trainer.offload.pages.manifest import (
     DESCRIPTION,
     Newest,
-    Told,
+    StoreManifest,
     description,
     read_description,
     read_newest,
@@ -46,13 +46,13 @@ from offload_trainer.offload.pages.manifest import (
 )
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import TierSizes, homes_in
-from offload_trainer.ranks import nodes, on_rank_zero, place_here, share_from_zero
+from offload_trainer.ranks import broadcast_object, nodes, on_rank_zero, place_here
 from offload_trainer.resume_compat import differences
 from offload_trainer.retention import complete_checkpoints
 from offload_trainer.run.build import Setup
 from offload_trainer.safe_files import LENIENT, Count, as_kind, file_bytes, parsed, read_back, shown
 from offload_trainer.storage.atomic_io import write_text
-from offload_trainer.storage.owned_dirs import Workplace
+from offload_trainer.storage.owned_dirs import ScratchDirectory
 from offload_trainer.storage.scratch_dir import (
     clear,
     has_locks,
@@ -82,19 +82,21 @@ class _Made:
 class PageFiles:
     """A dead run's page files, now this run's."""
 
-    places: Sequence[Workplace]  # none on ranks other than the first
+    places: Sequence[ScratchDirectory]  # none on ranks other than the first
     train: TrainState  # where its loop stood
     newest: Newest
     pages: int
     torn: bool  # whether the record may have been of a newer step
     instead: str  # how to start without them
 
-    def go_on(self, engine: Engine) -> None:
+    def resume(self, engine: Engine) -> None:
         """Make the engine stand where they do. All ranks call it. UserError where a page is damaged."""
         assert isinstance(engine, TieredEngine)
         assert self.newest.engine is not None
         try:
-            engine.go_on(self.newest.engine, self.newest.places(self.pages), bytes.fromhex(self.newest.sums))
+            engine.resume_from_pages(
+                self.newest.engine, self.newest.places(self.pages), bytes.fromhex(self.newest.sums)
+            )
         except UserError as error:
             torn = ". One slot of their record is damaged, and the other one is of an older step" if self.torn else ""
             raise _refused(f"{error}{torn}", step=self.train.step, instead=self.instead) from error
@@ -184,7 +186,7 @@ def take_over(setup: Setup, stack: ExitStack, *, begins: TrainState | None) -> P
         return None
     found: list[PageFiles] = []
     on_rank_zero(lambda: found.extend(_taken_over(setup, stack, begins=begins)))
-    told = share_from_zero([(one.train, one.newest, one.pages) for one in found], list[tuple[TrainState, Newest, int]])
+    told = broadcast_object([(one.train, one.newest, one.pages) for one in found], list[tuple[TrainState, Newest, int]])
     return next(iter(found or [PageFiles((), *one) for one in told]), None)
 
 
@@ -268,7 +270,7 @@ def _folders(setup: Setup, *, begins: TrainState | None) -> list[Path]:
     return named
 
 
-def _locked(folder: Path, *, say: Callable[[str], None]) -> Workplace:
+def _locked(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
     """Return a dead run's private directory, locked. TrainerError where another process has it."""
     try:
         return taken_over(folder, say=say)
@@ -276,7 +278,7 @@ def _locked(folder: Path, *, say: Callable[[str], None]) -> Workplace:
         raise TrainerError(f"{folder} is in use: its run lives, or it is being exported; wait for that") from None
 
 
-def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: Told) -> None:
+def _refuse_otherwise(setup: Setup, folders: Sequence[Path], told: StoreManifest) -> None:
     """ValueError where this run cannot use them: they are another's, or not whole, or laid out otherwise.
 
     Say which other settings differ.

@@ -15,7 +15,7 @@ from offload_trainer.plan.max_seq_len import longest_row
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import engine_of, settle_and_plan
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.run.memory_fallbacks import Roomier, lacks_room, may_tile
+from offload_trainer.run.memory_fallbacks import MemoryFallbacks, lacks_room, may_tile
 from offload_trainer.run.process_setup import ranks_of_environment
 
 
@@ -50,7 +50,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
         pieces=config.parallel.sequence > 1,
     )
     refuse_nothing_trained(source.shape)
-    models = Roomier(lambda: source)
+    models = MemoryFallbacks(lambda: source)
     _, world = ranks_of_environment()
     world = max(world, config.placement.gpus)
     found = _as_before(config, models, machine, world=world, nodes=nodes)
@@ -60,7 +60,7 @@ def plan_run(config: TrainConfig, *, nodes: int = 1, longest: bool = False) -> P
 
 
 def _as_before(
-    config: TrainConfig, models: Roomier, machine: MachineProfile, *, world: int, nodes: int
+    config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int
 ) -> Planned | None:
     """With the micro-batches and pieces that were chosen for the run that this one goes on from, since its bits are
     theirs. None where neither is left open, there is no such run, or it would not fit any more.
@@ -90,7 +90,9 @@ def _as_before(
     return found if found.plan.fits else None
 
 
-def planned(config: TrainConfig, models: Roomier, machine: MachineProfile, *, world: int, nodes: int = 1) -> Planned:
+def planned(
+    config: TrainConfig, models: MemoryFallbacks, machine: MachineProfile, *, world: int, nodes: int = 1
+) -> Planned:
     """As it is wished; where the device has no room for that, the first roomier way that fits."""
 
     def plan_of(wish: TrainConfig, of: Any) -> Planned:
@@ -107,7 +109,7 @@ def planned(config: TrainConfig, models: Roomier, machine: MachineProfile, *, wo
     return plan_of(*models.least(config)) if first.plan.too_large else first
 
 
-def with_longest_row(found: Planned, config: TrainConfig, models: Roomier) -> Planned:
+def with_longest_row(found: Planned, config: TrainConfig, models: MemoryFallbacks) -> Planned:
     """The same, its plan with the longest row that fits, on pieces too where `config` leaves them open."""
     plan, model = found.plan, found.config.model.model_copy(update={"mlp_chunk": config.model.mlp_chunk})
     wish = found.config.model_copy(update={"model": model})

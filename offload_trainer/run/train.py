@@ -24,14 +24,14 @@ import torch
 from offload_trainer import trainer
 from offload_trainer.checkpoint import RunRecord, TrainState, check_identity, check_resume, find_resume, read_state
 from offload_trainer.config import TrainConfig
-from offload_trainer.errors import Elsewhere, Interrupted, UserError
+from offload_trainer.errors import Interrupted, PeerFailed, UserError
 from offload_trainer.export.final_export import done_before, write_final
 from offload_trainer.model.loader import DTYPES
 from offload_trainer.plan.config_conflicts import mistakes_of_length
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.planner import engine_of
-from offload_trainer.ranks import join, on_rank_zero, on_some, place_here, share_from_zero
+from offload_trainer.ranks import broadcast_object, join, on_rank_zero, on_some, place_here
 from offload_trainer.ranks import nodes as node_ranks
 from offload_trainer.retention import complete_checkpoints, step_of
 from offload_trainer.run.build import Build, Setup, build_engine, build_job, layout_of, planned_identity, record_of
@@ -173,8 +173,8 @@ def _plan_together(config: TrainConfig, *, nodes: Sequence[range], log: Log) -> 
     rank, found = place_here()[0], list[Planned]()
     on_rank_zero(lambda: found.append(plan_run(config, nodes=len(nodes))))
     here = found[0] if found else plan_run(config, nodes=len(nodes))
-    config = TrainConfig.model_validate_json(share_from_zero(json.dumps(here.config.model_dump(exclude_unset=True))))
-    plan, machine = share_from_zero((here.plan, here.machine), tuple[Plan, MachineProfile])
+    config = TrainConfig.model_validate_json(broadcast_object(json.dumps(here.config.model_dump(exclude_unset=True))))
+    plan, machine = broadcast_object((here.plan, here.machine), tuple[Plan, MachineProfile])
     planned = Planned(_with_drives_of(here.config, config), plan, machine, as_wished(here.source, config))
     log.say(plan.describe())
     on_rank_zero(lambda: refuse(planned))
@@ -219,7 +219,7 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
     """From the lock on the run directory to the end of the run."""
     chosen: list[Path | None] = []
     on_rank_zero(lambda: chosen.append(find_resume(setup.planned.config.save.resume, output=setup.output)))
-    (resume,) = share_from_zero(chosen, list[Path | None])
+    (resume,) = broadcast_object(chosen, list[Path | None])
     if resume:
         on_rank_zero(partial(_check, resume, setup.record, setup.log))
     with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _carry_out(setup: Setup, *, nodes: Sequence[range], instead: Callable[[Job],
         if setup.log.loud:
             stack.enter_context(run_directory(setup.output, setup.log, lock=lock))
             _write_known(setup)
-        resumes: dict[str, Any] = {"instead": files.places, "resume": files.go_on} if files else {}
+        resumes: dict[str, Any] = {"instead": files.places, "resume": files.resume} if files else {}
         job = build_job(setup, stack, begins=begins, build=build, **resumes)
         if instead is not None:
             instead(job)
@@ -285,7 +285,7 @@ def _done_before(setup: Setup, begins: TrainState | None) -> bool:
     on_rank_zero(look)
     for line in found:
         setup.log.say(line)
-    return bool(share_from_zero(found))
+    return bool(broadcast_object(found))
 
 
 def _check(resume: Path, record: RunRecord, log: Log) -> None:
@@ -313,7 +313,7 @@ def _hold(stack: ExitStack, setup: Setup, *, resume: Path | None) -> tuple[Path 
                 _check(chosen, setup.record, setup.log)
 
     on_rank_zero(on_zero)
-    return share_from_zero(chosen, Path | None), lock
+    return broadcast_object(chosen, Path | None), lock
 
 
 def prepare_run(config: TrainConfig) -> list[Path]:
@@ -344,7 +344,7 @@ def _train(setup: Setup, job: Job, *, resume: tuple[Path | None, TrainState] | N
         if asked.stop:
             drop(setup)
             stopped = Interrupted(_farewell(state.step, steps, saved=saved, output=output), signal_number=asked.stop)
-            raise stopped if log.loud else Elsewhere(str(stopped), code=stopped.exit_code)
+            raise stopped if log.loud else PeerFailed(str(stopped), code=stopped.exit_code)
         log.say(f"done: {steps} steps; {output}{_next_command(output)}")
 
 

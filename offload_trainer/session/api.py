@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from offload_trainer.checkpoint import RunRecord
 from offload_trainer.config import TrainConfig
-from offload_trainer.engine.build_tiered import Parts, opened
+from offload_trainer.engine.build_tiered import EngineParts, opened
 from offload_trainer.engine.cpu_heap import built, keep_heap
 from offload_trainer.errors import UserError
 from offload_trainer.model.init_weights import meta_model, parameters_without_memory
@@ -150,7 +150,7 @@ def _planned(
     return config, plan
 
 
-def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> Parts:
+def _opened(config: TrainConfig, shape: ModelShape, plan: Plan, stack: ExitStack, *, say: Say) -> EngineParts:
     """Drives leased, the device and the kernels."""
     keep_heap("tiered")
     drives = [Path(drive).expanduser() for drive in config.placement.nvme] if plan.uses_drives else []
@@ -202,7 +202,7 @@ def _offloaded(
     model: nn.Module,
     parameters: dict[str, list[nn.Parameter]],
     weights: Weights,
-    parts: Parts,
+    parts: EngineParts,
     config: TrainConfig,
     stack: ExitStack,
 ) -> OffloadedModel:
@@ -222,7 +222,7 @@ def _offloaded(
     return offloaded
 
 
-def _with_memory(model: nn.Module, parts: Parts) -> dict[str, list[nn.Parameter]]:
+def _with_memory(model: nn.Module, parts: EngineParts) -> dict[str, list[nn.Parameter]]:
     """Parameters that can be given memory in place of those that have none; tied ones stay one."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_trainer.offload.weights.lazy_weight import StoredTensor
+from offload_trainer.offload.weights.lazy_weight import LazyWeight
 from offload_trainer.offload.weights.parameter import OffloadedParameter
 
 
@@ -30,7 +30,7 @@ def listed(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, OffloadedParameter):
             keeps = parameter.dim() < 2 or parameter in tables
-            found[prefix + name] = StoredTensor.of(parameter, partial(read, parameter.weight), keeps=keeps)
+            found[prefix + name] = LazyWeight.of(parameter, partial(read, parameter.weight), keeps=keeps)
         else:
             found[prefix + name] = parameter if keep_vars else parameter.detach()
     for owner, module in model.named_modules():

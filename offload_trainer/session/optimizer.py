@@ -27,7 +27,7 @@ _SAVES = (
 )
 
 
-class _Away(dict[str, torch.Tensor]):
+class _OffloadedState(dict[str, torch.Tensor]):
     """The empty state of an offloaded parameter."""
 
     def __init__(self, name: str) -> None:
@@ -45,7 +45,11 @@ class _State(defaultdict[torch.Tensor, dict[str, Any]]):
         super().__init__(dict, state)
 
     def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return _Away(parameter.weight) if isinstance(parameter, OffloadedParameter) else super().__missing__(parameter)
+        return (
+            _OffloadedState(parameter.weight)
+            if isinstance(parameter, OffloadedParameter)
+            else super().__missing__(parameter)
+        )
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

@@ -30,28 +30,28 @@ MARK = ".lock"  # the mark of a workplace, locked as long as its process lives
 _LARGEST = 1 << 28  # bytes of a mark that are read
 
 
-class NotOurs(TrainerError):
+class NotOwned(TrainerError):
     """A directory that is not this program's to remove; says why."""
 
 
 @dataclass(frozen=True)
-class Mark:
+class OwnershipMark:
     """The file in a directory that makes it ours to remove."""
 
     name: str
     holds: Callable[[bytes], bool]  # whether its content is right
 
 
-def made_as(what: str, name: str) -> Mark:
+def made_as(what: str, name: str) -> OwnershipMark:
     """The mark of a workplace for `what` that was made under this name."""
-    return Mark(MARK, lambda content: content == _content(what, name))
+    return OwnershipMark(MARK, lambda content: content == _content(what, name))
 
 
 def _content(what: str, name: str) -> bytes:
     return os.fsencode(f"offload-trainer made this directory and removes it with everything in it: {what} {name}\n")
 
 
-class Workplace:
+class ScratchDirectory:
     """A new directory of this process. As a context manager it removes itself on the way out."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Workplace:
             raise
 
     @classmethod
-    def taken_over(cls, path: Path, *, what: str, say: Callable[[str], None] = lambda line: None) -> Workplace:
+    def taken_over(cls, path: Path, *, what: str, say: Callable[[str], None] = lambda line: None) -> ScratchDirectory:
         """That of a process that has died, with everything in it: from now on it is this process's.
 
         BlockingIOError where its process lives or somebody reads it, FileNotFoundError, NoLocks, NotOurs, OSError.
@@ -115,10 +115,10 @@ class Workplace:
         lock, self._lock = self._lock, -1
         try:
             remove(self.path, made_as(self._what, self.path.name), lock=lock)
-        except (OSError, NotOurs) as error:
+        except (OSError, NotOwned) as error:
             self._say(f"note: {self.path} stays: {reason(error)}")
 
-    def __enter__(self) -> Workplace:
+    def __enter__(self) -> ScratchDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,7 +132,7 @@ def replacing(final: Path, *, what: str, say: Callable[[str], None] = lambda lin
     What a killed process left of the same is removed first. TrainerError where that cannot be.
     """
     clear(final, what=what)
-    with Workplace(workplace_of(final), what=what, say=say):
+    with ScratchDirectory(workplace_of(final), what=what, say=say):
         try:
             yield name_in_workplace(final)
         except OSError as error:
@@ -168,7 +168,7 @@ def clear(final: Path, *, what: str) -> None:
 def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
     """A workplace for this user only, in `directory` or where temporary files go."""
     place = Path(directory or tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
-    with Workplace(place, what="files of", mode=0o700):
+    with ScratchDirectory(place, what="files of", mode=0o700):
         yield place
 
 
@@ -178,14 +178,14 @@ def anew(path: Path, *, what: str) -> Path:
         remove_dead(path, what=what)
     except FileNotFoundError:
         pass
-    return Workplace(path, what=what).path
+    return ScratchDirectory(path, what=what).path
 
 
-def is_removable(directory: Path, mark: Mark) -> bool:
+def is_removable(directory: Path, mark: OwnershipMark) -> bool:
     """Whether `remove` would take it for ours."""
     try:
         os.close(_opened(directory, mark))
-    except (OSError, NotOurs):
+    except (OSError, NotOwned):
         return False
     return True
 
@@ -247,7 +247,7 @@ def remove_unfinished(directory: Path) -> bool:
     return True
 
 
-def remove(directory: Path, mark: Mark, *, lock: int = -1) -> None:
+def remove(directory: Path, mark: OwnershipMark, *, lock: int = -1) -> None:
     """Remove a directory that holds `mark`, the mark last, so that a removal that is cut off can be done again.
 
     `lock`: a descriptor of the mark, closed here. NotOurs with the reason, OSError where the filesystem refuses.
@@ -265,19 +265,19 @@ def remove(directory: Path, mark: Mark, *, lock: int = -1) -> None:
     os.rmdir(directory)
 
 
-def _opened(directory: Path, mark: Mark) -> int:
+def _opened(directory: Path, mark: OwnershipMark) -> int:
     """A descriptor of the directory, which holds `mark` and is ours; NotOurs says why not."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         inside = os.open(directory, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise NotOurs("it is a link or no directory") from error
+            raise NotOwned("it is a link or no directory") from error
         raise
     try:
         owner = os.fstat(inside).st_uid
         if not is_ours(owner, directory.parent):
-            raise NotOurs(f"it belongs to {user(owner)}")
+            raise NotOwned(f"it belongs to {user(owner)}")
         _refuse_unmarked(inside, mark, owner=owner)
     except BaseException:
         os.close(inside)
@@ -285,22 +285,22 @@ def _opened(directory: Path, mark: Mark) -> int:
     return inside
 
 
-def _refuse_unmarked(inside: int, mark: Mark, *, owner: int) -> None:
+def _refuse_unmarked(inside: int, mark: OwnershipMark, *, owner: int) -> None:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(mark.name, flags, dir_fd=inside)
     except OSError as error:
-        raise NotOurs(f"it holds no {mark.name} that can be read, so this program did not make it") from error
+        raise NotOwned(f"it holds no {mark.name} that can be read, so this program did not make it") from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != owner:
-            raise NotOurs(f"its {mark.name} is no regular file of {user(owner)}")
+            raise NotOwned(f"its {mark.name} is no regular file of {user(owner)}")
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(_LARGEST)
     finally:
         os.close(descriptor)
     if not mark.holds(content):
-        raise NotOurs(f"its {mark.name} does not say that this program made it for this purpose, by this name")
+        raise NotOwned(f"its {mark.name} does not say that this program made it for this purpose, by this name")
 
 
 def _empty(inside: int, *, device: int, but: str = "") -> None:

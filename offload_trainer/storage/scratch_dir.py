@@ -31,8 +31,8 @@ from offload_trainer.storage.atomic_io import remove_abandoned, write_text
 from offload_trainer.storage.locks import NoLocks, open_lock, take, turn
 from offload_trainer.storage.owned_dirs import (
     MARK,
-    NotOurs,
-    Workplace,
+    NotOwned,
+    ScratchDirectory,
     is_ours,
     is_removable,
     is_unfinished,
@@ -57,7 +57,7 @@ class DriveLease:
         *,
         say: Callable[[str], None] = lambda line: None,
         listed: Path | None = None,
-        instead: Workplace | None = None,
+        instead: ScratchDirectory | None = None,
     ) -> None:
         """What dead runs of this user have left there is removed, and said. TrainerError where nothing can be made.
 
@@ -90,10 +90,10 @@ class DriveLease:
         self.close()
 
 
-def _private(root: Path, say: Callable[[str], None]) -> Workplace:
+def _private(root: Path, say: Callable[[str], None]) -> ScratchDirectory:
     for last in (False, False, True):
         try:
-            return Workplace(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
+            return ScratchDirectory(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
         except (FileNotFoundError, BlockingIOError):  # another start took it for a dead run's before it was marked
             if last:
                 raise
@@ -133,9 +133,9 @@ def _make_root(drive: Path) -> Path:
     return root_of(drive)
 
 
-def take_over(folder: Path, *, say: Callable[[str], None]) -> Workplace:
-    """Take a dead run's private directory over, with its files. As `Workplace.taken_over`."""
-    place = Workplace.taken_over(folder, what=_WHAT, say=say)
+def take_over(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
+    """Take a dead run's private directory over, with its files. As `ScratchDirectory.taken_over`."""
+    place = ScratchDirectory.taken_over(folder, what=_WHAT, say=say)
     remove_abandoned(folder)
     return place
 
@@ -295,7 +295,7 @@ def _remove(folder: Path, say: Callable[[str], None]) -> bool:
         remove_dead(folder, what=_WHAT)
     except (FileNotFoundError, BlockingIOError):
         return False  # another start has removed it, or it is being exported
-    except (OSError, NotOurs, NoLocks) as error:
+    except (OSError, NotOwned, NoLocks) as error:
         say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
         return False
     return True

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from offload_trainer.data import documents
-from offload_trainer.data.chunked_tokenize import Cutter
+from offload_trainer.data.chunked_tokenize import TextSplitter
 from offload_trainer.data.documents import read_documents
 from offload_trainer.errors import UserError
 
 
 def read(source: Path, *, text_field: str = "text") -> list[tuple[str, bool]]:
-    pieces = read_documents(source, text_field=text_field, cutter=Cutter(lambda text: list(text.encode())))
+    pieces = read_documents(source, text_field=text_field, cutter=TextSplitter(lambda text: list(text.encode())))
     return [(piece.text, piece.ends_document) for piece in pieces]
 
 
@@ -111,5 +111,5 @@ def test_all_bytes_of_a_file_are_seen(tmp_path: Path) -> None:
     for name in ("a.txt", "a.jsonl"):
         seen: list[bytes] = []
         (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n{"text": "b"}')
-        list(read_documents(tmp_path / name, text_field="text", cutter=Cutter(lambda _: []), seen=seen.append))
+        list(read_documents(tmp_path / name, text_field="text", cutter=TextSplitter(lambda _: []), seen=seen.append))
         assert b"".join(seen) == (tmp_path / name).read_bytes()

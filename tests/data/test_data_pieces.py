@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import chunked_tokenize
-from offload_trainer.data.chunked_tokenize import Cutter
+from offload_trainer.data.chunked_tokenize import TextSplitter
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.sources import BUILTIN_CORPUS
 from offload_trainer.data.tokenizer import load_tokenizer
@@ -121,7 +121,7 @@ TEXTS = [
 def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_tokenize, "PIECE", 37)
     tokenizer = load_tokenizer("builtin")
-    cutter = Cutter(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"])
+    cutter = TextSplitter(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"])
     for size in (1, 10, 37, 50, 1000):
         found = list(cutter.pieces(text[i : i + size] for i in range(0, len(text), size)))
         assert "".join(piece.text for piece in found) == text
@@ -132,7 +132,7 @@ def test_pieces_are_bounded_and_join_to_the_text(text: str, monkeypatch: pytest.
 
 def test_pieces_are_cut_between_lines_that_are_not_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_tokenize, "PIECE", 12)
-    cutter = Cutter(lambda text: list(text.encode()))
+    cutter = TextSplitter(lambda text: list(text.encode()))
     found = [piece.text for piece in cutter.pieces(["aaa\nbbb\n\n\n", "\n\nccc\nddd"])]
     assert found == ["aaa\n", "bbb\n\n\n\n\nccc\n", "ddd"]
     assert cutter.inexact == 0

@@ -24,7 +24,7 @@ import pytest
 
 from offload_trainer.config import DataSection
 from offload_trainer.data import chunked_tokenize, documents, file_hashes, prepare, tokenfile
-from offload_trainer.data.chunked_tokenize import Cutter
+from offload_trainer.data.chunked_tokenize import TextSplitter
 from offload_trainer.data.prepare import prepare_tokens
 from offload_trainer.data.tokenfile import TokenFile, TokenWriter, is_complete, sidecar_path
 from offload_trainer.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -591,7 +591,7 @@ def test_progress_is_said_now_and_then(
         say=said.append,
     )
     progress = [line for line in said if line.startswith("tokenised")]
-    batches = len(list(Cutter(tokenizer.ids).pieces([TEXT])))
+    batches = len(list(TextSplitter(tokenizer.ids).pieces([TEXT])))
     assert batches > 20
     assert len(progress) == batches // 3  # 2 s a batch, at most one line in 5 s
     assert "of 2.43 kB" in progress[0]

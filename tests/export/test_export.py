@@ -291,7 +291,7 @@ def test_page_files_hold_the_masters(tmp_path: Path, drive: Path) -> None:
         with pytest.raises(UserError, match="died before its first update"):
             read_store(leases[0])
         train(made, batches(3))
-        made.settle()
+        made.synchronize()
         for lease in leases:
             stored = read_store(lease)
             assert (stored.step, stored.updating) == (3, False)
@@ -319,7 +319,7 @@ def test_after_a_restart_of_the_machine_nothing_is_sure(tmp_path: Path, drive: P
         lease = next((drive / "offload-trainer").glob("run-*"))
         made.offloaded.keep_account(model=tmp_path)
         train(made, batches(1))
-        made.settle()
+        made.synchronize()
         assert not read_store(lease).updating
         told = json.loads((lease / "store.json").read_text())
         (lease / "store.json").write_text(json.dumps(told | {"boot": "another"}))

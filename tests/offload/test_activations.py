@@ -19,8 +19,8 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
 from offload_trainer.offload.activations.offload import Activations, _Buffer
-from offload_trainer.offload.device.base import CpuDevice, Return
-from offload_trainer.plan.memory.activation_offload import INPUT_BUFFERS, INPUTS_UNDER_WAY, KeptInputs
+from offload_trainer.offload.device.base import CpuDevice, ReturnCopy
+from offload_trainer.plan.memory.activation_offload import INPUT_BUFFERS, INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers, bytes_of, done
@@ -99,7 +99,9 @@ def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: py
         return done()
 
     if forgotten == "the copy back":
-        monkeypatch.setattr(LateDevice, "bring_back", lambda device, source, into, **words: Return(never(into), done()))
+        monkeypatch.setattr(
+            LateDevice, "copy_back", lambda device, source, into, **words: ReturnCopy(never(into), done())
+        )
     elif forgotten == "the copy out":
         monkeypatch.setattr(LateDevice, "keep", lambda device, values, into: never(into))
     elif forgotten == "the buffer":
@@ -122,9 +124,9 @@ class Counting(CpuDevice):
         self.events.append("out")
         return super().keep(values, into)
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
+    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
         self.events.append("back")
-        return super().bring_back(source, into, after=after, ready=ready)
+        return super().copy_back(source, into, after=after, ready=ready)
 
 
 def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str,
 
 def _settle(ours: Any) -> None:
     """The last inputs are on their drives, and the update is over, for which no step waits."""
-    ours.settle()
+    ours.synchronize()
     for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
         buffer.free.wait()
 
@@ -212,7 +214,7 @@ def test_one_comes_back_while_the_one_behind_it_is_used(folder: Path) -> None:
 def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path) -> None:
     file = DriveFile(tmp_path / "activations", 2 * 4096)
     device, transfers = CpuDevice(), ThreadedTransfers(threads=1)
-    kept = Activations(KeptInputs(2, 4096), device=device, files=[file], transfers=transfers)
+    kept = Activations(BlockInputs(2, 4096), device=device, files=[file], transfers=transfers)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(size, generator=generator) for size in (900, 5000, 700, 1000)]
     for _ in range(2):
@@ -233,7 +235,7 @@ def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path)
 @pytest.mark.parametrize("order", [range(11), range(10, -1, -1), (3, 9, 0, 1, 10, 2, 4, 8, 5, 7, 6)])
 def test_any_order_is_right(order: Sequence[int], tmp_path: Path) -> None:
     files = [DriveFile(tmp_path / name, 6 * 4096) for name in "ab"]
-    kept = Activations(KeptInputs(11, 4096), device=LateDevice(), files=files, transfers=LateTransfers())
+    kept = Activations(BlockInputs(11, 4096), device=LateDevice(), files=files, transfers=LateTransfers())
     inputs = [torch.full((1000,), float(number)) for number in range(11)]
     for _ in range(3):
         with kept.forward():

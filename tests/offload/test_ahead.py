@@ -23,10 +23,10 @@ from test_tiered import skip_last_block
 
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.update.speculative import Ahead, Watch
+from offload_trainer.offload.update.speculative import MispredictionWatch, SpeculativeStep
 from offload_trainer.offload.update.step_params import decision_of
 from offload_trainer.offload.update.updater import Updater
-from offload_trainer.offload.weights.prefetch import Stream
+from offload_trainer.offload.weights.prefetch import WeightPrefetcher
 from offload_trainer.optim.rules import AdamW
 from offload_trainer.plan.shape import ModelShape, Weight
 from offload_trainer.plan.tiered.layout import units_of
@@ -55,20 +55,20 @@ def drive(tmp_path: Path) -> Path:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are begun ahead however often they are clipped."""
-    monkeypatch.setattr(Watch, "rarely", True)
+    monkeypatch.setattr(MispredictionWatch, "rarely", True)
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of each step that was begun ahead and taken: pages that counted, pages that were done."""
-    found, its = [], Ahead.kept
+    found, its = [], SpeculativeStep.kept
 
-    def seen(ahead: Ahead, *given: Any) -> set[int]:
+    def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
         numbers = its(ahead, *given)
         found.append((len(numbers), len(ahead.written)))
         return numbers
 
-    monkeypatch.setattr(Ahead, "kept", seen)
+    monkeypatch.setattr(SpeculativeStep, "kept", seen)
     return found
 
 
@@ -222,7 +222,7 @@ def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
     """Steps 2, 4 and 5 of 7, some pages on their way; the step after 4 is not begun ahead, the one after 5 is again."""
     model, words, found = gpt2(folder), ["--dtype", "bf16", "optim.clip=0"], []
     ahead = iter([True, True, True, True, False, True, True])
-    monkeypatch.setattr(Watch, "rarely", property(lambda _: next(ahead)))
+    monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(ahead)))
     for how in (IN_LINE, FULL):
         if how == FULL:
             monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
@@ -243,8 +243,8 @@ def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
 def test_what_the_ring_fetched_of_a_skipped_step_is_forgotten(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forget, forgotten = Stream.forget, []
-    monkeypatch.setattr(Stream, "forget", lambda stream: (forgotten.append(True), forget(stream)))
+    forget, forgotten = WeightPrefetcher.forget, []
+    monkeypatch.setattr(WeightPrefetcher, "forget", lambda stream: (forgotten.append(True), forget(stream)))
     with engine(gpt2(folder), *HOMES["weights in RAM"], FULL, drives=[drive]) as ours:
         ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
         assert train(ours, batches(1))[0][1] is None
@@ -292,7 +292,7 @@ def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder
 
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(look)
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         blocks = {unit.index for unit in ours.offloaded.units if unit.block}
         ahead = [n for n, page in enumerate(store.pages) if page.unit in blocks and page.unit != min(blocks)]
         assert set(ahead) <= {number for number, _ in seen[0]}
@@ -306,7 +306,7 @@ def test_a_unit_that_is_told_of_too_late_is_not_offered_to_the_next_step(folder:
         moving, seen = ours.offloaded.updater.moving, []
 
         def late(_: torch.Tensor) -> None:
-            moving.offer(Ahead(decision_of((), {}, {}, scale=1.0, noise_of=None)), 0, None, None)
+            moving.offer(SpeculativeStep(decision_of((), {}, {}, scale=1.0, noise_of=None)), 0, None, None)
             seen.append((len(moving._waiting), len(moving._inside)))
 
         ours.offloaded.parameters["transformer.h.0.ln_1.weight"][0].register_hook(late)
@@ -330,7 +330,7 @@ def test_a_page_in_ram_waits_for_the_decision(folder: Path, drive: Path) -> None
 
 
 def test_more_than_two_of_eight_steps_stop_it_and_it_comes_back() -> None:
-    watch, found = Watch(), []
+    watch, found = MispredictionWatch(), []
     for as_expected in [True, False, False, True, False, *[True] * 8]:
         watch.decided(as_expected=as_expected)
         found.append(watch.rarely)
@@ -425,7 +425,7 @@ def test_a_drive_that_fails_behind_the_backward_is_told(
     ) as ours:
         hold_up(ours)
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         failing.append(file)
         if skipped:
             ours.offloaded.parameters["transformer.wpe.weight"][0].register_hook(lambda grad: grad.fill_(float("nan")))
@@ -446,6 +446,6 @@ def test_the_seconds_behind_the_backward_are_hidden(folder: Path, drive: Path, m
     with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
         hold_up(ours)
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         assert slept
-        assert ours.offloaded.renewal.hidden >= 0.1
+        assert ours.offloaded.update_progress.hidden >= 0.1

@@ -22,8 +22,8 @@ from test_tiered import skip_last_block
 
 from offload_trainer.offload.gradients.collector import Gradients
 from offload_trainer.offload.pages.store import PageStore
-from offload_trainer.offload.update.page_pipeline import MovingPages
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.update.page_pipeline import PagePipeline
+from offload_trainer.offload.weights.placed import PlacedWeights
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
@@ -125,9 +125,9 @@ def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path,
     """Gradients are copied, and weights on the device written, once it has passed where the unit was complete."""
     made: dict[int, Any] = {}
     found: list[bool] = []
-    offer, read, commit = MovingPages.offer, Gradients.read, Weights.commit
+    offer, read, commit = PagePipeline.offer, Gradients.read, PlacedWeights.commit
 
-    def offered(moving: MovingPages, step: Any, unit: int, mark: Any, error: Any) -> None:
+    def offered(moving: PagePipeline, step: Any, unit: int, mark: Any, error: Any) -> None:
         made[unit] = mark
         offer(moving, step, unit, mark, error)
 
@@ -138,9 +138,9 @@ def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path,
 
     with on_streams(monkeypatch, gpt2(folder), *ON_DRIVES[home], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
-        monkeypatch.setattr(MovingPages, "offer", offered)
+        monkeypatch.setattr(PagePipeline, "offer", offered)
         monkeypatch.setattr(Gradients, "read", looked)
-        monkeypatch.setattr(Weights, "commit", looked)
+        monkeypatch.setattr(PlacedWeights, "commit", looked)
         train(ours, batches(3))
     assert found
     assert all(found)
@@ -158,7 +158,7 @@ def test_state_is_read_in_the_order_of_the_last_backward(folder: Path, drive: Pa
         hold_up(ours)
         moving, pages = ours.offloaded.updater.moving, ours.offloaded.store.pages
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         order = [n for unit in moving._order for n, page in enumerate(pages) if page.unit == unit and page.home >= 0]
         assert len(order) > 4
 
@@ -170,7 +170,7 @@ def test_state_is_read_in_the_order_of_the_last_backward(folder: Path, drive: Pa
         read.clear()
         ours._module.model.transformer.h[0].register_forward_pre_hook(wait)
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         on_drives = [number for number, page in enumerate(pages) if page.home >= 0]
         assert seen == [order[:4]]
         assert sorted(read) == on_drives
@@ -212,8 +212,8 @@ def test_what_the_next_forward_needs_first_comes_first(
 def test_a_backward_waits_until_pages_may_be_offered(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expect = MovingPages.expect
-    monkeypatch.setattr(MovingPages, "expect", lambda *given: (time.sleep(0.2), expect(*given)))
+    expect = PagePipeline.expect
+    monkeypatch.setattr(PagePipeline, "expect", lambda *given: (time.sleep(0.2), expect(*given)))
     with engine(gpt2(folder), *HOMES["nothing in RAM"], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         train(ours, batches(1))
@@ -252,7 +252,7 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
     swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sums were longer on their way: the slots hold the state of units that come later still."""
-    model, offer, late, passed = gpt2(folder), MovingPages.offer, list[tuple[Any, ...]](), threading.Event()
+    model, offer, late, passed = gpt2(folder), PagePipeline.offer, list[tuple[Any, ...]](), threading.Event()
     deciding = threading.Lock()
     with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
@@ -260,7 +260,7 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
         moving = ours.offloaded.updater.moving
         moving._order = order = sorted(moving._order, reverse=True)
 
-        def out_of_turn(self: MovingPages, step: object, unit: int, *more: Any) -> None:
+        def out_of_turn(self: PagePipeline, step: object, unit: int, *more: Any) -> None:
             with deciding:
                 if unit == order[swapped] and not passed.is_set():  # it may be late by itself
                     late.append((step, unit, *more))
@@ -275,6 +275,6 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
                 if late:
                     offer(self, *late.pop())
 
-        monkeypatch.setattr(MovingPages, "offer", out_of_turn)
+        monkeypatch.setattr(PagePipeline, "offer", out_of_turn)
         assert first + train(ours, batches(2)[1:]) == plain(model, 2, NOT_CLIPPED)[0]
         assert_same(masters(ours), plain(model, 2, NOT_CLIPPED)[1])

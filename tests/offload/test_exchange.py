@@ -55,13 +55,13 @@ class ThreadOfNode(Node):
         number = next(self._asked)
         if self.is_first:
             self._place.made[self.number, number] = host_buffer(size)
-        self.meet()
+        self.barrier()
         return self._place.made[self.number, number]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._place.barrier.wait(200)
 
-    def trade(self, out: Addressed, into: Addressed) -> Callable[[], None]:
+    def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         for to, values in out:
             self._place.sent[self.rank, to].put(values.clone())
 
@@ -73,9 +73,9 @@ class ThreadOfNode(Node):
 
     def add_up(self, values: torch.Tensor) -> None:
         self._place.given[self.rank] = values.clone()
-        self.meet()
+        self.barrier()
         values.copy_(sum(self._place.given.values()))  # type: ignore[arg-type]
-        self.meet()
+        self.barrier()
 
 
 def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
@@ -111,13 +111,13 @@ def test_sums_are_those_of_one_rank(
     units, micro = model(tied=True), MICRO * world
     place = Place(world, nodes=nodes)
 
-    def steps(gradients: AnyGradients, *, rank: int, world: int, meet: Callable[[], None]) -> list[object]:
+    def steps(gradients: AnyGradients, *, rank: int, world: int, barrier: Callable[[], None]) -> list[object]:
         found = []
         for step in range(3):
             for number in range(rank, micro, world):
                 hand_over(gradients, seed=micro * step + number, last=number + world >= micro)
             found.append(bits(gradients))
-            meet()  # as after an update
+            barrier()  # as after an update
             gradients.clear()
         return found
 
@@ -130,7 +130,7 @@ def test_sums_are_those_of_one_rank(
         order = names(units)
         gradients = SharedGradients(units, store, given=torch.bfloat16, device=CpuDevice(), order=order, node=node)
         try:
-            return steps(gradients, rank=rank, world=world, meet=node.meet)
+            return steps(gradients, rank=rank, world=world, barrier=node.barrier)
         except BaseException:
             place.barrier.abort()
             raise
@@ -141,7 +141,7 @@ def test_sums_are_those_of_one_rank(
     with ThreadPoolExecutor(world) as threads:
         several = list(threads.map(of_rank, range(world)))
     with sums(units, -1, device=CpuDevice()) as alone:
-        expected = steps(alone, rank=0, world=1, meet=lambda: None)
+        expected = steps(alone, rank=0, world=1, barrier=lambda: None)
     for rank, found in enumerate(several):
         for ours, right in zip(found, expected, strict=True):
             assert ours[:2] == right[:2]  # type: ignore[index]

@@ -20,9 +20,9 @@ from threads import Threads
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.device.base import copy_alone
-from offload_trainer.offload.ranks.fetch_matching import Rounds
+from offload_trainer.offload.ranks.fetch_matching import FetchMatching
 from offload_trainer.offload.ranks.node_comm import Node
-from offload_trainer.offload.ranks.weight_all_gather import Gather, Gathers
+from offload_trainer.offload.ranks.weight_all_gather import PendingGather, WeightAllGather
 from offload_trainer.plan.tiered.layout import ALIGN
 from offload_trainer.plan.tiered.weight_transfer import even_part
 from offload_trainer.storage.host_memory import host_buffer
@@ -48,13 +48,13 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
             copied[rank] += values.numel()
             copy_alone(values, target)
 
-        rounds = Rounds(lambda mine: between.exchange(rank, mine))
-        gathers = Gathers(ThreadOfNode(rank, place), rounds=rounds, join=join)
+        rounds = FetchMatching(lambda mine: between.exchange(rank, mine))
+        gathers = WeightAllGather(ThreadOfNode(rank, place), rounds=rounds, join=join)
         try:
             found = []
             for what in programs[rank]:
                 if what == MEET:
-                    rounds.meet()
+                    rounds.barrier()
                     continue
                 into = host_buffer(2 * SIZES[what]).view(torch.bfloat16)
                 wanted = gathers.want(what, units[what])
@@ -66,7 +66,7 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
         except Exception as error:
             return error
         finally:
-            gathers.abandon()
+            gathers.cancel()
             gathers.close()
             rounds.close()
 
@@ -102,12 +102,12 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more() -> None:
         ends.wait(100)
         raise TrainerError("the others are gone")
 
-    node, rounds = Node(), Rounds(never)
-    gathers = Gathers(node, rounds=rounds, join=lambda values, number: None)
+    node, rounds = Node(), FetchMatching(never)
+    gathers = WeightAllGather(node, rounds=rounds, join=lambda values, number: None)
     filled = gathers.want(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
     never_given = gathers.want(1, torch.zeros(ALIGN))  # as where an update went wrong
     assert not filled.done
-    gathers.abandon()
+    gathers.cancel()
     with pytest.raises(RuntimeError, match="closed before"):
         filled.wait()
     with pytest.raises(RuntimeError, match="closed before"):
@@ -154,7 +154,9 @@ def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypat
 def test_a_gather_that_was_not_given_room_yet_waits_for_it() -> None:
     """Room on a device comes after the unit was asked for: the other ranks' answer may be there before."""
     joined: list[int] = []
-    wanted = Gather(torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number))
+    wanted = PendingGather(
+        torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number)
+    )
     begun = threading.Thread(target=wanted.begin_together)
     begun.start()
     assert not joined

@@ -251,7 +251,7 @@ def test_what_is_in_flight_is_bounded_beside_the_largest() -> None:
     futures[2].finish_part()
     futures[3].finish_part()
     with pytest.raises(TrainerError, match="the copy failed"):
-        out.settle()
+        out.synchronize()
 
 
 def test_a_rings_memory_is_given_out_again_when_it_was_read_and_not_before() -> None:

@@ -25,9 +25,9 @@ from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.pages.index import PageIndex
 from offload_trainer.offload.pages.store import PageStore
-from offload_trainer.offload.update.progress import Renewal
+from offload_trainer.offload.update.progress import UpdateProgress
 from offload_trainer.offload.update.updater import Updater
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.weights.placed import PlacedWeights
 from offload_trainer.storage.transfer import Future
 from offload_trainer.telemetry.meters import PhaseClock
 
@@ -87,7 +87,7 @@ def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
 def in_line(folder: Path, *words: str) -> dict[str, bytes]:
     """The state after forty steps with the update in line, all of it in RAM."""
     with engine(gpt2(folder), "--ram-fraction", "1", "tiered.overlap=off", *words) as ours:
-        assert ours.offloaded.withheld is None
+        assert ours.offloaded.resident_guard is None
         train(ours, batches(40))
         return saved(ours, folder / "in line")
 
@@ -103,7 +103,7 @@ def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, tmp_
     state = in_line(folder, clip)
     assert {norm is not None and norm > 2 for _, norm in expected} == {True, False}
     with engine(model, *HOMES[home], clip, BEHIND, drives=[drive]) as ours:
-        assert ours.offloaded.withheld is not None
+        assert ours.offloaded.resident_guard is not None
         assert train(ours, batches(40)) == expected
         assert_same(masters(ours), weights)
         assert saved(ours, tmp_path / "behind") == state
@@ -184,7 +184,7 @@ def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
         uses = [use for name in ours.offloaded.trained for use in ours.offloaded.parameters[name]]
         assert all(use.isnan().all() for use in uses)
         held.set()
-        ours.settle()
+        ours.synchronize()
         assert not any(use.isnan().any() for use in uses)
 
 
@@ -192,7 +192,7 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block's page takes long on its way to the drive, and the next forward goes without that block."""
-    model, unused, commit, write = gpt2(folder), {2, 3, 5}, Weights.commit, PageStore.write
+    model, unused, commit, write = gpt2(folder), {2, 3, 5}, PlacedWeights.commit, PageStore.write
     with engine(model, *REFERENCE) as reference:
         expected = train(reference, batches(6), before=skip_last_block(reference, unused))
         weights = masters(reference)
@@ -202,7 +202,7 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
         threading.Timer(0.1, lambda: begin().then(home.finish_part)).start()
         return home
 
-    def committed(held: Weights, unit: int, *given: Any, **more: Any) -> Future:
+    def committed(held: PlacedWeights, unit: int, *given: Any, **more: Any) -> Future:
         begin = partial(commit, held, unit, *given, **more)
         return late(begin) if held.units[unit].name.endswith("h.4") else begin()
 
@@ -210,7 +210,7 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
         begin = partial(write, store, number, buffer)
         return late(begin) if store.pages[number].unit == store.pages[-2].unit else begin()
 
-    monkeypatch.setattr(Weights, "commit", committed)
+    monkeypatch.setattr(PlacedWeights, "commit", committed)
     monkeypatch.setattr(PageStore, "write", written)
     words = [*HOMES["weights and gradients on the drive"], "tiered.page_buffers=99"]  # all pages are read ahead
     with engine(model, *words, BEHIND, drives=[drive]) as ours:
@@ -291,7 +291,7 @@ def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
         ours.offloaded.keep_account(model=folder)
         train(ours, batches(2))
-        ours.settle()
+        ours.synchronize()
         pages = ["home", "page"] * len(ours.offloaded.store.pages)
     notes = [place for place, event in enumerate(events) if isinstance(event, tuple)]
     assert [events[place] for place in notes] == [(0, True), (1, False), (1, True), (2, False)]
@@ -308,7 +308,7 @@ def test_closed_while_an_update_is_under_way_it_ends(
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
         ours.offloaded.keep_account(model=folder)
         train(ours, batches(1))
-        assert ours.offloaded.renewal.under_way
+        assert ours.offloaded.update_progress.under_way
         threading.Timer(0.1, go.set).start()
         ours.close()
         (progress,) = drive.glob("offload-trainer/run-*/progress")
@@ -321,7 +321,7 @@ def test_closed_while_an_update_is_under_way_it_ends(
 def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, drive: Path) -> None:
     with engine(gpt2(folder), *HOMES["nothing in RAM"], BEHIND, drives=[drive]) as ours:
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         file = next(drive.glob("offload-trainer/run-*/state"))
         with open(file, "r+b") as opened:
             opened.truncate(8192)
@@ -329,7 +329,7 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, d
         words = r"state: cut short: .* the file has 8192 of \d+"
         with pytest.raises(TrainerError, match=words):
             train(ours, batches(1))
-        for call in (ours.settle, ours.snapshot, lambda: masters(ours), lambda: ours.eval_loss(batches(1)[0])):
+        for call in (ours.synchronize, ours.snapshot, lambda: masters(ours), lambda: ours.eval_loss(batches(1)[0])):
             with pytest.raises(TrainerError, match=words):
                 call()
 
@@ -338,7 +338,7 @@ def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pyt
     """Whatever it is, also where nobody has waited yet when it comes."""
     with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         monkeypatch.setattr(Updater, "_update", lambda *_, **__: 1 / 0)
         train(ours, batches(1))
         with pytest.raises(ZeroDivisionError):
@@ -350,19 +350,19 @@ def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pyt
 
 def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that nobody waits for at first, and that then takes 0.2 s; in line there is no such thing."""
-    walk, wait, waited_for = Updater._walk, Renewal._wait, threading.Event()
+    walk, wait, waited_for = Updater._walk, UpdateProgress._wait, threading.Event()
 
-    def waiting(renewal: Renewal, future: Future) -> None:
+    def waiting(update_progress: UpdateProgress, future: Future) -> None:
         if not future.done:
             waited_for.set()
-        wait(renewal, future)
+        wait(update_progress, future)
 
     def slowly(updater: Updater, step: Any) -> None:
         assert updater._thread is None or waited_for.wait(60)
         time.sleep(0.2)
         walk(updater, step)
 
-    monkeypatch.setattr(Renewal, "_wait", waiting)
+    monkeypatch.setattr(UpdateProgress, "_wait", waiting)
     monkeypatch.setattr(Updater, "_walk", slowly)
     for how in (BEHIND, "tiered.overlap=off"):
         clock = PhaseClock()
@@ -392,7 +392,7 @@ def test_beside_a_model_on_the_cpu_the_update_computes_alone(folder: Path, monke
     try:
         with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
             train(ours, batches(1))
-            ours.settle()
+            ours.synchronize()
             other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
             other.start()
             other.join()

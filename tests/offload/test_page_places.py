@@ -171,7 +171,7 @@ def test_files_are_of_one_whole_step_at_every_moment(
         monkeypatch.setattr(Updater, "_update", looked)
         for data in batches(4):
             train(ours, [data])
-            ours.settle()
+            ours.synchronize()
             before = masters(ours)
         pages = len(ours.offloaded.store.pages)
     assert seen == [step for step in (1, 2, 3) for _ in range(pages)]
@@ -181,10 +181,10 @@ def test_a_record_that_is_torn_leaves_the_step_before(model: Path, drive: Path, 
     with engine(model, *TWO, drives=[drive]) as ours:
         ours.offloaded.keep_account(model=tmp_path)
         train(ours, batches(2))
-        ours.settle()
+        ours.synchronize()
         before, record = masters(ours), (lease(drive) / "record").read_bytes()
         train(ours, batches(3)[2:])
-        ours.settle()
+        ours.synchronize()
         assert_same(dict(read_store(lease(drive)).weights()), masters(ours))
         now = (lease(drive) / "record").read_bytes()
         place = next(number for number, byte in enumerate(now) if byte != record[number])
@@ -200,7 +200,7 @@ def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Pa
     with engine(model, *TWO, drives=[drive]) as ours:
         ours.offloaded.keep_account(model=tmp_path)
         train(ours, batches(2))
-        ours.settle()
+        ours.synchronize()
         store = ours.offloaded.store
         last = len(store.pages) - 1
         name = next(iter(ours.offloaded.state.pieces(last)))[0]
@@ -245,7 +245,7 @@ def test_the_order_that_a_power_cut_needs(
         for number, data in enumerate(batches(3), 1):
             train(ours, [data])
             ours.commit({"step": number})
-        ours.settle()
+        ours.synchronize()
     assert [call for call, _ in groupby(calls)] == 3 * ["write state", "sync state", "write record", "sync record"]
 
 
@@ -278,12 +278,12 @@ def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: P
         late = threading.Timer(60, snapshot.close)
         late.start()
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         assert late.is_alive()
         late.cancel()
         assert_same(masters(ours), plain(model, 1)[1])
         train(ours, batches(2)[1:])
-        assert ours.offloaded.renewal.under_way
+        assert ours.offloaded.update_progress.under_way
         (tmp_path / "saved").mkdir()
         snapshot.write(tmp_path / "saved")
         assert_same(masters(ours), plain(model, 2)[1])

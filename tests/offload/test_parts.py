@@ -141,10 +141,10 @@ def test_drives_move_what_is_planned(folder: Path) -> None:
         words = ("--params", "nvme", "--ram-fraction", "1", ON, "tiered.unit_buffers=1", *([PARTS] if parts else []))
         with engine(model, *words, drives=[drive(folder)]) as ours:
             train(ours, batches(2))
-            ours.settle()
+            ours.synchronize()
             before = read_io()
             train(ours, batches(2))
-            ours.settle()
+            ours.synchronize()
             moved[parts] = read_io() - before
     assert moved[True].written_bytes >= moved[False].written_bytes
     assert moved[True].read_bytes > moved[False].read_bytes

@@ -184,7 +184,7 @@ def test_copies_out_of_the_device_keep_their_memory_and_hold_nothing_up(monkeypa
         device._outward.queue.append(("copy", lambda: pytest.fail("a gradient was waited for")))
         kept = device.keep(values, host)
         assert values.data_ptr() in cuda.recorded
-        returned = device.bring_back(host, back, after=device.mark(), ready=kept)
+        returned = device.copy_back(host, back, after=device.mark(), ready=kept)
         returned.arrival.wait()
         returned.left.wait()
         assert torch.equal(back, values)

@@ -20,7 +20,7 @@ from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.tiered.layout import Unit, units_of
 from offload_trainer.plan.tiered.spec import TierSizes, homes_in
 from offload_trainer.plan.tiered.traffic import taken_by_parts, tiered_traffic
-from offload_trainer.plan.tiered.weight_transfer import Taken
+from offload_trainer.plan.tiered.weight_transfer import TransferBytes
 from offload_trainer.plan.workload import Workload
 from offload_trainer.settings import load_config
 
@@ -85,7 +85,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
         )
         for before, after in zip(found, more, strict=True)
     ]  # a run ends with what the next step would have begun with
-    taken = sum(by_parts.values(), Taken(0, 0))
+    taken = sum(by_parts.values(), TransferBytes(0, 0))
     assert in_a_step == [(taken.from_ram, taken.from_others)] * world
     device = [one for one in plan.traffic if one.place == "device" and one.phase in ("forward", "backward")]
     assert world == 1 or sum(one.read for one in device) == taken.from_ram

@@ -138,12 +138,12 @@ from offload_trainer.errors import TrainerError
 def ends(words):
     rank, fault = int(sys.argv[1]), sys.argv[2]
     ranked.join(rank, 2, Path(sys.argv[3]))
-    ranks.meet()
+    ranks.barrier()
     if rank and fault == "stalls":
         time.sleep(600)
     if rank:
         raise TrainerError("the disk is full")
-    ranks.meet(stalled=1.0 if fault == "stalls" else 300.0)
+    ranks.barrier(stalled=1.0 if fault == "stalls" else 300.0)
 
 cli._COMMANDS["train"] = ends
 sys.exit(cli.main(["train"]))

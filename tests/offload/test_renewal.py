@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.update.progress import Renewal
+from offload_trainer.offload.update.progress import UpdateProgress
 from offload_trainer.plan.tiered.layout import Page
 
 UNITS = [0, 1, 2]
@@ -18,7 +18,7 @@ PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1,
 @pytest.fixture
 def ranks() -> Any:
     barrier = threading.Barrier(2, timeout=100)
-    made = [Renewal(pages, units=UNITS, agree=lambda unit: barrier.wait()) for pages in PAGES]
+    made = [UpdateProgress(pages, units=UNITS, agree=lambda unit: barrier.wait()) for pages in PAGES]
     for one in made:
         one.begin()
     yield made
@@ -27,11 +27,11 @@ def ranks() -> Any:
         one.close()
 
 
-def home(ranks: list[Renewal]) -> list[list[bool]]:
+def home(ranks: list[UpdateProgress]) -> list[list[bool]]:
     return [[one.is_home(unit) for unit in UNITS] for one in ranks]
 
 
-def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[Renewal]) -> None:
+def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgress]) -> None:
     first, second = ranks
     first.told_by(0, pages=2)(None)
     first.told_by(2)(None)
@@ -47,7 +47,7 @@ def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[Renewal]) -
     assert home(ranks) == [[True] * 3] * 2
 
 
-def test_what_goes_wrong_on_one_rank_is_raised_there(ranks: list[Renewal]) -> None:
+def test_what_goes_wrong_on_one_rank_is_raised_there(ranks: list[UpdateProgress]) -> None:
     first, _ = ranks
     first.told_by(2)(TrainerError("the drive is gone"))
     for unit in UNITS:

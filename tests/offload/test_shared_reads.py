@@ -16,7 +16,7 @@ from threads import Threads
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.pages.store import UnitStore
-from offload_trainer.offload.ranks.fetch_matching import Rounds
+from offload_trainer.offload.ranks.fetch_matching import FetchMatching
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.offload.ranks.shared_reads import SharedReads
 from offload_trainer.storage.host_memory import host_buffer
@@ -55,13 +55,13 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
         transfers.fails = fails and rank == 1
         words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
         store = UnitStore(sizes, [0] * len(units), node=node, **words)
-        rounds = Rounds(lambda mine: between.exchange(rank, mine))
-        reads = SharedReads(units, store, node=node, rounds=rounds, meet=between.meet)
+        rounds = FetchMatching(lambda mine: between.exchange(rank, mine))
+        reads = SharedReads(units, store, node=node, rounds=rounds, barrier=between.barrier)
         found = []
         try:
             for what in programs[rank]:
                 if what == MEET:
-                    rounds.meet()
+                    rounds.barrier()
                     continue
                 buffer = host_buffer(2 * sizes[what]).view(torch.bfloat16)
                 reads.want(what)(buffer).wait()
@@ -71,7 +71,7 @@ def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = Fal
             between.abort()
             return error
         finally:
-            reads.abandon()
+            reads.cancel()
             reads.close()
             rounds.close()
             transfers.close()
@@ -119,13 +119,16 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -
     units, node, transfers = model(tied=False), Node(), ThreadedTransfers(threads=1)
     file = DriveFile(tmp_path / "weights", 2 * sum(unit.elements for unit in units))
     words: dict[str, Any] = {"dtype": torch.bfloat16, "files": [file], "transfers": transfers, "pinned": False}
-    store, rounds = UnitStore([unit.elements for unit in units], [0] * len(units), node=node, **words), Rounds(never)
-    reads = SharedReads(units, store, node=node, rounds=rounds, meet=lambda: None)
+    store, rounds = (
+        UnitStore([unit.elements for unit in units], [0] * len(units), node=node, **words),
+        FetchMatching(never),
+    )
+    reads = SharedReads(units, store, node=node, rounds=rounds, barrier=lambda: None)
     filled = reads.want(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
     reads.want(1)  # whose buffer never comes, as where an update went wrong
     filled.then(closed.finish_part)
     assert not closed.done
-    reads.abandon()
+    reads.cancel()
     assert closed.done
     with pytest.raises(RuntimeError, match="closed before"):
         filled.wait()

@@ -12,7 +12,7 @@ from bench_of_engines import REENTRANT, batches, engine, model_directory, train
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.machine.probe import probe_machine
 from offload_trainer.model.loader import resolve_model
-from offload_trainer.offload.weights.prefetch import Stream
+from offload_trainer.offload.weights.prefetch import WeightPrefetcher
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.run.memory_fallbacks import as_wished
 from offload_trainer.settings import load_config
@@ -38,20 +38,27 @@ class Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[Event] = []
-        need, start, passing, begin = Stream.need, Stream._start, Stream.passing, Stream.begin
+        need, start, passing, begin = (
+            WeightPrefetcher.need,
+            WeightPrefetcher._start,
+            WeightPrefetcher.passing,
+            WeightPrefetcher.begin,
+        )
 
         def note(kind: str, what: int | str) -> None:
             self.events.append((kind, what))
 
-        patch.setattr(Stream, "need", lambda s, unit: (note("need", unit), need(s, unit))[1])
-        patch.setattr(Stream, "_start", lambda s, unit, number: (note("start", unit), start(s, unit, number))[1])
-        patch.setattr(Stream, "begin", lambda s: (note("begin", ""), begin(s)))
+        patch.setattr(WeightPrefetcher, "need", lambda s, unit: (note("need", unit), need(s, unit))[1])
+        patch.setattr(
+            WeightPrefetcher, "_start", lambda s, unit, number: (note("start", unit), start(s, unit, number))[1]
+        )
+        patch.setattr(WeightPrefetcher, "begin", lambda s: (note("begin", ""), begin(s)))
 
-        def watched(stream: Stream, *, backward: bool, then: bool | None) -> Any:
+        def watched(stream: WeightPrefetcher, *, backward: bool, then: bool | None) -> Any:
             note("pass", "backward" if backward else "forward")
             return passing(stream, backward=backward, then=then)
 
-        patch.setattr(Stream, "passing", watched)
+        patch.setattr(WeightPrefetcher, "passing", watched)
 
 
 def third_step(

@@ -441,10 +441,10 @@ def test_bytes_are_the_planned_ones_and_no_more(folder: Path) -> None:
             trained = sum(page.elements for page in ours.offloaded.store.pages)
             data = batches(4)
             train(ours, data[:2])
-            ours.settle()
+            ours.synchronize()
             before = read_io()
             train(ours, data[2:])
-            ours.settle()
+            ours.synchronize()
             moved = read_io() - before
             wanted = 2 * 12 * (trained - layout.aligned(int(trained * share)))
             assert moved.read_bytes == wanted
@@ -456,7 +456,7 @@ def test_a_file_cut_short_stops_the_run_with_the_numbers(folder: Path) -> None:
     (drive,) = drives(folder, 1)
     with engine(model, "--optimizer", "nvme", drives=[drive]) as ours:
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         file = next(drive.glob("offload-trainer/run-*/state"))
         with open(file, "r+b") as opened:
             opened.truncate(8192)
@@ -479,7 +479,7 @@ def test_a_changed_page_of_state_is_always_found(words: list[str], folder: Path)
     (drive,) = drives(folder, 1)
     with engine(model, "--optimizer", "nvme", *words, drives=[drive]) as ours:
         train(ours, batches(2))
-        ours.settle()
+        ours.synchronize()
         store = ours.offloaded.store
         file, offset = store._where(0, store.places.holding(0))
         change(file.path, offset + 40)
@@ -496,7 +496,7 @@ def test_a_changed_block_is_found_with_checksums(folder: Path) -> None:
     (drive,) = drives(folder, 1)
     with engine(model, *PLACES["checked"], drives=[drive]) as ours:
         train(ours, batches(1))
-        ours.settle()
+        ours.synchronize()
         file = next(drive.glob("offload-trainer/run-*/weights"))
         for at in range(40, file.stat().st_size, 4096):  # some of them are in memory already
             change(file, at)

@@ -100,7 +100,7 @@ def test_runs_go_on_in_either_form(states: list[str], folder: Path, drive: Path,
             writing = threading.Thread(target=snapshot.write, args=[place])
             writing.start()
             train(ours, batches(6)[3:])
-            ours.settle()
+            ours.synchronize()
             writing.join()
             snapshot.close()
         with engine(gpt2(folder), *home, *states, *after, drives=[drive], load_weights=False) as other:
@@ -168,10 +168,10 @@ def test_bytes_are_the_planned_ones(
     with engine(model, *words, drives=[drive]) as ours:
         trained = sum(unit.trained for unit in ours.offloaded.units)
         train(ours, batches(2))
-        ours.settle()
+        ours.synchronize()
         before = read_io()
         train(ours, batches(4)[2:])
-        ours.settle()
+        ours.synchronize()
         moved = read_io() - before
     traffic = [one for one in plans[0].traffic if one.place == str(drive)]
     ahead = 0 if "--params" not in words else 2 * trained  # weights of the next step that were fetched by either end

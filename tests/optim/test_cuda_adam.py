@@ -26,7 +26,7 @@ from test_update_page import MARK, STATES, cut
 from offload_trainer.errors import TrainerError
 from offload_trainer.optim import cuda_adam, native_adam
 from offload_trainer.optim.cuda_adam import CudaKernel, choose_cuda_kernel
-from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import gives_the_bits_of, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
@@ -96,7 +96,7 @@ def wild_page(n: int, *, states: str) -> tuple[Fields, torch.Tensor]:
 def updated(
     kernel: Kernel,
     page: tuple[Fields, torch.Tensor],
-    parts: list[Stretch],
+    parts: list[ParamRange],
     *,
     states: str,
     first: int = 4096,
@@ -116,7 +116,7 @@ def updated(
         by_rule(states, parts),
         format=form(states),
         scale=scale,
-        noise=None if states == "fp32" else PageNoise(Noise(1, 2), 3, first),
+        noise=None if states == "fp32" else RoundingNoise(Noise(1, 2), 3, first),
     )
     return [tensor.cpu() for tensor in (*here.values(), out)]
 

@@ -123,7 +123,7 @@ def test_masters_of_a_dead_run_are_where_its_index_says(model: Path, tmp_path: P
     with engine(model, "optim.name=lion", *HOMES["all on the drives"], drives=[tmp_path / "drive"]) as ours:
         ours.offloaded.keep_account(model=tmp_path)
         train(ours, batches(2))
-        ours.settle()  # the update may overlap what follows the step
+        ours.synchronize()  # the update may overlap what follows the step
         (index,) = tmp_path.glob("drive/offload-trainer/run-*/store.json")
         stored, weights = dict(read_store(index.parent).weights()), masters(ours)
         assert_same(stored, weights)

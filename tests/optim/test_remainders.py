@@ -10,7 +10,7 @@ from emulated import EmulatedGpu
 from parts import ADAMW, FORMATS, by_rule, form, part
 
 from offload_trainer.optim.cuda_adam import CudaKernel
-from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
@@ -67,7 +67,7 @@ def kept_by(kernel: Kernel, master: torch.Tensor) -> bool:
     before = [fields["remainder"].clone(), fields["ties"].clone(), weights.clone()]
     still = AdamW(0.0, (0.9, 0.95), 1e-8, 0.0)
     grad = torch.zeros(n, dtype=torch.bfloat16)
-    kernel.update_page(fields, grad, weights, [Stretch(0, n, still, 1)], format=format, scale=1.0, noise=None)
+    kernel.update_page(fields, grad, weights, [ParamRange(0, n, still, 1)], format=format, scale=1.0, noise=None)
     after = [fields["remainder"], fields["ties"], weights]
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, after, strict=True))
 
@@ -155,7 +155,7 @@ def test_updates_have_the_bits_of_masters_in_fp32(states: str) -> None:
         fields, weights = with_remainders({name: tensor.clone() for name, tensor in page.items()}, halves)
         assert sum(fields["ties"].tolist()) > 50
         for step in range(1, 4):
-            noise = PageNoise(Noise(1, step), 3, 4096)
+            noise = RoundingNoise(Noise(1, step), 3, 4096)
             given = grad.roll(step).clamp(-6e4, 6e4).bfloat16()
             kernel.update_page(whole, given, out, parts, format=format, scale=0.37, noise=noise)
             kernel.update_page(fields, given, weights, parts, format=halves, scale=0.37, noise=noise)

@@ -7,7 +7,7 @@ import torch
 from parts import ADAMW, FORMATS, by_rule, form, part
 
 from offload_trainer.optim import moments as moments_
-from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise
 from offload_trainer.optim.kernels import matches_torch, random_page
 from offload_trainer.optim.moments import Noise
 from offload_trainer.optim.native_adam import NativeKernel
@@ -16,7 +16,7 @@ from offload_trainer.optim.torch_adam import TorchKernel
 
 N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(66_048, N, 0.1, 300)]
-NOISE = PageNoise(Noise(1, 2), unit=3, first=4096)
+NOISE = RoundingNoise(Noise(1, 2), unit=3, first=4096)
 KERNELS = [TorchKernel, NativeKernel]
 MARK = 61440.0  # no weight is that large; exact in 16 bits
 STATES = list(FORMATS)
@@ -31,7 +31,7 @@ def cut(name: str, field: torch.Tensor, start: int, end: int) -> torch.Tensor:
 
 def updated(
     kernel: Kernel,
-    parts: list[Stretch],
+    parts: list[ParamRange],
     *,
     states: str,
     start: int = 0,
@@ -50,7 +50,7 @@ def updated(
         by_rule(states, parts),
         format=form(states),
         scale=0.37,
-        noise=None if states == "fp32" else PageNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
+        noise=None if states == "fp32" else RoundingNoise(NOISE.noise, NOISE.unit, NOISE.first + start),
     )
     return here, out
 
@@ -128,8 +128,8 @@ def test_lion_is_what_its_paper_says(moments: str, kind: type[Kernel]) -> None:
         gradient = grad.roll(step).clamp(-6e4, 6e4).bfloat16()
         gradient[100:200] = 0
         lr, (beta1, beta2) = 10.0**-step, (0.95 - 0.15 * step, 0.99)
-        noise = PageNoise(Noise(1, step), unit=3, first=4096)
-        parts = [Stretch(start, end, Lion(lr, (beta1, beta2), decay), step) for start, end, decay in cuts]
+        noise = RoundingNoise(Noise(1, step), unit=3, first=4096)
+        parts = [ParamRange(start, end, Lion(lr, (beta1, beta2), decay), step) for start, end, decay in cuts]
         kernel.update_page(fields, gradient, out, parts, format=form(f"lion_{moments}"), scale=0.37, noise=noise)
 
         g = gradient.float() * 0.37
@@ -180,10 +180,10 @@ def test_each_part_has_numbers_of_its_own(kind: type[Kernel], states: str) -> No
         AdamW(3e-2, (0.3, 0.999), 1e-4, 0.0),
         AdamW(1e-5, (0.8, 0.9), 0.1, 1.0),
     ]
-    parts = [Stretch(*place, hyper, 7) for *place, hyper in zip(ends, ends[1:], hypers, strict=False)]
+    parts = [ParamRange(*place, hyper, 7) for *place, hyper in zip(ends, ends[1:], hypers, strict=False)]
     fields, out = updated(kind(), parts, states=states)
     for start, end, hyper in zip(ends, ends[1:], hypers, strict=False):
-        page = updated(kind(), [Stretch(0, end - start, hyper, 7)], states=states, start=start, end=end)
+        page = updated(kind(), [ParamRange(0, end - start, hyper, 7)], states=states, start=start, end=end)
         assert same(page, ({name: cut(name, tensor, start, end) for name, tensor in fields.items()}, out[start:end]))
-        alike = updated(kind(), [Stretch(0, end - start, ADAMW, 7)], states=states, start=start, end=end)
+        alike = updated(kind(), [ParamRange(0, end - start, ADAMW, 7)], states=states, start=start, end=end)
         assert same(page, alike) == (hyper == ADAMW)

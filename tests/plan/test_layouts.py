@@ -72,11 +72,11 @@ def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
         (rank, homes.weights[page.unit], homes.gradients[page.unit], page.home, page.elements)
         for page, rank in zip(homes.pages, owners, strict=True)
     ]
-    alike = {(one.rank, one.weights, one.gradients, one.page.home, one.page.elements): one for one in homes.alike}
+    alike = {(one.rank, one.weights, one.gradients, one.page.home, one.page.elements): one for one in homes.page_groups}
     assert {kind: one.count for kind, one in alike.items()} == Counter(kinds)
-    assert len(homes.alike) < len(homes.pages)
-    assert [one.number for one in homes.alike] == sorted(one.number for one in homes.alike)
-    assert any(one.page.home == ELSEWHERE for one in homes.alike) == (ranks > 1)
+    assert len(homes.page_groups) < len(homes.pages)
+    assert [one.number for one in homes.page_groups] == sorted(one.number for one in homes.page_groups)
+    assert any(one.page.home == ELSEWHERE for one in homes.page_groups) == (ranks > 1)
     ways = {number: route_of(number, page, homes, is_gpu=True) for number, page in enumerate(homes.pages)}
     for route in routes_of(homes, is_gpu=True):
         first = alike[kinds[route.number]]

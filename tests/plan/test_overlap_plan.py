@@ -15,7 +15,15 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import Weight
 from offload_trainer.plan.tiered.layout import units_of
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.time.overlap import AheadOf, Part, ahead_of, hidden_seconds, left_after, parts_left, parts_of
+from offload_trainer.plan.time.overlap import (
+    BackwardOverlap,
+    Part,
+    ahead_of,
+    hidden_seconds,
+    left_after,
+    parts_left,
+    parts_of,
+)
 from offload_trainer.plan.time.step_time import Bound, Forecast
 from offload_trainer.units import format_seconds
 
@@ -121,7 +129,7 @@ def test_more_of_the_update_is_hidden_with_more_tokens() -> None:
 
 def behind_the_backward(
     update: float, *bounds: Bound, micro_batches: int = 1, on_drives: float = 1.0, last: float = 0.0
-) -> AheadOf:
+) -> BackwardOverlap:
     """Of a backward of 1 s over very many blocks."""
     shape = replace(SHAPES["gpt2"], weights=tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000)))
     found, units = forecast(update, 1.0, *bounds), units_of(shape)
@@ -133,8 +141,8 @@ def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
     assert behind_the_backward(4.0, drive, cpu).hidden == pytest.approx(1.0, rel=0.01)
     assert behind_the_backward(4.0, drive, cpu, micro_batches=4).hidden == pytest.approx(0.25, rel=0.01)
     little = replace(drive, seconds=0.5)
-    assert behind_the_backward(0.5, little, cpu) == AheadOf(pytest.approx(0.5), pytest.approx(0.5))
-    assert behind_the_backward(4.0, drive, cpu, on_drives=0.0) == AheadOf(0.0, 0.0)
+    assert behind_the_backward(0.5, little, cpu) == BackwardOverlap(pytest.approx(0.5), pytest.approx(0.5))
+    assert behind_the_backward(4.0, drive, cpu, on_drives=0.0) == BackwardOverlap(0.0, 0.0)
     assert behind_the_backward(0.5, little, cpu, last=0.2).done == pytest.approx(0.4)
 
 
@@ -151,9 +159,9 @@ def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
 
 def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
     bounds = Bound("update", 2.0, "", "drive", "sda"), Bound("update", 1.0, "", "adamw")
-    left = left_after(forecast(2.0, 1.0, *bounds), AheadOf(1.8, 1.8), on_drives=0.4)
+    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(1.8, 1.8), on_drives=0.4)
     assert left.seconds["update"] == pytest.approx(0.6)
-    left = left_after(forecast(2.0, 1.0, *bounds), AheadOf(0.5, 0.5), on_drives=0.4)
+    left = left_after(forecast(2.0, 1.0, *bounds), BackwardOverlap(0.5, 0.5), on_drives=0.4)
     assert left.seconds["update"] == pytest.approx(1.5)
     assert [bound.seconds for bound in left.bounds] == [pytest.approx(1.5), pytest.approx(0.75)]
 

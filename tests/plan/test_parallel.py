@@ -17,7 +17,16 @@ from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
 from offload_trainer.plan.deepspeed.zero_gathers import gathers
 from offload_trainer.plan.machine import Links, MachineProfile, Rate, Rates
 from offload_trainer.plan.parallel.cost import priced, stock_rates
-from offload_trainer.plan.parallel.modes import Flow, Mode, columns, flows, link_seconds, modes, refusal, weights_held
+from offload_trainer.plan.parallel.modes import (
+    Collective,
+    Mode,
+    columns,
+    flows,
+    link_seconds,
+    modes,
+    refusal,
+    weights_held,
+)
 from offload_trainer.plan.parallel.table import compare
 from offload_trainer.plan.parallel.tensor_degree import tensor_of
 from offload_trainer.plan.plan import Plan
@@ -42,7 +51,7 @@ def work(*words: str, world: int = 8, nodes: int = 1) -> Workload:
     return workload(wish(*words), SHAPE, world=world, nodes=nodes, saves=False)
 
 
-def moved(mode: Mode, step: Workload) -> dict[tuple[str, str], Flow]:
+def moved(mode: Mode, step: Workload) -> dict[tuple[str, str], Collective]:
     held = weights_held(mode, SHAPE)
     return {(one.what, one.phase): one for one in flows(mode, step, held=held, trained=held)}
 
@@ -81,7 +90,7 @@ def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, her
             if group * apart > world:
                 continue
             gpu, network = simulated(group, apart, here=here, world=world, kind=kind)
-            flow = Flow("", "forward", gpu, 1, group, apart, kind)  # type: ignore[arg-type]
+            flow = Collective("", "forward", gpu, 1, group, apart, kind)  # type: ignore[arg-type]
             assert flow.network(here) == pytest.approx(network), (group, apart)
 
 

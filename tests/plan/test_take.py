@@ -15,7 +15,7 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.tiered.layout import ALIGN, units_of
 from offload_trainer.plan.tiered.norm_shards import given, norm_parts, piece_width
 from offload_trainer.plan.tiered.spec import TierSizes
-from offload_trainer.plan.tiered.weight_transfer import Taken, at_once, is_by_parts, seconds_of, taken
+from offload_trainer.plan.tiered.weight_transfer import TransferBytes, at_once, is_by_parts, seconds_of, taken
 from offload_trainer.units import format_seconds
 
 MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3e10}
@@ -41,9 +41,11 @@ def by_parts(plan: Plan) -> bool:
 def test_bytes_of_a_unit() -> None:
     """Each of 3 copies 2 of 8 pieces, and the 2 that are left; 4 come from the others."""
     piece = 2 * ALIGN
-    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == Taken(4 * piece, 4 * piece)
-    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=False) == Taken(8 * piece, 0)
-    assert taken(2 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == Taken(2 * piece, 0)  # smaller than the ranks
+    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(4 * piece, 4 * piece)
+    assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=False) == TransferBytes(8 * piece, 0)
+    assert taken(2 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(
+        2 * piece, 0
+    )  # smaller than the ranks
 
 
 def test_rates_of_all_at_once() -> None:
@@ -116,8 +118,8 @@ def test_without_gpus_it_is_done_where_it_is_asked_for() -> None:
     assert not by_parts(planned(here))
     assert by_parts(planned(here, "tiered.take=gather"))
     assert not is_by_parts("gather", here, ranks=1)
-    assert seconds_of(Taken(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
-    assert seconds_of(Taken(10**9, 10**9), node(gpu=0), ranks=2) is None
+    assert seconds_of(TransferBytes(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
+    assert seconds_of(TransferBytes(10**9, 10**9), node(gpu=0), ranks=2) is None
 
 
 def test_a_wish_that_says_nothing_is_told() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_trainer.errors import Elsewhere, UserError
+from offload_trainer.errors import PeerFailed, UserError
 from offload_trainer.run.ranks import consistency
 from offload_trainer.run.ranks.consistency import refuse_other_data, refuse_other_programs
 from offload_trainer.settings import load_config
@@ -60,6 +60,6 @@ def test_other_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rank_0_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     others(monkeypatch, rank=2, torch="2.1")
-    with pytest.raises(Elsewhere) as silent:
+    with pytest.raises(PeerFailed) as silent:
         refuse_other_programs(wishes())
     assert silent.value.exit_code == UserError.exit_code

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from offload_trainer import ranks
-from offload_trainer.errors import Elsewhere, TrainerError, UserError
+from offload_trainer.errors import PeerFailed, TrainerError, UserError
 from offload_trainer.run.ranks import heartbeat as module
-from offload_trainer.run.ranks.heartbeat import _Beats, _go_on
+from offload_trainer.run.ranks.heartbeat import _exchange_heartbeats, _Heartbeats
 
 NODES = [range(2), range(2, 4), range(4, 6)]
 
@@ -42,7 +42,7 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
     """The second tells now and then, the third no more."""
     now = [0.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    first, second, third = (_Beats(store, NODES, number=number) for number in range(3))
+    first, second, third = (_Heartbeats(store, NODES, number=number) for number in range(3))
     for one in (first, second, third):
         one.tell()
     for now[0] in (0.1, 0.2, 0.3):
@@ -55,28 +55,30 @@ def test_a_node_that_is_not_heard_of_ends_the_others(
     assert first.listen() is None  # one that has come to its end is not looked for
     now[0] = 0.8
     with pytest.raises(Lost):
-        _go_on(first, said.append)
+        _exchange_heartbeats(first, said.append)
     (line,) = said
     assert line.startswith("node 1 (ranks 2 to 3) has not been heard of for 0.3 s, and the run ends. The same command")
 
 
 def test_a_store_that_is_gone_ends_them_too(store: dist.TCPStore, said: list[str]) -> None:
-    beats = _Beats(store, NODES, number=0)  # nobody has told anything: a store that does not answer raises the same
+    beats = _Heartbeats(
+        store, NODES, number=0
+    )  # nobody has told anything: a store that does not answer raises the same
     with pytest.raises(Lost):
-        _go_on(beats, said.append)
+        _exchange_heartbeats(beats, said.append)
     assert said[0].startswith("the launcher of the first node is not to be reached (")
 
 
 def test_a_store_that_does_not_answer_ends_them(store: dist.TCPStore, said: list[str]) -> None:
     with pytest.raises(Lost):
-        module._guard(_Beats(store, NODES, number=0), said.append)
+        module._guard(_Heartbeats(store, NODES, number=0), said.append)
     assert said[0].startswith("the launcher of the first node has not answered for 0.6 s, and the run ends.")
 
 
 def test_a_node_that_has_ended_says_so(store: dist.TCPStore, said: list[str]) -> None:
-    beats = _Beats(store, NODES, number=0)
+    beats = _Heartbeats(store, NODES, number=0)
     beats.over.set()
-    _go_on(beats, said.append)
+    _exchange_heartbeats(beats, said.append)
     assert (said, store.get("beat/0")) == ([], b"ended")
 
 
@@ -89,7 +91,7 @@ def test_a_rank_that_does_not_come_is_told_to_other_nodes(monkeypatch: pytest.Mo
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     ranks.tell_not_coming("--lrr: there is no such flag")
-    with pytest.raises(Elsewhere):
+    with pytest.raises(PeerFailed):
         ranks.join()
     monkeypatch.setenv("GROUP_RANK", "0")
     with pytest.raises(TrainerError, match=r"^node 1 does not come: --lrr: there is no such flag$"):

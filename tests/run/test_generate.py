@@ -19,10 +19,10 @@ from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.export.export_command import export
 from offload_trainer.export.sources import opened
-from offload_trainer.model.inference import Speaker, empty_model, read_as_called
-from offload_trainer.run.commands.generate import chat, sample, speaker
+from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called
+from offload_trainer.run.commands.generate import chat, inference_model, sample
 from offload_trainer.run.commands.list_runs import runs_in, table
-from offload_trainer.run.commands.sampling import Draw
+from offload_trainer.run.commands.sampling import SamplingOptions
 from offload_trainer.storage.locks import open_lock, take
 from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 
@@ -66,17 +66,17 @@ def test_text_is_that_of_transformers_wherever_the_weights_are(run: Path, export
     said: list[str] = []
     places = ((run, None), (run, 0), (exported, None), (exported, 0))
     for path, most in places:
-        with speaker(path, say=said.append, most_bytes=most) as found:
-            assert found.go_on(ids, tokens=TOKENS, temperature=0, seed=0) == expected
+        with inference_model(path, say=said.append, most_bytes=most) as found:
+            assert found.generate(ids, tokens=TOKENS, temperature=0, seed=0) == expected
     assert sum("read anew for each token" in line for line in said) == 2
     texts = {
-        sample(path, "What", Draw(TOKENS, 0.9, seed), say=said.append, most_bytes=most)
+        sample(path, "What", SamplingOptions(TOKENS, 0.9, seed), say=said.append, most_bytes=most)
         for path, most in places
         for seed in (1, 2)
     }
     assert len(texts) == 2
     assert all(text.startswith("What") for text in texts)
-    assert sample(run, "", Draw(2, 0, 0), say=said.append)
+    assert sample(run, "", SamplingOptions(2, 0, 0), say=said.append)
 
 
 def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_an_export_is_read_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = whole(given).logits
         for most in (None, 0):
-            with speaker(tmp_path, say=lambda line: None, most_bytes=most) as found:
+            with inference_model(tmp_path, say=lambda line: None, most_bytes=most) as found:
                 assert torch.equal(found.model(given).logits, expected)
 
 
@@ -109,8 +109,8 @@ def test_what_a_run_without_checkpoints_left_is_read_again_and_again(run: Path, 
     left = call(*words, output=tmp_path / "left").output
     expected = likeliest(left / "export", [5, 6, 7])
     for most in (None, 0):
-        with speaker(left, say=lambda line: None, most_bytes=most) as found:
-            assert found.go_on([5, 6, 7], tokens=TOKENS, temperature=0, seed=0) == expected
+        with inference_model(left, say=lambda line: None, most_bytes=most) as found:
+            assert found.generate([5, 6, 7], tokens=TOKENS, temperature=0, seed=0) == expected
 
 
 def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
@@ -129,7 +129,7 @@ def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
             return sum(p.untyped_storage().nbytes() for p in model.parameters() if p.untyped_storage().nbytes() > 4)
 
         read_as_called(model, source.shapes, read)
-        Speaker(model, load_tokenizer(str(source.model))).go_on([5, 6, 7], tokens=3, temperature=0, seed=0)
+        InferenceModel(model, load_tokenizer(str(source.model))).generate([5, 6, 7], tokens=3, temperature=0, seed=0)
         assert set(asked) == set(source.shapes)
         assert asked.count("transformer.wte.weight") == 6  # as embedding and as head, of three tokens
         assert held() == 0
@@ -139,13 +139,17 @@ def test_one_modules_weights_are_there_at_a_time(run: Path) -> None:
 def test_weights_that_were_not_read_are_no_text(run: Path) -> None:
     model = empty_model(run / "model")
     with pytest.raises(TrainerError, match="the model's logits are not numbers"):
-        Speaker(model, load_tokenizer(str(run / "model"))).go_on([5], tokens=1, temperature=0, seed=0)
+        InferenceModel(model, load_tokenizer(str(run / "model"))).generate([5], tokens=1, temperature=0, seed=0)
 
 
 def test_answers_follow_all_that_was_said(run: Path, exported: Path) -> None:
     tokenizer = load_tokenizer(str(exported))
     answers = chat(
-        run, ["What follows one?\n", "\n", "And two?\n"], Draw(TOKENS, 0, 0), say=lambda line: None, show=False
+        run,
+        ["What follows one?\n", "\n", "And two?\n"],
+        SamplingOptions(TOKENS, 0, 0),
+        say=lambda line: None,
+        show=False,
     )
     messages = []
     for asked, answer in zip(("What follows one?", "And two?"), answers, strict=True):
@@ -198,7 +202,7 @@ def test_a_run_without_a_template_has_no_chat(run: Path, tmp_path: Path) -> None
     for file in tmp_path.glob("*.jinja"):
         file.unlink()
     with pytest.raises(UserError, match="no chat template, so it was not trained on conversations: use `offload-train"):
-        chat(tmp_path, ["a"], Draw(), say=lambda line: None)
+        chat(tmp_path, ["a"], SamplingOptions(), say=lambda line: None)
 
 
 def directory(folder: Path, name: str, *, steps: int, saved: tuple[int, ...]) -> Path:

@@ -19,7 +19,7 @@ import torch
 
 from offload_trainer import ranks
 from offload_trainer.errors import TrainerError
-from offload_trainer.mesh import Gone, Late, Listener, Mesh, Refused, _name
+from offload_trainer.mesh import HandshakeRefused, Listener, Mesh, PeerGone, PeerTimeout, _name
 
 COUNT = 3
 SECRET = b"what all nodes know"
@@ -113,12 +113,12 @@ def test_what_ranks_tell_is_json() -> None:
 def test_one_that_has_gone_and_one_that_is_late() -> None:
     with listeners() as made:
         every = meshes(made, patience=0.2)
-        with pytest.raises(Late, match="Rank 1, Rank 2 failed to come") as late:
+        with pytest.raises(PeerTimeout, match="Rank 1, Rank 2 failed to come") as late:
             every[0].barrier()
         assert late.value.missing == (1, 2)
-        with pytest.raises(Gone, match="rank 0"):
+        with pytest.raises(PeerGone, match="rank 0"):
             every[1].barrier()  # rank 0 has given up
-        with pytest.raises(Gone):
+        with pytest.raises(PeerGone):
             every[2].check()
 
 
@@ -135,7 +135,7 @@ def test_half_a_message_never_becomes_the_head_of_another() -> None:
                 ),
                 count=2,
             )
-        with pytest.raises(Gone):
+        with pytest.raises(PeerGone):
             first.exchange([], [(1, memoryview(bytearray(4)))])
 
 
@@ -149,7 +149,7 @@ def test_nodes_that_know_other_secrets_are_refused() -> None:
                 return type(error)
             return None
 
-        assert together(meet, count=2) == [Late, Refused]
+        assert together(meet, count=2) == [PeerTimeout, HandshakeRefused]
 
 
 @pytest.mark.parametrize("head", [b"", bytes(8), bytes(72), b"OK" * 36, b"garbage" * 600], ids=range(5))
@@ -187,7 +187,7 @@ def test_one_who_passes_on_what_both_say_is_refused() -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         made[1].addresses[0] = relay.getsockname()
-        with pytest.raises(Refused):
+        with pytest.raises(HandshakeRefused):
             made[1].mesh([0, 1], patience=1.0, within=30.0)
 
 

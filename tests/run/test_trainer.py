@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from offload_trainer import trainer
-from offload_trainer.ranks import gather
-from offload_trainer.signals import Asked
+from offload_trainer.ranks import all_gather_object
+from offload_trainer.signals import StopRequest
 
 
 class Unsaved(nullcontext):
@@ -27,10 +27,10 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They agree after each step; one that has said what it was asked may be asked something just then."""
-    asked, agreed, saved = Asked(), [], []
+    asked, agreed, saved = StopRequest(), [], []
 
     def slowly(said: Any) -> Any:
-        answers = gather(said)
+        answers = all_gather_object(said)
         agreed.append(said)
         if len(agreed) == at:
             asked.stop = signal.SIGTERM  # as the handler does

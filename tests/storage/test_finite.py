@@ -57,12 +57,12 @@ def plant(made: Any, name: str, field: str, value: float) -> None:
         values = made.offloaded.state.store.get(field, unit.index, place.start, place.weight.numel)
         values[0] = value
         made.offloaded.state.store.put(field, unit.index, place.start, place.weight.numel, values)
-        made.offloaded.state.put_away()
+        made.offloaded.state.flush()
 
 
 def save(checkpoints: Checkpoints, made: Any, step: int) -> None:
     checkpoints.save(made, TrainState(step=step, tokens=0, data_position=0))
-    checkpoints.settle()
+    checkpoints.synchronize()
 
 
 ENGINES = {

@@ -18,8 +18,8 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.owned_dirs import (
     MARK,
-    NotOurs,
-    Workplace,
+    NotOwned,
+    ScratchDirectory,
     anew,
     clear,
     made_as,
@@ -136,7 +136,7 @@ def renamed(root: Path) -> Path:
 
 
 def other_mark(root: Path) -> Path:
-    return died(Workplace(root / "run-0000dead", what="the export to"))
+    return died(ScratchDirectory(root / "run-0000dead", what="the export to"))
 
 
 def linked(root: Path) -> Path:
@@ -249,7 +249,7 @@ def test_no_link_is_followed_and_nothing_outside_touched(tmp_path: Path) -> None
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "work").write_text("precious")
-    with Workplace(tmp_path / "place", what="a test in") as place:
+    with ScratchDirectory(tmp_path / "place", what="a test in") as place:
         (place.path / "link").symlink_to(outside)
         (place.path / "below").mkdir()
         (place.path / "below/link").symlink_to(outside / "work")
@@ -261,7 +261,7 @@ def test_no_link_is_followed_and_nothing_outside_touched(tmp_path: Path) -> None
 @ROOT
 def test_a_filesystem_that_is_mounted_within_stays(tmp_path: Path) -> None:
     said: list[str] = []
-    place = Workplace(tmp_path / "place", what="a test in", say=said.append)
+    place = ScratchDirectory(tmp_path / "place", what="a test in", say=said.append)
     (place.path / "mounted").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place.path / "mounted")]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -289,7 +289,7 @@ def test_a_removal_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: p
         unlink(*args, **words)  # type: ignore[arg-type]
 
     for left_alone in range(6):
-        place = Workplace(tmp_path / "place", what="a test in")
+        place = ScratchDirectory(tmp_path / "place", what="a test in")
         for name in "abcd":
             (place.path / name).write_text(name)
         monkeypatch.setattr(os, "unlink", dying)
@@ -305,20 +305,20 @@ def test_a_removal_that_was_cut_off_is_done_again(tmp_path: Path, monkeypatch: p
 
 
 def test_what_is_in_use_is_not_removed(tmp_path: Path) -> None:
-    with Workplace(tmp_path / "place", what="a test in") as place, pytest.raises(BlockingIOError):
+    with ScratchDirectory(tmp_path / "place", what="a test in") as place, pytest.raises(BlockingIOError):
         remove_dead(place.path, what="a test in")
     with pytest.raises(FileNotFoundError):
         remove_dead(tmp_path / "place", what="a test in")
-    with pytest.raises(NotOurs):
+    with pytest.raises(NotOwned):
         remove(tmp_path, made_as("a test in", tmp_path.name))
 
 
 def test_a_place_is_made_anew_only_over_its_own_kind(tmp_path: Path) -> None:
-    (died(Workplace(tmp_path / "demo", what="the demo in")) / "old").touch()
+    (died(ScratchDirectory(tmp_path / "demo", what="the demo in")) / "old").touch()
     assert list(anew(tmp_path / "demo", what="the demo in").iterdir()) == [tmp_path / "demo" / MARK]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/work").touch()
-    with pytest.raises(NotOurs, match="this program did not make it"):
+    with pytest.raises(NotOwned, match="this program did not make it"):
         anew(tmp_path / "mine", what="the demo in")
     assert (tmp_path / "mine/work").exists()
 
@@ -326,7 +326,7 @@ def test_a_place_is_made_anew_only_over_its_own_kind(tmp_path: Path) -> None:
 def test_what_a_kill_left_of_an_exchange_goes_back(tmp_path: Path) -> None:
     """Where two names cannot be exchanged, the only whole one lies in the workplace for an instant."""
     final = tmp_path / "hf"
-    place = Workplace(owned_dirs.workplace_of(final), what="the export to")
+    place = ScratchDirectory(owned_dirs.workplace_of(final), what="the export to")
     (place.path / owned_dirs.REPLACED).mkdir()
     (place.path / owned_dirs.REPLACED / "weights").write_text("whole")
     died(place)
@@ -344,7 +344,7 @@ def test_an_export_does_not_remove_what_is_in_its_way(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=r"\.hf\.tmp is in the way of hf and stays.*this program did not make it"):
         clear(tmp_path / "hf", what="the export to")
     with (
-        Workplace(tmp_path / ".x.tmp", what="the export to"),
+        ScratchDirectory(tmp_path / ".x.tmp", what="the export to"),
         pytest.raises(TrainerError, match="another process is writing x there"),
     ):
         clear(tmp_path / "x", what="the export to")

@@ -33,7 +33,7 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.retention import bytes_that_go, complete_checkpoints
 from offload_trainer.run.directory import Log, held, refuse_second
 from offload_trainer.storage import atomic_io, locks
-from offload_trainer.storage.owned_dirs import Workplace, clear
+from offload_trainer.storage.owned_dirs import ScratchDirectory, clear
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, is_alive, root_of
 
 # -- locks -------------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_checkpoints(filesystem: str, tmp_path: Path) -> None:
 
 def test_what_a_killed_save_leaves(filesystem: str, tmp_path: Path) -> None:
     """Without locks it may be another process's that lives: that is told before anything is trained."""
-    died(Workplace(tmp_path / ".step-00000004.tmp", what="the checkpoint being written,"))
+    died(ScratchDirectory(tmp_path / ".step-00000004.tmp", what="the checkpoint being written,"))
     if filesystem in ("local", "nfs"):
         clear(tmp_path / "step-00000004", what="the checkpoint being written,")
         assert list(tmp_path.iterdir()) == []
@@ -373,7 +373,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_lines_of_metrics_last_before_the_checkpoint_of_their_step(synced: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    final = save(tmp_path, 1, beside=[tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"])
+    final = save(tmp_path, 1, growing=[tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"])
     assert synced.index(f"sync {tmp_path}/metrics.jsonl") < synced.index(f"name {final}")
 
 

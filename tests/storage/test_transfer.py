@@ -138,7 +138,7 @@ def test_the_cache_writes_back_what_changed(transfers: ThreadedTransfers, drive:
     cache = WriteBackCache(transfers, places=2)
     for number in (0, 1, 2, 3, 1, 4):
         cache.open(file, number * 4096, 4096, modify=True)[number : number + 3] += 1
-    cache.put_away()
+    cache.flush()
     back = host_buffer(5 * 4096)
     transfers.read(file, 0, back).wait()
     for number, times in enumerate((1, 2, 1, 1, 1)):

@@ -11,7 +11,7 @@ import pytest
 from offload_trainer.retention import WORK, remove_leftovers
 from offload_trainer.storage import owned_dirs
 from offload_trainer.storage.locks import take
-from offload_trainer.storage.owned_dirs import MARK, NotOurs, is_unfinished, remove_dead, replacing
+from offload_trainer.storage.owned_dirs import MARK, NotOwned, is_unfinished, remove_dead, replacing
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs
 
 
@@ -58,7 +58,7 @@ def test_what_may_be_somebody_s_stays(what: str, tmp_path: Path) -> None:
         (place / MARK).unlink()
         (place / MARK).symlink_to("/nowhere")
     assert not is_unfinished(place)
-    with pytest.raises(NotOurs):
+    with pytest.raises(NotOwned):
         remove_dead(place, what="the export to")
     assert os.path.lexists(place)
 

@@ -22,7 +22,7 @@ from offload_trainer.offload.autograd import in_backward
 from offload_trainer.plan.shape import Order
 
 
-class Needed:
+class AccessTrace:
     """The recorder. It watches a run of the model's body and then one of its head; the last runs count."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:

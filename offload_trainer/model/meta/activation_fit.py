@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from offload_trainer.model.meta.allocation_trace import Held
+from offload_trainer.model.meta.allocation_trace import AllocationTrace
 from offload_trainer.plan.memory.activations import Growth
 
 ROWS = 2  # rows of the smallest pass; with a single row, sums and repetitions over rows would not show
 _NUMBERS = 64  # bytes; smaller tensors are single numbers and do not count
 
 
-def levels_of(passes: Sequence[Held], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
+def levels_of(passes: Sequence[AllocationTrace], length: int) -> tuple[list[Growth], list[tuple[str, int, int]]]:
     """Return the memory after each allocation or release, and the marks.
 
     `passes` have rows x length, twice the rows, and twice the length. If the number of operations depends on the length

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_trainer.model.loss import CausalLoss, cross_entropy
-from offload_trainer.model.meta.access_trace import Needed
+from offload_trainer.model.meta.access_trace import AccessTrace
 from offload_trainer.model.meta.activation_fit import ROWS, levels_of
-from offload_trainer.model.meta.allocation_trace import Gradient, Held, Kernels, Operations, TooLong
-from offload_trainer.model.meta.tile_stub import BACKWARD, FORWARD, Hollow
+from offload_trainer.model.meta.allocation_trace import AllocationTrace, Gradient, Kernels, Operations, TooLong
+from offload_trainer.model.meta.tile_stub import BACKWARD, FORWARD, TileStub
 from offload_trainer.plan.memory.activations import Activations, Growth, Part, pruned
 from offload_trainer.plan.shape import Order
 
@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attribut
 
 
 @dataclass(frozen=True)
-class Counted:
+class ModelMemory:
     """What a model holds, and in which order its passes need its weights."""
 
     on_gpu: Activations
@@ -55,16 +55,16 @@ class _Run:
         operations: Operations,
         packed: bool,
         tiles: Sequence[nn.Module],
-        needed: Needed,
+        needed: AccessTrace,
     ) -> None:
         self._loss, self._model, self._kernels, self.operations = loss, loss.model, kernels, operations
-        self._packed, self._hollow, self.needed = packed, Hollow(tiles), needed
+        self._packed, self._hollow, self.needed = packed, TileStub(tiles), needed
 
     @contextmanager
-    def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[Held]:
+    def _watched(self, blocks: Sequence[nn.Module], *given: torch.Tensor) -> Iterator[AllocationTrace]:
         parameters = list(self._model.parameters())
         there = iter([*parameters, *self._model.buffers(), *given])
-        held = Held(there, self.operations, packed=self._packed, reader=self.needed.given)
+        held = AllocationTrace(there, self.operations, packed=self._packed, reader=self.needed.given)
         places = {id(block): place for place, block in enumerate(blocks)}
         first: list[Any] = []  # the first block's input, which checkpointing keeps
 
@@ -110,7 +110,7 @@ class _Run:
     def item_bytes(self) -> int:
         return self._model.dtype.itemsize
 
-    def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> Held:
+    def body(self, blocks: Sequence[nn.Module], rows: int, length: int) -> AllocationTrace:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = [torch.zeros_like(ids)] if self._packed else []
         with self._watched(blocks, ids, *positions) as held, self._hollow.marking(held):
@@ -125,9 +125,9 @@ class _Run:
             loss.backward()
         return held
 
-    def pieces(self, tokens: int) -> list[Held]:
+    def pieces(self, tokens: int) -> list[AllocationTrace]:
         """After `body`: of each call of a tiled part a piece of so many tokens. Of parts that are alike, one is run."""
-        known: dict[Any, Held] = {}
+        known: dict[Any, AllocationTrace] = {}
         found = []
         for module, whole in self._hollow.called:
             shape = (*(1,) * (len(whole) - 2), tokens, whole[-1])
@@ -137,7 +137,7 @@ class _Run:
             found.append(known[kind])
         return found
 
-    def _piece(self, module: nn.Module, shape: Sequence[int]) -> Held:
+    def _piece(self, module: nn.Module, shape: Sequence[int]) -> AllocationTrace:
         """Its forward without a graph, and once more with one, and the backward."""
         x = torch.empty(shape, dtype=self._model.dtype, device="meta")
         gradient = torch.empty_like(x)
@@ -150,7 +150,7 @@ class _Run:
             torch.autograd.grad(module(piece), [piece, *weights], gradient, allow_unused=True)
         return held
 
-    def head(self, tokens: int) -> Held:
+    def head(self, tokens: int) -> AllocationTrace:
         """After `body`."""
         states = torch.empty(tokens, self.width, dtype=self._model.dtype, device="meta", requires_grad=True)
         targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
@@ -173,7 +173,7 @@ class _Cut:
     """A pass's moments, part by part. `chain`: the kind of each block that ran."""
 
     def __init__(
-        self, passes: Sequence[Held], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
+        self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
     ) -> None:
         """`pieces`: one of each call of a tiled part."""
         self._held, self._marks = levels_of(passes, length)
@@ -252,7 +252,7 @@ def count_activations(
     whole_logits: bool = False,
     packed: bool = False,
     tiles: Sequence[str] = (),
-) -> Counted:
+) -> ModelMemory:
     """What `model` (on the meta device, parameters as they train) holds on a GPU and on a CPU, run in `dtype`.
 
     `packed`: in rows of several documents, with a mask between them. `tiles`: names of parts that run in pieces.
@@ -262,7 +262,7 @@ def count_activations(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.train()
-    needed = Needed(model, blocks)
+    needed = AccessTrace(model, blocks)
     blocks = blocks or _checkpointed(model)
     loss = CausalLoss(model, chunk=1, whole=whole_logits)
     kernels, operations = Kernels("gpu"), Operations()
@@ -273,7 +273,7 @@ def count_activations(
 
     on_gpu, order = _count(model, blocks, lambda: run(kernels))
     on_cpu = _count(model, blocks, lambda: run(Kernels("cpu")))[0] if kernels.differs else on_gpu
-    return Counted(on_gpu, on_cpu, order)
+    return ModelMemory(on_gpu, on_cpu, order)
 
 
 def _checkpointed(model: PreTrainedModel) -> list[str]:
@@ -319,7 +319,7 @@ def _counted(
         bodies.append(run.body(modules, rows, tokens))
         heads.append(run.head(rows * tokens))
         pieces.append(run.pieces(rows * tokens))
-        run.operations.go_on()
+        run.operations.resume()
     kinds, chain = _ran(kinds, [ran[place] for place in bodies[0].called], ran)
     head = _Cut(heads, [], length=length).whole()
     hidden = Growth(token=run.hidden * run.item_bytes)

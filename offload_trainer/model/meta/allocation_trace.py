@@ -121,7 +121,7 @@ class Operations:
         share = self._left * 2 // 3
         self._end, self._until = self._left - share, self._left - share // 3
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Release the rest of the attempt's budget after its first pass."""
         self._until = self._end
 
@@ -131,7 +131,7 @@ class Operations:
             raise TooLong
 
 
-class Held(TorchDispatchMode):
+class AllocationTrace(TorchDispatchMode):
     """Record every allocation (+ bytes) and release (- bytes) in order, with marks in between."""
 
     def __init__(

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_trainer.model.meta.allocation_trace import Held
+from offload_trainer.model.meta.allocation_trace import AllocationTrace
 from offload_trainer.model.tiled_mlp import rounded, zeros
 
 FORWARD, BACKWARD = "pieces", "pieces' backward"  # names of marks
 
 
-class Hollow:
+class TileStub:
     """Replaces the forwards of `tiles` while a model runs."""
 
     def __init__(self, tiles: Sequence[nn.Module]) -> None:
@@ -29,7 +29,7 @@ class Hollow:
         self.called: list[tuple[nn.Module, torch.Size]] = []  # module and input shape, by the number of the mark
 
     @contextmanager
-    def marking(self, held: Held) -> Iterator[None]:
+    def marking(self, held: AllocationTrace) -> Iterator[None]:
         self.called = []
         for module in self._tiles:
             module.forward = partial(self._run, held, module)
@@ -39,7 +39,9 @@ class Hollow:
             for module in self._tiles:
                 del module.forward
 
-    def _run(self, held: Held, module: nn.Module, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, held: AllocationTrace, module: nn.Module, *given: torch.Tensor, **named: torch.Tensor
+    ) -> torch.Tensor:
         (x,) = (*given, *named.values())
         weights = [weight for weight in module.parameters() if weight.requires_grad]
         self.called.append((module, x.shape))
@@ -50,7 +52,7 @@ class _Part(torch.autograd.Function):
     """Like `tiles._Pieces`, without running the pieces."""
 
     @staticmethod
-    def forward(ctx: Any, held: Held, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, held: AllocationTrace, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.held, ctx.number, ctx.weights = held, number, weights
         ctx.save_for_backward(x)
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -22,9 +22,9 @@ from torch import nn
 
 from offload_trainer.errors import UserError
 from offload_trainer.offload.activations.recompute_hooks import keep_inputs
-from offload_trainer.offload.device.base import Device, Return
+from offload_trainer.offload.device.base import Device, ReturnCopy
 from offload_trainer.offload.pages.store import offsets
-from offload_trainer.plan.memory.activation_offload import INPUTS_UNDER_WAY, KeptInputs
+from offload_trainer.plan.memory.activation_offload import INPUTS_UNDER_WAY, BlockInputs
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import SECTOR, DriveFile, Future, Transfers, done, together
 
@@ -75,7 +75,7 @@ class Activations:
 
     def __init__(
         self,
-        inputs: KeptInputs,
+        inputs: BlockInputs,
         *,
         device: Device,
         files: Sequence[DriveFile],
@@ -100,7 +100,7 @@ class Activations:
         self._kept: list[_Kept] = []  # inputs of this forward, by number
         self._written: dict[int, Future] = {}
         self._leaving: deque[Future] = deque()  # copies from the device, the oldest first
-        self._coming: dict[int, tuple[torch.Tensor, Return]] = {}
+        self._coming: dict[int, tuple[torch.Tensor, ReturnCopy]] = {}
 
     def attach(self, model: nn.Module) -> None:
         """Make the checkpointed blocks of `model` store their inputs here, also if checkpointing is enabled again."""
@@ -187,14 +187,14 @@ class Activations:
         if number >= 0 and not self._coming:
             self._coming[number] = self._bring(self._kept[number])
 
-    def _bring(self, kept: _Kept) -> tuple[torch.Tensor, Return]:
+    def _bring(self, kept: _Kept) -> tuple[torch.Tensor, ReturnCopy]:
         """Start copying an input to the device, and then reading the next input into the same buffer."""
         buffer = self._buffer(kept)
         if buffer.number != kept.number:
             self._read(kept, buffer)
         values = torch.empty(kept.shape.numel(), dtype=kept.dtype, device=self._device.place)
         after = self._device.mark()
-        returned = self._device.bring_back(buffer.of(kept), values, after=after, ready=buffer.filled)
+        returned = self._device.copy_back(buffer.of(kept), values, after=after, ready=buffer.filled)
         buffer.readers.append(returned.left)
         ahead = kept.number - len(self._ring)
         if buffer.ring and ahead >= 0 and self._buffer(self._kept[ahead]) is buffer:
@@ -219,7 +219,7 @@ def _after(before: Future, start: Callable[[], Future]) -> Future:
     """Call `start` when `before` completes; return a future that completes with its result or with the first error."""
     future = Future()
 
-    def go_on(error: BaseException | None) -> None:
+    def start_copy(error: BaseException | None) -> None:
         if error is None:
             try:
                 start().then(future.finish_part)
@@ -228,5 +228,5 @@ def _after(before: Future, start: Callable[[], Future]) -> Future:
                 error = caught
         future.finish_part(error)
 
-    before.then(go_on)
+    before.then(start_copy)
     return future

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 from offload_trainer.offload.autograd import current_backward, hooks_of_autograd
 
 
-class Keeper(Protocol):
+class BlockInputStore(Protocol):
     """Keeps blocks' inputs in a way of its own."""
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class Keeper(Protocol):
         """What was kept or left, as it was."""
 
 
-def keep_inputs(model: nn.Module, keeper: Keeper) -> None:
+def keep_inputs(model: nn.Module, keeper: BlockInputStore) -> None:
     """Let `model`'s checkpointed blocks keep their inputs so, those too for which it is turned on anew."""
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
@@ -46,7 +46,7 @@ def keep_inputs(model: nn.Module, keeper: Keeper) -> None:
             setattr(module, "_gradient_checkpointing_func", _keeping(checkpoint, keeper))  # noqa: B010
 
 
-class Places(Protocol):
+class WeightReferences(Protocol):
     """Keeps weights that come and go."""
 
     def place_of(self, tensor: torch.Tensor) -> Any:
@@ -56,7 +56,7 @@ class Places(Protocol):
         """The weight of such a place, for what is computed next."""
 
 
-def keep_weights(model: nn.Module, places: Places) -> None:
+def keep_weights(model: nn.Module, places: WeightReferences) -> None:
     """Let `model`'s checkpointed blocks keep weights so, and all else as torch does."""
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
@@ -64,10 +64,10 @@ def keep_weights(model: nn.Module, places: Places) -> None:
             setattr(module, "_gradient_checkpointing_func", _without_weights(checkpoint, places))  # noqa: B010
 
 
-def _without_weights(checkpoint: Callable[..., Any], places: Places) -> Callable[..., Any]:
+def _without_weights(checkpoint: Callable[..., Any], places: WeightReferences) -> Callable[..., Any]:
     def without(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
         def inside(*given: Any, **named: Any) -> Any:
-            with Within(places).hooks():
+            with BlockSavedTensors(places).hooks():
                 return function(*given, **named)
 
         return checkpoint(inside, *args, **words)
@@ -75,10 +75,10 @@ def _without_weights(checkpoint: Callable[..., Any], places: Places) -> Callable
     return without
 
 
-class Within:
+class BlockSavedTensors:
     """What a block saves in a forward, or as it is computed again: weights by place, the rest as torch's hooks do."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: WeightReferences) -> None:
         self._places, self._others = places, hooks_of_autograd()
         self._computed = -1  # the backward in which the block has been computed again
         if self._others is not None:
@@ -108,14 +108,14 @@ class Within:
             self._others[1](self._first)
 
 
-def recompute_views(places: Places) -> None:
+def recompute_views(places: WeightReferences) -> None:
     """Let selective checkpointing compute views of weights again, whose memory gets other values, and save none."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _CachingTorchDispatchMode) and not hasattr(mode.policy_fn, "without_views_of"):
             mode.policy_fn = _without_views(mode.policy_fn, places)
 
 
-def _without_views(policy: Callable[..., Any], places: Places) -> Callable[..., Any]:
+def _without_views(policy: Callable[..., Any], places: WeightReferences) -> Callable[..., Any]:
     def without_views(context: Any, operation: Any, *args: Any, **words: Any) -> Any:
         results = context.op_output if isinstance(context.op_output, list | tuple) else [context.op_output]
         if any(isinstance(one, torch.Tensor) and places.place_of(one) is not None for one in results):
@@ -131,7 +131,7 @@ class _Place:
     place: Any
 
 
-def _keeping(checkpoint: Callable[..., Any], keeper: Keeper) -> Callable[..., Any]:
+def _keeping(checkpoint: Callable[..., Any], keeper: BlockInputStore) -> Callable[..., Any]:
     """torch's `checkpoint`, what it keeps of its arguments kept by `keeper`."""
 
     def keeping(function: Callable[..., Any], *args: Any, **words: Any) -> Any:

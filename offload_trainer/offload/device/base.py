@@ -27,17 +27,17 @@ from offload_trainer.storage.transfer import Future, Workers, done, ending
 Read = Callable[[torch.Tensor], Future]  # fills a host tensor from a drive
 
 
-class Arrival(Protocol):
+class DeviceCopy(Protocol):
     """A copy to the device. Whatever is computed after `wait` sees the copied data."""
 
     def wait(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Return:
+class ReturnCopy:
     """A copy back to the device."""
 
-    arrival: Arrival
+    arrival: DeviceCopy
     left: Future  # the source may be overwritten
 
 
@@ -53,7 +53,7 @@ class Device(Protocol):
         """Return an event after everything that is queued on the device so far."""
         ...
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> DeviceCopy:
         """Fill `into` (on the device) from host memory or by a read, after the event `after`."""
         ...
 
@@ -69,7 +69,7 @@ class Device(Protocol):
         """Copy `values` (on the device) to host memory concurrently, and keep them alive until it is done."""
         ...
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
+    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
         """Fill `into` (on the device) from host memory, after the event `after` and when the source is `ready`."""
         ...
 
@@ -98,7 +98,7 @@ class CpuDevice:
     def mark(self) -> None:
         return None  # the CPU computes synchronously
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> Arrival:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: Any) -> DeviceCopy:
         if not isinstance(source, torch.Tensor):
             return source(into)
         return self.upload(source, into, after=after)
@@ -113,10 +113,10 @@ class CpuDevice:
         self._copies.put(ending(future, lambda: copy_alone(held.pop(), into)))  # freed before the future completes
         return future
 
-    def bring_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> Return:
+    def copy_back(self, source: torch.Tensor, into: torch.Tensor, *, after: Any, ready: Future) -> ReturnCopy:
         future, copy = Future(), lambda: copy_alone(source, into)
         ready.then(lambda error: future.finish_part(error) if error else self._copies.put(ending(future, copy)))
-        return Return(future, future)
+        return ReturnCopy(future, future)
 
     def download(self, values: torch.Tensor, into: torch.Tensor, *, after: Any = None) -> Future:
         into.copy_(values)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from offload_trainer.offload.device.base import Arrival, Read, Return
-from offload_trainer.offload.ranks.weight_all_gather import Gather
+from offload_trainer.offload.device.base import DeviceCopy, Read, ReturnCopy
+from offload_trainer.offload.ranks.weight_all_gather import PendingGather
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, Workers, ending
 
@@ -55,10 +55,10 @@ class CudaDevice:
             event.record(torch.cuda.current_stream(self.place))
         return event
 
-    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> Arrival:
+    def fetch(self, source: torch.Tensor | Read, into: torch.Tensor, *, after: torch.cuda.Event | None) -> DeviceCopy:
         if isinstance(source, torch.Tensor):
             return self._arrive(self._inward, None, source, into, after=after)
-        if isinstance(source, Gather):
+        if isinstance(source, PendingGather):
             return self._gathered(source, into, after=after)
         with self._lock:  # who computes fetches, and whoever saw new weights come home
             staging = self._stagings.pop(0)  # the one used longest ago is first
@@ -81,7 +81,7 @@ class CudaDevice:
             self._stager.put(fill)
         return arrival
 
-    def _gathered(self, gather: Gather, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
+    def _gathered(self, gather: PendingGather, into: torch.Tensor, *, after: torch.cuda.Event | None) -> _CudaArrival:
         """Queued at this rank's turn, by the thread that gathers: its part's copy, and NCCL's all-gather behind it."""
 
         def queue() -> torch.cuda.Event:
@@ -158,13 +158,13 @@ class CudaDevice:
     def keep(self, values: torch.Tensor, into: torch.Tensor) -> Future:
         return self._copy_out(values, into, after=self.mark(), stream=self._keeping, waiter=self._waiter)
 
-    def bring_back(
+    def copy_back(
         self, source: torch.Tensor, into: torch.Tensor, *, after: torch.cuda.Event | None, ready: Future
-    ) -> Return:
+    ) -> ReturnCopy:
         arrival, left = self._arrive(self._returning, ready, source, into, after=after), Future()
         into.record_stream(self._returning)  # where it is dropped before it was waited for
         arrival.queued.then(lambda _: self._waiter.put(ending(left, arrival.finish)))
-        return Return(arrival, left)
+        return ReturnCopy(arrival, left)
 
     @contextmanager
     def beside(self, *, after: torch.cuda.Event | None) -> Iterator[None]:

@@ -35,7 +35,7 @@ class InFlight:
         sizes = [size for size, _ in self._out]
         return sum(sizes) - max(sizes)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all copies have completed."""
         while self._out:
             self._out.popleft()[1].wait()

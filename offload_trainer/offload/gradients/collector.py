@@ -18,7 +18,7 @@ import torch
 
 from offload_trainer.offload.device.base import Device
 from offload_trainer.offload.device.d2h_limits import InFlight, Ring
-from offload_trainer.offload.gradients.host_accumulator import HostSums
+from offload_trainer.offload.gradients.host_accumulator import HostAccumulator
 from offload_trainer.offload.gradients.norms import norm_of, ordered_norm
 from offload_trainer.offload.pages.store import UnitStore
 from offload_trainer.offload.ranks.node_comm import Node
@@ -30,7 +30,7 @@ from offload_trainer.storage.transfer import DriveFile, Future, Transfers, done,
 Complete = Callable[[int, Any, BaseException | None], None]
 
 
-class Uses:
+class TiedGradients:
     """What a tied weight gets in a micro-batch from its several uses, until it is complete."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
@@ -72,7 +72,7 @@ class Gradients:
         in_flight_bytes: int,
         order: Sequence[str],
     ) -> None:
-        """`order`: the weights' names as the norm adds them up. `stagings`: see `HostSums`.
+        """`order`: the weights' names as the norm adds them up. `stagings`: see `HostAccumulator`.
 
         `ring_bytes` are needed where sums in host memory get a second gradient or one of another dtype, or are on a
         drive; `in_flight_bytes` may wait on the device for their copies, beside the largest gradient.
@@ -88,12 +88,12 @@ class Gradients:
             trained, homes, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=Node()
         )
         self._on_device = _resident(units, homes, device=device, dtype=dtype)
-        self._host = HostSums(units, self.store, stagings=stagings, alone=not device.is_cuda)
+        self._host = HostAccumulator(units, self.store, stagings=stagings, alone=not device.is_cuda)
         self._ring, self._in_flight = Ring(host_buffer(ring_bytes, pinned=pinned)), InFlight(in_flight_bytes)
         self._order = tuple(name for name in order if name in self._place)
         self._norms: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()  # in this step
-        self._uses = Uses({name: place.weight.uses for name, (_, place) in self._place.items()})
+        self._uses = TiedGradients({name: place.weight.uses for name, (_, place) in self._place.items()})
         self._landing: dict[str, Future] = {}  # gradients that are copied to where they stay
         self._complete: Complete | None = None
         self._lacking: dict[int, set[str]] = {}  # of each unit, what the last micro-batch has given nothing yet
@@ -194,7 +194,7 @@ class Gradients:
 
     def finish(self) -> None:
         """All sums are in their homes when this returns. Raises what went wrong on the way."""
-        self._in_flight.settle()
+        self._in_flight.synchronize()
         self._host.finish()
 
     def norm(self) -> float:

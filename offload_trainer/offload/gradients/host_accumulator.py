@@ -33,7 +33,7 @@ class _Staging:
     writing: Future | None = None
 
 
-class Staged:
+class StagedSums:
     """The sums of `store` in host memory, either permanently or in staging buffers in front of drives.
 
     With several ranks each one reads and writes its range of a unit, through buffers that all ranks share. No rank may
@@ -133,12 +133,12 @@ class Staged:
         self._written.clear()
 
 
-class HostSums:
+class HostAccumulator:
     """The thread that adds gradients to the sums in `store`, in RAM or on drives."""
 
     def __init__(self, units: Sequence[Unit], store: UnitStore, *, stagings: int, alone: bool) -> None:
-        """Start the thread. `stagings`: see `Staged`. `alone`: add with one thread, because all cores compute."""
-        self._staged, self._alone = Staged(units, store, stagings=stagings, node=Node()), alone
+        """Start the thread. `stagings`: see `StagedSums`. `alone`: add with one thread, because all cores compute."""
+        self._staged, self._alone = StagedSums(units, store, stagings=stagings, node=Node()), alone
         self._error: BaseException | None = None
         self._worker = Workers(1, "sums")
 

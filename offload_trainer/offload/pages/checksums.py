@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offload_trainer.errors import TrainerError
-from offload_trainer.offload.pages.shadow_pages import PagePlaces
+from offload_trainer.offload.pages.shadow_pages import ShadowPages
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.optim.checksum import Sum
 from offload_trainer.plan.tiered.layout import Page
@@ -28,14 +28,14 @@ class DamagedPage(TrainerError):
     """A page on a drive is not what was written there."""
 
 
-class PageSums:
+class PageChecksums:
     """The sums of all pages of a node. Each rank sets those of its own pages, and all ranks read them.
 
     They begin as 0, the sum of zeros: new files hold zeros, as new memory does.
     """
 
     def __init__(
-        self, pages: Sequence[Page], *, format: StateFormat, places: PagePlaces, node: Node, compute: Sum
+        self, pages: Sequence[Page], *, format: StateFormat, places: ShadowPages, node: Node, compute: Sum
     ) -> None:
         """All ranks call it alike. `places`: of these pages."""
         self.places, self._compute = places, compute

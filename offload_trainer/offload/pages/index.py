@@ -23,15 +23,15 @@ from typing import Any
 import torch
 
 from offload_trainer.errors import TrainerError, UserError
-from offload_trainer.offload.pages.checksums import DamagedPage, PageSums
+from offload_trainer.offload.pages.checksums import DamagedPage, PageChecksums
 from offload_trainer.offload.pages.manifest import (
     DESCRIPTION,
     FIX,
     OF_PROGRESS,
     PROGRESS,
     RECORD,
-    Told,
-    ToldPage,
+    ManifestPage,
+    StoreManifest,
     boot,
     description,
     most_of_record,
@@ -64,7 +64,7 @@ class PageIndex:
         *,
         format: StateFormat,
         model: Path,
-        sums: PageSums | None = None,
+        sums: PageChecksums | None = None,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
         """`sums`: of the pages, in one place on drives or two. `sync` makes what was written there last.
@@ -158,7 +158,7 @@ class _Summed:
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _MasterRange:
     """Consecutive masters in a file."""
 
     file: Path
@@ -175,7 +175,7 @@ class StoredMasters:
     updating: bool  # whether some of them have one more
     shapes: dict[str, tuple[int, ...]]
     model: Path
-    places: dict[str, list[_Stretch]]
+    places: dict[str, list[_MasterRange]]
     _whole: set[tuple[Path, _Summed]] = field(default_factory=set)  # that had their checksum
 
     def read(self, name: str) -> torch.Tensor:
@@ -189,7 +189,7 @@ class StoredMasters:
             done += size
         return out
 
-    def _check(self, stretch: _Stretch) -> None:
+    def _check(self, stretch: _MasterRange) -> None:
         """DamagedPage unless the masters of the stretch's page have their checksum, if that is known."""
         if stretch.page is None or (stretch.file, stretch.page) in self._whole:
             return
@@ -240,7 +240,7 @@ def read_store(directory: Path) -> StoredMasters:
     return StoredMasters(step, updating, shapes, Path(told.model), places)
 
 
-def _read_step(directory: Path, told: Told) -> tuple[int, bool, list[int], Sequence[int]]:
+def _read_step(directory: Path, told: StoreManifest) -> tuple[int, bool, list[int], Sequence[int]]:
     """Return the update that the files are of, whether one was under way, and each page's place, of two, and sums."""
     if told.places > 1:
         newest = read_newest(told)
@@ -252,7 +252,7 @@ def _read_step(directory: Path, told: Told) -> tuple[int, bool, list[int], Seque
     return progress.step, progress.updating or told.boot != boot(), [], []
 
 
-def files_of(told: Told) -> list[Path]:
+def files_of(told: StoreManifest) -> list[Path]:
     """The pages' file on each drive. ValueError where one is not there, or does not hold all of its pages."""
     files = [Path(drive) / "state" for drive in told.drives]
     sizes, homes = _sizes_and_homes(told)
@@ -265,19 +265,19 @@ def files_of(told: Told) -> list[Path]:
     return files
 
 
-def _sizes_and_homes(told: Told) -> tuple[list[int], list[int]]:
+def _sizes_and_homes(told: StoreManifest) -> tuple[list[int], list[int]]:
     stored = state_format(told.rule, told.states)
     return [stored.page_bytes(page.elements) for page in told.pages], [page.home for page in told.pages]
 
 
-def _places(told: Told, *, newest: Sequence[int], sums: Sequence[int]) -> dict[str, list[_Stretch]]:
+def _places(told: StoreManifest, *, newest: Sequence[int], sums: Sequence[int]) -> dict[str, list[_MasterRange]]:
     """Return where each weight's master is. ValueError where pages do not hold all of it, or a file not all of a page.
 
     `newest`, `sums`: the place of each page and the checksums of its fields, where pages have two places.
     """
     files, (sizes, homes) = files_of(told), _sizes_and_homes(told)
     apart = [size_of_home(sizes, homes, home) for home in range(len(files))]
-    of_unit: dict[int, list[tuple[ToldPage, int, _Summed | None]]] = {}
+    of_unit: dict[int, list[tuple[ManifestPage, int, _Summed | None]]] = {}
     master = told.fields["master"]
     for number, (page, start) in enumerate(zip(told.pages, offsets(sizes, homes), strict=True)):
         second = apart[page.home] if newest and newest[number] else 0
@@ -288,7 +288,7 @@ def _places(told: Told, *, newest: Sequence[int], sums: Sequence[int]) -> dict[s
     places = {}
     for weight in told.weights:
         places[weight.name] = [
-            _Stretch(files[page.home], start + _MASTER * (first - page.start), last - first, summed)
+            _MasterRange(files[page.home], start + _MASTER * (first - page.start), last - first, summed)
             for page, start, summed in of_unit.get(weight.unit, ())
             if (first := max(weight.start, page.start))
             < (last := min(weight.start + weight.numel, page.start + page.elements))

@@ -69,7 +69,7 @@ def description(
 
 @with_config(EXACT)
 @dataclass(frozen=True)
-class ToldWeight:
+class ManifestWeight:
     name: Line
     shape: tuple[Count, ...]
     unit: Count
@@ -82,7 +82,7 @@ class ToldWeight:
 
 @with_config(EXACT)
 @dataclass(frozen=True)
-class ToldPage:
+class ManifestPage:
     unit: Count
     start: Count
     elements: _PageElements
@@ -91,13 +91,13 @@ class ToldPage:
 
 @with_config(EXACT)
 @dataclass(frozen=True)
-class Told:
+class StoreManifest:
     """What a store.json says."""
 
     drives: list[str]
     states: MomentsName
-    pages: list[ToldPage]
-    weights: list[ToldWeight]
+    pages: list[ManifestPage]
+    weights: list[ManifestWeight]
     fixed: list[Line]
     model: str
     boot: str
@@ -143,9 +143,9 @@ def most_of_record(pages: int, names: Sequence[str], *, fields: int) -> int:
     return 1024 + (2 * -(-pages // 8) + 8 * fields * pages) + sum(len(json.dumps(name)) + 14 for name in names)
 
 
-def read_description(directory: Path, *, fix: str = FIX) -> Told:
+def read_description(directory: Path, *, fix: str = FIX) -> StoreManifest:
     """Return what a run says of its page files. UserError, with what to do, where it cannot be read."""
-    return read_back(directory / DESCRIPTION, Told, fix=fix)
+    return read_back(directory / DESCRIPTION, StoreManifest, fix=fix)
 
 
 def read_progress(directory: Path) -> Progress:
@@ -159,7 +159,7 @@ def read_progress(directory: Path) -> Progress:
     raise nothing_yet(directory)
 
 
-def read_newest(told: Told, *, fix: str = FIX) -> Newest | None:
+def read_newest(told: StoreManifest, *, fix: str = FIX) -> Newest | None:
     """Return the record of pages with two places, or None before the first update. UserError where it is damaged."""
     path, most = _record_of(told)
     if not told.run:
@@ -181,13 +181,13 @@ def read_newest(told: Told, *, fix: str = FIX) -> Newest | None:
         raise UserError(f"{path} cannot be read: {error}. {fix}") from error
 
 
-def torn_record(told: Told) -> bool:
+def torn_record(told: StoreManifest) -> bool:
     """Return whether one of the record's two slots is damaged, so that the other one may be of the step before."""
     path, most = _record_of(told)
     return torn_slot(path, most=most)
 
 
-def _record_of(told: Told) -> tuple[Path, int]:
+def _record_of(told: StoreManifest) -> tuple[Path, int]:
     """Return the record's file and the most bytes that it holds."""
     directory = Path(told.drives[0]) if told.drives else Path()
     names = [weight.name for weight in told.weights]
@@ -198,7 +198,7 @@ def nothing_yet(directory: Path) -> UserError:
     return UserError(f"{directory}: its run died before its first update; there is nothing in it to export")
 
 
-def refuse_outside(directory: Path, told: Told) -> None:
+def refuse_outside(directory: Path, told: StoreManifest) -> None:
     """ValueError where files or the model would be taken from a directory that is not this run's."""
     ours = file_bytes(directory / DESCRIPTION)
     for drive in map(Path, told.drives):

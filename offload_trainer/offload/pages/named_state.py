@@ -22,7 +22,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offload.pages.snapshot import PageSnapshot
 from offload_trainer.offload.pages.store import PageStore
 from offload_trainer.offload.ranks.node_comm import Node
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.weights.placed import PlacedWeights
 from offload_trainer.optim.moment_codec import stored_moment
 from offload_trainer.optim.split_masters import read_masters, with_remainders, write_masters
 from offload_trainer.optim.state_files import (
@@ -45,7 +45,9 @@ from offload_trainer.storage.tensorfile import Piece, PlacedWriter, TensorEntry,
 class TieredState:
     """Masters and moments in `store`, 16-bit weights in `weights`, both laid out as `units`."""
 
-    def __init__(self, units: Sequence[Unit], store: PageStore, weights: Weights, *, numbers: Sequence[int]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], store: PageStore, weights: PlacedWeights, *, numbers: Sequence[int]
+    ) -> None:
         """`numbers`: of the pages that this rank updates, in order."""
         self.units, self.store, self.weights, self._numbers = units, store, weights, numbers
         self.places: dict[str, tuple[Unit, Place]] = {
@@ -89,7 +91,7 @@ class TieredState:
         return values.view(place.weight.shape)
 
     def put_master(self, name: str, master: torch.Tensor) -> None:
-        """Set one master (fp32, 1-D). Beside remainders its weight, too, is what is rounded of it. Then `put_away`."""
+        """Set one master (fp32, 1-D). Beside remainders its weight, too, is what is rounded of it. Then `flush`."""
         unit, place = self.places[name]
         fields = {"master": master}
         if self.store.format.remainders:
@@ -126,7 +128,7 @@ class TieredState:
         node.once(lambda: self._load_fixed(directory))
         self.weights.spread_fixed()
         state = node.each(lambda: self._load_pages(directory))
-        self.weights.spread()
+        self.weights.broadcast()
         return state
 
     def _load_pages(self, directory: Path) -> EngineState:
@@ -141,7 +143,7 @@ class TieredState:
                     raise UserError(f"{directory}: its moments are not in {state.states}, as its engine.json says")
             for number, fields in self.store.replaced(self._numbers):
                 self._fill_page(number, fields, stored, converted=theirs != ours)
-        self.put_away()
+        self.flush()
         return state
 
     def _load_fixed(self, directory: Path) -> None:
@@ -151,7 +153,7 @@ class TieredState:
             for name, tensor in read_tensors(directory, "fixed", shapes=fixed):
                 unit, place = self.places[name]
                 self.weights.put(unit.index, place.start, tensor.reshape(-1))
-        self.weights.put_away()
+        self.weights.flush()
 
     def _fill_page(
         self, number: int, fields: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKind], *, converted: bool
@@ -184,12 +186,12 @@ class TieredState:
         for number, fields in PageSnapshot(self.store, self._numbers).pages():
             page = self.store.pages[number]
             self.weights.put_page(page.unit, page.start, fields["master"])
-        self.put_away()
+        self.flush()
 
-    def put_away(self) -> None:
+    def flush(self) -> None:
         """What was put has reached its home, and no memory is held for it."""
-        self.store.put_away()
-        self.weights.put_away()
+        self.store.flush()
+        self.weights.flush()
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class TieredSnapshot:
         def end() -> None:
             if names:  # where nothing is trained the weights are as they were loaded, and are not written again
                 written.update(write_files(directory, self.held.fixed_files(), writes=True))
-            self.held.weights.put_away()
+            self.held.weights.flush()
             write_engine_state(directory, self.state)
 
         group.first(begin)

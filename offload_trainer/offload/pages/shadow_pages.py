@@ -16,7 +16,7 @@ from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import Page
 
 
-class PagePlaces:
+class ShadowPages:
     """Of all pages of a node. Each rank writes and flips its own; `newest` all of them see."""
 
     def __init__(self, pages: Sequence[Page], *, count: int, node: Node) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from offload_trainer.errors import TrainerError
 from offload_trainer.offload.pages.store import PageStore
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.weights.placed import PlacedWeights
 from offload_trainer.optim.split_masters import read_masters
 from offload_trainer.plan.tiered.spec import SAVE_BUFFERS
 from offload_trainer.storage.transfer import Future
@@ -26,7 +26,7 @@ from offload_trainer.storage.transfer import Future
 class PageSnapshot:
     """The pages `numbers` of `store` in order, with their current contents."""
 
-    def __init__(self, store: PageStore, numbers: Sequence[int], *, weights: Weights | None = None) -> None:
+    def __init__(self, store: PageStore, numbers: Sequence[int], *, weights: PlacedWeights | None = None) -> None:
         """Take a snapshot; `weights` are needed to join split masters."""
         self._weights = weights
         self._store, self._numbers = store, numbers

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from offload_trainer.offload.device.base import Device
-from offload_trainer.offload.pages.checksums import DamagedPage, PageSums
+from offload_trainer.offload.pages.checksums import DamagedPage, PageChecksums
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import ALIGN, DEVICE, ELSEWHERE, RAM, Page, aligned
 from offload_trainer.plan.tiered.state_formats import StateFormat
@@ -61,7 +61,7 @@ class WriteBackCache:
             self._changed.add(key)
         return self._open[key]
 
-    def put_away(self) -> None:
+    def flush(self) -> None:
         """Bring changes to the files and let go of the memory."""
         for key in list(self._open):
             self._put_away(key)
@@ -90,7 +90,7 @@ class PageStore:
         transfers: Transfers,
         device: Device,
         node: Node,
-        sums: PageSums,
+        sums: PageChecksums,
     ) -> None:
         """Pages in RAM and in `files` are there once a node; which rank changes which of them is the caller's.
 
@@ -253,14 +253,14 @@ class PageStore:
     def put(self, field: str, unit: int, start: int, count: int, values: torch.Tensor) -> None:
         """Set one field for `count` elements of a unit from `start` on, as far as this node has them.
 
-        `values` as `get` gives. Then `put_away`.
+        `values` as `get` gives. Then `flush`.
         """
         for held, given in self._touched(field, unit, start, count, modify=True):
             held.copy_(values[given])
 
-    def put_away(self) -> None:
+    def flush(self) -> None:
         """What `put` wrote has reached its home when this returns."""
-        self._cache.put_away()
+        self._cache.flush()
 
     def _touched(
         self, field: str, unit: int, start: int, count: int, *, modify: bool
@@ -357,11 +357,11 @@ class UnitStore:
         self.write(unit, first, buffer).wait()
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on; `values` 1-D of any dtype. Then `put_away`."""
+        """Set elements from `start` on; `values` 1-D of any dtype. Then `flush`."""
         self._whole(unit)[start : start + values.numel()].copy_(values)
 
-    def put_away(self) -> None:
-        self._cache.put_away()
+    def flush(self) -> None:
+        self._cache.flush()
 
     def _whole(self, unit: int) -> torch.Tensor:
         inside = self.host(unit)

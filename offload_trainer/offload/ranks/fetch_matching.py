@@ -22,7 +22,7 @@ _NUMBER = struct.Struct("!q")
 Exchange = Callable[[int], list[int]]  # this rank's number -> those of all ranks, once all have given theirs
 
 
-class Rounds:
+class FetchMatching:
     """Told by one thread of each rank, carried out on one of its own."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -30,7 +30,7 @@ class Rounds:
         self._thread = Workers(1, "rounds")
         self._error: BaseException | None = None
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Every rank has come this far when this returns. Raises what went wrong, there or before."""
         future = Future()
         self._thread.put(ending(future, self._until_all_meet))
@@ -84,7 +84,7 @@ def exchange_of(*, stalled: float) -> Exchange:
     return exchange
 
 
-class Beside:
+class SideGroup:
     """All ranks, for one thread of each beside the one that trains: connections of its own. All make it, in order."""
 
     def __init__(self, *, across: Sequence[Sequence[int]] = ()) -> None:
@@ -92,6 +92,6 @@ class Beside:
         self.across = group_of(across) if across else None
         self.group = group_of(in_step=False)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Every rank's thread has come this far when this returns. Elsewhere where one has ended."""
         wait_for_all(group=self.group)

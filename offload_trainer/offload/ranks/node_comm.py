@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload_trainer import ranks
-from offload_trainer.offload.ranks.fetch_matching import Beside, Exchange, Rounds, exchange_of
+from offload_trainer.offload.ranks.fetch_matching import Exchange, FetchMatching, SideGroup, exchange_of
 from offload_trainer.storage.host_memory import PAGE, host_buffer, mapped, memory_file, pin
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Node:
     def __init__(self, *, together: bool = False, by_parts: bool = False, stalled: float = ranks.STALLED) -> None:
         """`by_parts`: whether its ranks bring weights of its memory to their devices by parts, where there are several.
 
-        `stalled`: seconds after which a rank that does not `meet` ends the run.
+        `stalled`: seconds after which a rank that does not `barrier` ends the run.
         """
         self.rank, self.world = ranks.place_here() if together else (0, 1)
         self.nodes = ranks.nodes() if together else (range(1),)
@@ -41,7 +41,7 @@ class Node:
         self.by_parts = by_parts and len(self.here) > 1
         self._stalled = stalled
         self._between_gpus: Any = None
-        self._rounds: Rounds | None = None
+        self._rounds: FetchMatching | None = None
         self._trading: Any = ranks.group_of() if self.world > 1 else None
         several = len(self.nodes) > 1
         self._inside = ranks.group_of(self.nodes, in_step=False) if several else None
@@ -94,27 +94,27 @@ class Node:
             pin(found[self.rank])
         return found
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Every rank has come this far when this returns. TrainerError, Elsewhere where one does not or has ended."""
         if self._rounds is not None:
-            self._rounds.meet()
+            self._rounds.barrier()
         elif self.world > 1:
-            ranks.meet(stalled=self._stalled)
+            ranks.barrier(stalled=self._stalled)
 
-    def rounds(self) -> Rounds:
-        """From now on ranks `meet` in rounds, where they do something else together too. All ranks call it."""
+    def rounds(self) -> FetchMatching:
+        """From now on ranks `barrier` in rounds, where they do something else together too. All ranks call it."""
         if self._rounds is None:
-            self._rounds = Rounds(self.exchange())
+            self._rounds = FetchMatching(self.exchange())
         return self._rounds
 
     def exchange(self) -> Exchange:
-        """What one thread of each rank can tell the others', who wait for it as they do where they `meet`. All call."""
+        """Exchange numbers between one thread of each rank; every rank waits, as in `barrier`. Collective."""
         return exchange_of(stalled=self._stalled)
 
     def align(self) -> None:
         """What ranks told each other in rounds is done when this returns: before they wait for each other otherwise."""
         if self._rounds is not None:
-            self._rounds.meet()
+            self._rounds.barrier()
 
     def close(self) -> None:
         if self._rounds is not None:
@@ -135,7 +135,7 @@ class Node:
         ranks.everybody().each(lambda: found.append(work()))
         return found[0]
 
-    def spread(self, values: torch.Tensor, *, source: int, beside: Beside | None = None) -> None:
+    def broadcast(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
         """Fill `values` (1-D, contiguous), on the device, with what they are on rank `source`; all ranks call.
 
         `beside`: of the thread that calls, where it is not the one that trains. GPUs have connections for one of them
@@ -146,7 +146,7 @@ class Node:
         if values.is_cuda and self._between_gpus is None:
             self._between_gpus = ranks.group_of(in_step=False, gpus=True)
         between = self._between_gpus if values.is_cuda else beside.group if beside else None
-        ranks.spread(values, source=source, group=between)
+        ranks.broadcast(values, source=source, group=between)
 
     def joining(self, *, gpus: bool) -> Callable[[torch.Tensor, int], None]:
         """What fills memory on the device with equal parts of this node's ranks, its number's being there already.
@@ -166,22 +166,22 @@ class Node:
         """The ranks that have this one's place on their nodes, its own first to last node."""
         return [its[self.rank - self.here.start] for its in self.nodes]
 
-    def across(self, values: torch.Tensor, *, source: int, beside: Beside | None = None) -> None:
+    def across(self, values: torch.Tensor, *, source: int, beside: SideGroup | None = None) -> None:
         """Fill `values` (1-D, contiguous), in host memory, with what they are on rank `source` of `alike`, who call.
 
-        `beside`: see `spread`.
+        `beside`: see `broadcast`.
         """
         if len(self.nodes) > 1:
-            ranks.spread(values, source=source, group=beside.across if beside else self._across)
+            ranks.broadcast(values, source=source, group=beside.across if beside else self._across)
 
     def complete(self, values: torch.Tensor, begins: Sequence[int]) -> None:
         """Fill `values` with what each node has of them: from its element of `begins` up to the next node's."""
         for source, first, end in zip(self.alike, begins, [*begins[1:], values.numel()], strict=True):
             self.across(values[first:end], source=source)
 
-    def trade(self, out: Addressed, into: Addressed) -> Callable[[], None]:
+    def send_recv(self, out: Addressed, into: Addressed) -> Callable[[], None]:
         """Begin to send each of `out` to its rank, and to fill each of `into` from its; what is given waits for it."""
-        return ranks.trade(out, into, group=self._trading)
+        return ranks.send_recv(out, into, group=self._trading)
 
     def add_up(self, values: torch.Tensor) -> None:
         """Set `values` to their sum over all ranks, of which one at most has another than 0 for an element."""

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from offload_trainer.offload.device.base import Device
-from offload_trainer.offload.gradients.collector import Complete, Gradients, Uses
-from offload_trainer.offload.gradients.host_accumulator import Staged
+from offload_trainer.offload.gradients.collector import Complete, Gradients, TiedGradients
+from offload_trainer.offload.gradients.host_accumulator import StagedSums
 from offload_trainer.offload.pages.store import UnitStore
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.offload.ranks.shared_norms import SharedNorms
@@ -61,7 +61,7 @@ class SharedGradients:
         self._place: dict[str, tuple[Unit, Place]] = {
             place.weight.name: (unit, place) for unit in units for place in unit.places if place.weight.trainable
         }
-        self._sums = Staged(units, store, stagings=GRADIENT_BUFFERS, node=node)
+        self._sums = StagedSums(units, store, stagings=GRADIENT_BUFFERS, node=node)
         size = exchange_bytes(units, item_bytes=given.itemsize)
         boxes = node.memory_of_each(size, pinned=device.is_cuda)
         self._boxes = {rank: box.view(given).view(OUTBOXES, -1) for rank, box in boxes.items()}
@@ -76,7 +76,7 @@ class SharedGradients:
         ordered = device.place.type != "cpu"
         placed = [self._place[name] for name in order if name in self._place]
         self._norms = SharedNorms(placed, node, dtype=self.dtype, ordered=ordered)
-        self._uses = Uses({name: place.weight.uses for name, (_, place) in self._place.items()})
+        self._uses = TiedGradients({name: place.weight.uses for name, (_, place) in self._place.items()})
         self._arrived: set[str] = set()  # in this step, on any rank
         self._waiting: dict[str, torch.Tensor] = {}  # of this micro-batch, until it is their unit's turn
         self._laid: set[str] = set()  # of the unit whose turn it is
@@ -144,7 +144,7 @@ class SharedGradients:
             copy.wait()
         self._settle()  # whoever meets has read the unit before
         self._sums.claim(unit.index)
-        self._node.meet()
+        self._node.barrier()
         self._under_way = _UnderWay(unit, box, self._sent_and_received(unit, box))
         self._copies.clear()
         self._laid.clear()
@@ -165,7 +165,7 @@ class SharedGradients:
         first, end = stretch_of(unit, node.rank, ranks=node.world)
         for rank in node.elsewhere:
             into += [(rank, self._told[rank][:count]), (rank, self._inboxes[rank][: end - first])]
-        return node.trade(out, into)
+        return node.send_recv(out, into)
 
     def _settle(self) -> None:
         """The unit that is under way: every rank's gradients to the sums that are this rank's."""
@@ -219,7 +219,7 @@ class SharedGradients:
     def finish(self) -> None:
         """All ranks' sums are in their homes when this returns."""
         self._sums.send_all()
-        self._node.meet()
+        self._node.barrier()
 
     def norm(self) -> float:
         """Global norm of the sums, as they are scaled: infinite or NaN if one of them is. After `finish`."""

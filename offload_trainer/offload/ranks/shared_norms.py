@@ -17,7 +17,7 @@ import torch
 from offload_trainer.offload.gradients.norms import PiecewiseNorm
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import Place, Unit
-from offload_trainer.plan.tiered.norm_shards import NormParts, norm_parts
+from offload_trainer.plan.tiered.norm_shards import NormShards, norm_parts
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Share:
     norm: PiecewiseNorm
     numbers: slice  # the weight's positions among all partial norms
     first: int  # the first position that this rank computes
-    parts: NormParts
+    parts: NormShards
 
 
 class SharedNorms:
@@ -75,7 +75,7 @@ class SharedNorms:
         into = [
             (part[0], end) for name in shares for part, end in zip(shares[name].parts.gets, ends[name], strict=True)
         ]
-        self._node.trade(out, into)()
+        self._node.send_recv(out, into)()
         numbers = self._numbers.clone()
         for name, share in shares.items():
             if share.parts.gets:

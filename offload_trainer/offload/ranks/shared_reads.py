@@ -15,7 +15,7 @@ import torch
 
 from offload_trainer.offload.device.base import copy_alone
 from offload_trainer.offload.pages.store import UnitStore
-from offload_trainer.offload.ranks.fetch_matching import Rounds
+from offload_trainer.offload.ranks.fetch_matching import FetchMatching
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.plan.tiered.layout import Unit, part_of
 from offload_trainer.plan.tiered.spec import SHARED_READS
@@ -43,10 +43,10 @@ class SharedReads:
     """Reads `units` of `store` that live on drives, for the ranks of `node`."""
 
     def __init__(
-        self, units: Sequence[Unit], store: UnitStore, *, node: Node, rounds: Rounds, meet: Callable[[], None]
+        self, units: Sequence[Unit], store: UnitStore, *, node: Node, rounds: FetchMatching, barrier: Callable[[], None]
     ) -> None:
-        """`meet`: of the ranks that read together, for a thread here alone."""
-        self._store, self._node, self._rounds, self._meet = store, node, rounds, meet
+        """`barrier`: of the ranks that read together, for a thread here alone."""
+        self._store, self._node, self._rounds, self._meet = store, node, rounds, barrier
         self._elements = {unit.index: unit.elements for unit in units if store.homes[unit.index] >= 0}
         size = max(self._elements.values()) * store.dtype.itemsize
         self._buffers = [node.memory(size).view(store.dtype) for _ in range(SHARED_READS)]
@@ -104,7 +104,7 @@ class SharedReads:
         self._copies.put(ending(self._copied, lambda: copy_alone(whole, buffer)))
         self._copied.then(wanted.filled.finish_part)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Who waits for what has not begun, and perhaps never will, is told so. Nothing more is wanted."""
         closed = RuntimeError("closed before it was read")
         for wanted in self._wanted:
@@ -114,6 +114,6 @@ class SharedReads:
                 wanted.filled.finish_part(closed)
 
     def close(self) -> None:
-        """After `abandon`, and once nobody waits for what has begun."""
+        """After `cancel`, and once nobody waits for what has begun."""
         self._reader.close(patience=1.0)
         self._copies.close()

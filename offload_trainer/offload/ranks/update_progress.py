@@ -1,4 +1,4 @@
-"""Create the `Renewal` of several ranks, in which a unit is ready when all ranks have updated their pages of it."""
+"""Create the `UpdateProgress` of several ranks: a unit is ready once all ranks have updated their pages of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from offload_trainer.offload.allocation import Layout
 from offload_trainer.offload.device.base import Device
-from offload_trainer.offload.ranks.fetch_matching import Beside
-from offload_trainer.offload.update.progress import Renewal
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.ranks.fetch_matching import SideGroup
+from offload_trainer.offload.update.progress import UpdateProgress
+from offload_trainer.offload.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Page
 
 
-def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: Weights, device: Device) -> Renewal:
+def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: PlacedWeights, device: Device) -> UpdateProgress:
     """Return the update progress for the `pages` that this rank updates.
 
     Ranks agree on each unit while later units are still being updated. Waiting for a unit therefore waits for all
@@ -20,16 +20,16 @@ def renewal_of(layout: Layout, pages: Sequence[Page], *, weights: Weights, devic
     """
     node = layout.node
     if node.world == 1:
-        return Renewal(pages)
-    beside, meet = Beside(across=node.all_alike), node.exchange()
+        return UpdateProgress(pages)
+    beside, barrier = SideGroup(across=node.all_alike), node.exchange()
 
     def agree(unit: int) -> None:
-        meet(unit)
+        barrier(unit)
         with device.beside(after=device.mark()):
             weights.spread_unit(layout.units[unit], beside=beside)
             there = device.reached()
         there.wait()
         if len(node.nodes) > 1:
-            meet(unit)  # all ranks of this node wait until the other nodes' weights have arrived
+            barrier(unit)  # all ranks of this node wait until the other nodes' weights have arrived
 
-    return Renewal(pages, units=list(dict.fromkeys(page.unit for page in layout.homes.pages)), agree=agree)
+    return UpdateProgress(pages, units=list(dict.fromkeys(page.unit for page in layout.homes.pages)), agree=agree)

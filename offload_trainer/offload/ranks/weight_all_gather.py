@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from offload_trainer.offload.device.base import copy_alone
-from offload_trainer.offload.ranks.fetch_matching import Rounds
+from offload_trainer.offload.ranks.fetch_matching import FetchMatching
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.plan.tiered.weight_transfer import even_part
 from offload_trainer.storage.transfer import Future, Workers, ending
@@ -24,7 +24,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]  # host memory, and where 
 Join = Callable[[torch.Tensor, int], None]  # all-gather in place: (1-D on the device, this rank's part filled; rank)
 
 
-class Gather:
+class PendingGather:
     """A unit that this rank needs. Call it to fill host memory, or use `when` and `fill` for device memory."""
 
     def __init__(self, host: torch.Tensor, *, rank: int, ranks: int, join: Join) -> None:
@@ -62,7 +62,7 @@ class Gather:
             copy(self._host[mine], into[mine])
             self._join(into[:whole], self._rank)
 
-    # -- for `Gathers` ------------------------------------------------------------------------------------------------
+    # -- for `WeightAllGather` ---------------------------------------------------------------------------------------
 
     def begin_alone(self, error: BaseException | None) -> None:
         self.begun = True
@@ -77,7 +77,7 @@ class Gather:
         self._together = True
         self._tell(None)
 
-    def abandon(self, closed: RuntimeError) -> None:
+    def cancel(self, closed: RuntimeError) -> None:
         """Fail everything that waits for the unit, unless it has begun."""
         if not self._given.done:
             with self._lock:
@@ -97,39 +97,39 @@ class Gather:
             then(error)
 
 
-class Gathers:
+class WeightAllGather:
     """The units that this rank fetches by all-gather. Every rank of the node has one such object."""
 
-    def __init__(self, node: Node, *, rounds: Rounds, join: Join) -> None:
+    def __init__(self, node: Node, *, rounds: FetchMatching, join: Join) -> None:
         """Start the gathering thread; only that thread uses `join`."""
         self._node, self._rounds, self._join = node, rounds, join
-        self._wanted: list[Gather] = []  # fetches that may not have begun or may lack a destination
+        self._wanted: list[PendingGather] = []  # fetches that may not have begun or may lack a destination
         self._thread = Workers(1, "gathers")
 
-    def want(self, unit: int, host: torch.Tensor) -> Gather:
+    def want(self, unit: int, host: torch.Tensor) -> PendingGather:
         """Announce that this rank needs the unit `host` next, and return the fetch.
 
         The destination may be given later, when the unit has its new weights on every rank.
         """
         rank = self._node.rank - self._node.here.start
-        wanted = Gather(host, rank=rank, ranks=len(self._node.here), join=self._join)
+        wanted = PendingGather(host, rank=rank, ranks=len(self._node.here), join=self._join)
         self._wanted = [one for one in self._wanted if not one.is_over] + [wanted]
         self._rounds.ask(unit, lambda together, error: self._begin(wanted, together, error))
         return wanted
 
-    def _begin(self, wanted: Gather, together: bool, error: BaseException | None) -> None:
+    def _begin(self, wanted: PendingGather, together: bool, error: BaseException | None) -> None:
         if together:
             wanted.begun = True
             self._thread.put(wanted.begin_together)
         else:
             wanted.begin_alone(error)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Fail all fetches that have not begun; no further ones may be announced."""
         closed = RuntimeError("closed before it was brought")
         for wanted in self._wanted:
-            wanted.abandon(closed)
+            wanted.cancel(closed)
 
     def close(self) -> None:
-        """End the thread after `abandon`. If it waits for ranks that never come, leave it to the end of the process."""
+        """End the thread after `cancel`. If it waits for ranks that never come, leave it to the end of the process."""
         self._thread.close(patience=1.0)

@@ -24,14 +24,14 @@ import torch
 from offload_trainer.offload.device.base import Device
 from offload_trainer.offload.pages.store import PageStore
 from offload_trainer.offload.ranks.sharded_gradients import AnyGradients
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.update_staging import Route, host_slot
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import Future, done, together
 
 
 @dataclass
-class Arrived:
+class StagedPage:
     """A page in a slot. Parts that are not staged are empty tensors."""
 
     route: Route
@@ -44,20 +44,20 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Sent:
+class PendingWrite:
     """An updated page that is being written back."""
 
     weights: Future  # the new weights are written
     whole: Future  # the new weights and the state are written
 
 
-class MovingPages:
+class PagePipeline:
     """The staged pages of `store`."""
 
     def __init__(
         self,
         store: PageStore,
-        weights: Weights,
+        weights: PlacedWeights,
         gradients: AnyGradients,
         *,
         device: Device,
@@ -80,9 +80,9 @@ class MovingPages:
                 self._on_drives.setdefault(route.page.unit, []).append(route)
         self._waiting: deque[Route] = deque()  # pages with complete gradients, not in a slot yet
         self._expected: deque[Route] = deque()  # pages to prefetch, whose gradients are not complete
-        self._early: list[Arrived] = []  # prefetched pages in slots
+        self._early: list[StagedPage] = []  # prefetched pages in slots
         self._is_early = False  # gradients are not complete yet
-        self._ready: queue.SimpleQueue[Arrived | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[StagedPage | BaseException | None] = queue.SimpleQueue()
         self._inside: set[int] = set()  # pages in slots that are not updated yet
         self._offered_to: object = None  # the speculative step that pages are offered to
         self._order: list[int] = []  # order in which its units (or the previous step's) were offered
@@ -135,7 +135,7 @@ class MovingPages:
         for slot in free:
             self._fill(slot)
 
-    def next(self, *, wait: bool) -> Arrived | None:
+    def next(self, *, wait: bool) -> StagedPage | None:
         """Return a page that has arrived, or None if there is none or at an `interrupt`; raise transfer errors."""
         try:
             arrived = self._ready.get(block=wait)
@@ -145,11 +145,11 @@ class MovingPages:
             raise arrived
         return arrived
 
-    def send(self, page: Arrived, computed: Future) -> Sent:
+    def send(self, page: StagedPage, computed: Future) -> PendingWrite:
         """Write an updated page back after `computed`, and then reuse its slot."""
         with self._lock:
             self._inside.discard(page.route.number)
-        sent = Sent(Future(), Future())
+        sent = PendingWrite(Future(), Future())
         sent.whole.then(lambda error: self._refill(page.slot, error))
         computed.then(lambda error: self._leave(page, sent, error))
         return sent
@@ -191,7 +191,7 @@ class MovingPages:
         for page, read in overdue:
             read.then(partial(self._refill, page.slot))
 
-    def _not_come(self, turn: int) -> list[tuple[Arrived, Future]]:
+    def _not_come(self, turn: int) -> list[tuple[StagedPage, Future]]:
         """Return the prefetched pages, with their reads, that must give up their slots because others need them.
 
         These are pages whose unit came before `turn` in the previous step and has not come now. If prefetched pages
@@ -231,7 +231,7 @@ class MovingPages:
             self._store.read(number, data).wait()
             yield number, data
 
-    def _let_go(self, page: Arrived) -> None:
+    def _let_go(self, page: StagedPage) -> None:
         with self._lock:
             self._inside.discard(page.route.number)
             self._free.append(page.slot)
@@ -252,12 +252,12 @@ class MovingPages:
                 return
         self._complete(page)
 
-    def _begun(self, route: Route, slot: int) -> Arrived:
+    def _begun(self, route: Route, slot: int) -> StagedPage:
         """Start reading a page's state into a slot."""
         self._inside.add(route.number)
         state, gradient, out = self._slots[slot]
         count, through = route.page.elements, route.through_host
-        page = Arrived(
+        page = StagedPage(
             route=route,
             state=state[: self._store.bytes_of(route.number) if "state" in through else 0],
             gradient=gradient.view(self._gradients.dtype)[: count if "gradient" in through else 0],
@@ -269,7 +269,7 @@ class MovingPages:
             page.loaded.append(self._store.read(route.number, page.state))
         return page
 
-    def _complete(self, page: Arrived) -> None:
+    def _complete(self, page: StagedPage) -> None:
         """Read the gradient, and the old weight for split masters; report the page when everything has arrived."""
         page.after = self._made.get(page.route.page.unit, self._after)
         if "gradient" in page.route.through_host:
@@ -280,7 +280,7 @@ class MovingPages:
             page.loaded.append(self._weights.read(where.unit, where.start, page.out, after=page.after))
         together(page.loaded).then(lambda error: self._ready.put(error or page))
 
-    def _leave(self, page: Arrived, sent: Sent, error: BaseException | None) -> None:
+    def _leave(self, page: StagedPage, sent: PendingWrite, error: BaseException | None) -> None:
         """Start writing a page back. For a page that the device computed, this runs on a transfer thread."""
         route = page.route
         where, through = route.page, route.through_host

@@ -17,12 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from offload_trainer.offload.device.base import Arrival
+from offload_trainer.offload.device.base import DeviceCopy
 from offload_trainer.plan.tiered.layout import Page
 from offload_trainer.storage.transfer import Future, Workers, done
 
 
-class Renewal:
+class UpdateProgress:
     """The progress of one update after the other. Pages may be reported on any thread."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Renewal:
         self._units: dict[int, Future] = {}  # units without their new weights, or whose update failed
         self._agree, self._order = agree, tuple(units)
         self._here: dict[int, Future] = {}  # with several ranks: this rank's pages of a unit are written
-        self._thread = Workers(1, "renewal") if agree else None
+        self._thread = Workers(1, "update_progress") if agree else None
         self._end = done()
         self._lock = threading.Lock()
         self._began = 0.0
@@ -142,7 +142,7 @@ class Renewal:
     def under_way(self) -> bool:
         return not self._end.done
 
-    def fetched(self, unit: int, fetch: Callable[[], Arrival]) -> Arrival:
+    def fetched(self, unit: int, fetch: Callable[[], DeviceCopy]) -> DeviceCopy:
         """Call `fetch` as soon as the unit has its new weights: now, or on the thread that reports it."""
         future = self._units.get(unit)
         return fetch() if future is None else _Later(future, fetch, self._wait)
@@ -161,9 +161,9 @@ class Renewal:
 class _Later:
     """A fetch that begins when its unit has its new weights."""
 
-    def __init__(self, home: Future, fetch: Callable[[], Arrival], wait: Callable[[Future], None]) -> None:
+    def __init__(self, home: Future, fetch: Callable[[], DeviceCopy], wait: Callable[[Future], None]) -> None:
         self._fetch, self._wait = fetch, wait
-        self._arrival: Arrival | None = None
+        self._arrival: DeviceCopy | None = None
         self._begun = Future()
         home.then(self._begin)
 

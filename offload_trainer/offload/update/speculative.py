@@ -17,29 +17,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from offload_trainer.offload.update.page_pipeline import Sent
-from offload_trainer.offload.update.step_params import Decision
+from offload_trainer.offload.update.page_pipeline import PendingWrite
+from offload_trainer.offload.update.step_params import StepParams
 from offload_trainer.plan.tiered.layout import Page
 
 _RECENT, _AT_MOST = 8, 2  # recent steps, and how many of them may have been mispredicted
 
 
-class Ahead:
+class SpeculativeStep:
     """The speculative updates of one step."""
 
-    def __init__(self, expected: Decision) -> None:
+    def __init__(self, expected: StepParams) -> None:
         self.expected = expected
-        self.written: dict[int, Sent] = {}  # updated pages, whose state is being written to the second copy
+        self.written: dict[int, PendingWrite] = {}  # updated pages, whose state is being written to the second copy
         self.began: float | None = None  # time of the first page
         self.error: BaseException | None = None  # the error that ended speculation
 
-    def kept(self, decision: Decision, pages: Sequence[Page]) -> set[int]:
+    def kept(self, decision: StepParams, pages: Sequence[Page]) -> set[int]:
         """Return the updated pages that are valid for the actual decision."""
         same = {unit: self.expected.says_the_same(decision, unit) for unit in {pages[n].unit for n in self.written}}
         return {number for number in self.written if same[pages[number].unit]}
 
 
-class Watch:
+class MispredictionWatch:
     """Counts mispredictions to decide whether to speculate: at most 2 in the last 8 steps.
 
     A misprediction wastes the speculative updates and moves their drive bytes again.

@@ -6,8 +6,8 @@
 
 The device's pages are queued first and computed concurrently. The CPU updates staged pages as they arrive, and pages in
 RAM while none has arrived. Clipping and loss scaling are one factor on the gradient. No element depends on another, so
-the order does not change a bit. `Renewal` records each page that has been written back. Pages on drives may be updated
-before the step's clipping factor is known (`ahead`).
+the order does not change a bit. `UpdateProgress` records each page that has been written back. Pages on drives
+may be updated before the step's clipping factor is known (`ahead`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from offload_trainer.offload.device.base import Device
 from offload_trainer.offload.pages.snapshot import PageSnapshot
 from offload_trainer.offload.pages.store import PageStore
 from offload_trainer.offload.ranks.sharded_gradients import AnyGradients
-from offload_trainer.offload.update.page_pipeline import Arrived, MovingPages, Sent
-from offload_trainer.offload.update.progress import Renewal
-from offload_trainer.offload.update.speculative import Ahead
-from offload_trainer.offload.update.step_params import Decision
-from offload_trainer.offload.weights.placed import Weights
-from offload_trainer.optim.kernel_api import Kernel, PageNoise, Stretch, within
+from offload_trainer.offload.update.page_pipeline import PagePipeline, PendingWrite, StagedPage
+from offload_trainer.offload.update.progress import UpdateProgress
+from offload_trainer.offload.update.speculative import SpeculativeStep
+from offload_trainer.offload.update.step_params import StepParams
+from offload_trainer.offload.weights.placed import PlacedWeights
+from offload_trainer.optim.kernel_api import Kernel, ParamRange, RoundingNoise, within
 from offload_trainer.plan.tiered.update_staging import Route, device_slot
 from offload_trainer.storage.transfer import Future, Workers, done, ending, together
 
@@ -50,7 +50,7 @@ class _Path:
 class _Step:
     """The update of one step."""
 
-    decision: Decision
+    decision: StepParams
     after: Any  # event on the device after which all gradients are complete
     kept: Collection[int] = ()  # pages whose speculative update is valid
 
@@ -61,9 +61,9 @@ class Updater:
     def __init__(
         self,
         store: PageStore,
-        weights: Weights,
+        weights: PlacedWeights,
         gradients: AnyGradients,
-        renewal: Renewal,
+        update_progress: UpdateProgress,
         *,
         device: Device,
         kernels: tuple[Kernel, Kernel],
@@ -86,9 +86,9 @@ class Updater:
             behind: run the update on a thread, so that it overlaps the next forward.
             ahead: allow pages on drives to be updated during the backward.
         """
-        self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, renewal
+        self._store, self._weights, self._gradients, self._renewal = store, weights, gradients, update_progress
         self._device, (self._kernel, self._device_kernel) = device, kernels
-        self.moving = MovingPages(store, weights, gradients, device=device, routes=routes, slots=slots)
+        self.moving = PagePipeline(store, weights, gradients, device=device, routes=routes, slots=slots)
         self._paths = {route.number: self._resolved(route) for route in routes}
         self.numbers = sorted(self._paths)  # the pages that this rank updates
         staying = [path for path in self._paths.values() if not path.route.through_host]
@@ -100,9 +100,11 @@ class Updater:
         self._device_out = device.buffer(inside.weights // weights.dtype.itemsize, weights.dtype)
         self._snapshot: PageSnapshot | None = None
         assert not ahead or (behind and not store.format.remainders)  # split masters would lose their old weights
-        self._leaving: list[Sent] = []  # pages of the current update that are being written back
-        self._coming: tuple[Ahead, Future] | None = None  # the next speculative step; the future: it accepts pages
-        self._ahead: Ahead | None = None  # the speculative updates of the current step
+        self._leaving: list[PendingWrite] = []  # pages of the current update that are being written back
+        self._coming: tuple[SpeculativeStep, Future] | None = (
+            None  # the next speculative step; the future: it accepts pages
+        )
+        self._ahead: SpeculativeStep | None = None  # the speculative updates of the current step
         self._thread = Workers(1, "update") if behind else None
         if self._thread is not None and not device.is_cuda:
             _take_one_core(self._thread)
@@ -129,7 +131,7 @@ class Updater:
 
     def start(
         self,
-        decision: Decision,
+        decision: StepParams,
         *,
         at_end: Callable[[], None],
     ) -> None:
@@ -147,7 +149,7 @@ class Updater:
             self._thread.put(partial(self._carry_out, step, at_end, ahead))
 
     @torch.no_grad()
-    def _carry_out(self, step: _Step, at_end: Callable[[], None], ahead: Ahead | None) -> None:
+    def _carry_out(self, step: _Step, at_end: Callable[[], None], ahead: SpeculativeStep | None) -> None:
         try:
             self._leaving = []
             self._walk(step if ahead is None else replace(step, kept=self._keep(ahead, step)))
@@ -185,7 +187,7 @@ class Updater:
                 self._compute(path, page, step)
                 self._goes_home(page.route, self.moving.send(page, done()))
 
-    def _goes_home(self, route: Route, sent: Sent) -> None:
+    def _goes_home(self, route: Route, sent: PendingWrite) -> None:
         """Report the page when its weights are written, or with several ranks when its state is written as well."""
         self._leaving.append(sent)
         home = sent.whole if self._renewal.of_all_ranks else sent.weights
@@ -199,13 +201,13 @@ class Updater:
 
     # -- speculative updates, before the step's decision is known ------------------------------------------------------
 
-    def expect(self, decision: Decision) -> None:
+    def expect(self, decision: StepParams) -> None:
         """Announce the expected decision of the next step.
 
         The state that its backward completes first is prefetched from now on, or after the current update.
         """
         assert self._thread is not None
-        ahead, told = Ahead(decision), Future()
+        ahead, told = SpeculativeStep(decision), Future()
         self._coming = ahead, told
         self._thread.put(ending(told, partial(self.moving.expect, ahead)))
 
@@ -235,7 +237,7 @@ class Updater:
         undone.wait()
         return True
 
-    def _taken(self) -> Ahead | None:
+    def _taken(self) -> SpeculativeStep | None:
         """Return the speculative updates of the current step, and stop accepting pages."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -243,7 +245,7 @@ class Updater:
         return ahead
 
     @torch.no_grad()
-    def _go_ahead(self, ahead: Ahead) -> None:
+    def _go_ahead(self, ahead: SpeculativeStep) -> None:
         """Update offered pages on the thread until interrupted."""
         step = _Step(ahead.expected, after=None)
         try:
@@ -254,7 +256,7 @@ class Updater:
         except BaseException as error:
             ahead.error = error
 
-    def _keep(self, ahead: Ahead, step: _Step) -> set[int]:
+    def _keep(self, ahead: SpeculativeStep, step: _Step) -> set[int]:
         """Return the pages whose speculative update is valid; wait until the others can be updated again."""
         if ahead.error is not None:
             raise ahead.error
@@ -264,7 +266,7 @@ class Updater:
             self._goes_home(self._paths[number].route, ahead.written[number])
         return kept
 
-    def _undo(self, ahead: Ahead) -> None:
+    def _undo(self, ahead: SpeculativeStep) -> None:
         """Discard speculative pages, and restore their weights from the masters that are still valid."""
         if ahead.error is not None:
             raise ahead.error
@@ -274,16 +276,16 @@ class Updater:
         for number, data in self.moving.read_back(sorted(ahead.written)):
             page = self._store.pages[number]
             self._weights.put_page(page.unit, page.start, self._store.fields(number, data)["master"])
-        self._weights.put_away()
+        self._weights.flush()
 
     # -- a page -------------------------------------------------------------------------------------------------------
 
-    def _compute(self, path: _Path, arrived: Arrived | None, step: _Step) -> None:
+    def _compute(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
         """Update one page on the CPU, with its parts in a staging buffer or in place."""
         data, gradient, out = _memory(path, arrived)
         self._update(self._kernel, path.route, data, gradient, out, step, rest="weights" in path.route.through_host)
 
-    def _compute_on_device(self, path: _Path, arrived: Arrived | None, step: _Step) -> None:
+    def _compute_on_device(self, path: _Path, arrived: StagedPage | None, step: _Step) -> None:
         """Queue the update of one page on the device's side stream, with copies of the parts that are not there."""
         route, count = path.route, path.route.page.elements
         data, gradient, home = _memory(path, arrived)
@@ -324,7 +326,7 @@ class Updater:
             parts,
             format=self._store.format,
             scale=decision.scale,
-            noise=None if decision.noise is None else PageNoise(decision.noise, page.unit, page.start),
+            noise=None if decision.noise is None else RoundingNoise(decision.noise, page.unit, page.start),
         )
 
 
@@ -341,7 +343,7 @@ def _take_one_core(thread: Workers) -> None:
     torch.set_num_threads(threads)  # also sets the default for new threads
 
 
-def _memory(path: _Path, arrived: Arrived | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _memory(path: _Path, arrived: StagedPage | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the memory of a page's state, gradient and new weights: in place or in its staging buffer."""
     if arrived is None:
         assert path.state is not None
@@ -361,7 +363,7 @@ def _part(whole: torch.Tensor | None, route: Route) -> torch.Tensor:
     return whole[route.page.start :][: route.page.elements]
 
 
-def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[Stretch]) -> None:
+def _copy_rest(master: torch.Tensor, out: torch.Tensor, stretches: list[ParamRange]) -> None:
     """Round the masters of the elements between `stretches`."""
     ends = [0, *(part.end for part in stretches)]
     starts = [*(part.start for part in stretches), master.numel()]

@@ -23,7 +23,7 @@ _POINTERS = ("data_ptr", "untyped_storage", "storage", "_typed_storage")
 _FACTS = FACTS - {"stride", "is_contiguous"}  # a stand-in's strides and contiguity are not those of the values
 
 
-class StoredTensor(torch.Tensor):
+class LazyWeight(torch.Tensor):
     """Made by `of`. Every operation of torch is done with the values and returns plain tensors."""
 
     read: Callable[[], torch.Tensor]
@@ -40,7 +40,7 @@ class StoredTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         keeps: bool = False,
-    ) -> StoredTensor:
+    ) -> LazyWeight:
         """Return a stand-in with the shape of `like`, and its dtype unless another is given.
 
         `read` returns the values, on `device`. `write` takes what an operation in place has made of them; without it
@@ -85,7 +85,7 @@ class _Operation:
 
     def __init__(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
-        self._read: list[tuple[StoredTensor, torch.Tensor, int]] = []  # with the values' version when they were read
+        self._read: list[tuple[LazyWeight, torch.Tensor, int]] = []  # with the values' version when they were read
 
     def done(self) -> Any:
         """Return what the operation makes of the values, each stand-in's read once."""
@@ -102,13 +102,13 @@ class _Operation:
 
     def _values(self, given: Any) -> Any:
         """Arguments with values in place of stand-ins, in lists and mappings too."""
-        if isinstance(given, StoredTensor):
+        if isinstance(given, LazyWeight):
             return self._value(given)
         if isinstance(given, dict):
             return {key: self._values(value) for key, value in given.items()}
         return type(given)(map(self._values, given)) if type(given) in (list, tuple) else given
 
-    def _value(self, stored: StoredTensor) -> torch.Tensor:
+    def _value(self, stored: LazyWeight) -> torch.Tensor:
         for one, values, _ in self._read:
             if one is stored:
                 return values
@@ -134,7 +134,7 @@ class _Operation:
             if stored.write is not None and result is values:
                 return stored
             if stored.write is not None and isinstance(result, torch.Tensor) and _share_memory(result, values):
-                return StoredTensor.of(
+                return LazyWeight.of(
                     result,
                     lambda: part(self.done()),
                     write=lambda new: self._write_part(part, new),

@@ -112,10 +112,10 @@ FACTS = frozenset(
 )
 
 
-class Lender(Protocol):
+class WeightProvider(Protocol):
     """What an offloaded parameter asks."""
 
-    def lend(self, names: Sequence[str]) -> AbstractContextManager[None]:
+    def borrow_weights(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Inside, these weights have their values, and what autograd saves of them keeps its own."""
         ...
 
@@ -142,7 +142,7 @@ class OffloadedParameter(nn.Parameter):
     """A parameter of an offloaded model. Made of a parameter by `offload_parameter`."""
 
     weight: str  # its name
-    lender: Lender
+    lender: WeightProvider
     version: int  # the version counter, as long as nothing has written to it
     real, imag = _refusing("real"), _refusing("imag")
 
@@ -208,7 +208,7 @@ Shared = OffloadedParameter | ParameterView
 _SHARED = frozenset([OffloadedParameter, ParameterView])  # for `type(x) in`: isinstance asks nn.Parameter's metaclass
 
 
-def offload_parameter(parameter: nn.Parameter, name: str, lender: Lender) -> None:
+def offload_parameter(parameter: nn.Parameter, name: str, lender: WeightProvider) -> None:
     """Make it a parameter whose values `lender` fetches."""
     version = parameter._version
     parameter.__class__ = OffloadedParameter
@@ -327,7 +327,10 @@ def _run_with_values(
     parameters = list(dict.fromkeys(_parameter_of(one) for one in found))
     _refuse_unsupported(func, operation.name, parameters[0])
     _refuse_writing(operation, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass(), parameters[0].lender.lend([one.weight for one in parameters]):
+    with (
+        torch._C.DisableTorchFunctionSubclass(),
+        parameters[0].lender.borrow_weights([one.weight for one in parameters]),
+    ):
         for one in found:
             if type(one) is ParameterView:
                 _follow(one)
@@ -480,7 +483,7 @@ def _refuse_giving(name: str, parameter: OffloadedParameter) -> NoReturn:
 
 
 def _refuse_unsupported(func: Any, name: str, parameter: OffloadedParameter) -> None:
-    """Raise UserError for what gives a parameter's memory to others, or runs code that `lend` cannot follow."""
+    """Raise UserError for operations that share a parameter's memory or that `borrow_weights` cannot follow."""
     if name.partition(".")[0] in _RAW_MEMORY:
         _refuse_giving(name, parameter)
     refuse_recording(parameter.weight)

@@ -13,16 +13,16 @@ import torch
 
 from offload_trainer.offload.device.base import Device, Read
 from offload_trainer.offload.pages.store import UnitStore
-from offload_trainer.offload.ranks.fetch_matching import Beside
+from offload_trainer.offload.ranks.fetch_matching import SideGroup
 from offload_trainer.offload.ranks.node_comm import Node
 from offload_trainer.offload.ranks.shared_reads import SharedReads
-from offload_trainer.offload.ranks.weight_all_gather import Gathers
+from offload_trainer.offload.ranks.weight_all_gather import WeightAllGather
 from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, begin_in, stretch_of
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 
 
-class Weights:
+class PlacedWeights:
     """One flat tensor in `dtype` for each unit."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Weights:
         transfers: Transfers,
         node: Node,
     ) -> None:
-        """Of those on the device each rank has its own, which `spread` brings up to date; others are once a node."""
+        """Of those on the device each rank has its own, which `broadcast` brings up to date; others are once a node."""
         self._node = node
         self.homes, self.dtype, self.units = tuple(homes), dtype, tuple(units)
         self._device = device
@@ -46,10 +46,10 @@ class Weights:
         self.store = UnitStore(away, places, dtype=dtype, files=files, transfers=transfers, pinned=pinned, node=node)
         self._reads: SharedReads | None = None
         if node.world > 1 and any(home >= 0 for home in places):
-            self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), meet=Beside().meet)
-        self._gathers: Gathers | None = None
+            self._reads = SharedReads(units, self.store, node=node, rounds=node.rounds(), barrier=SideGroup().barrier)
+        self._gathers: WeightAllGather | None = None
         if node.by_parts and any(away):
-            self._gathers = Gathers(node, rounds=node.rounds(), join=node.joining(gpus=device.is_cuda))
+            self._gathers = WeightAllGather(node, rounds=node.rounds(), join=node.joining(gpus=device.is_cuda))
         self._starts: dict[int, int] = {}
         end = 0
         for unit, home in zip(units, homes, strict=True):
@@ -103,14 +103,14 @@ class Weights:
             return self._gathers.want(unit, host) if self._gathers else host
         return self._reads.want(unit) if self._reads else lambda buffer: self.store.read(unit, 0, buffer)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Nobody waits any more for what other ranks need not come to."""
         for together in (self._reads, self._gathers):
             if together is not None:
-                together.abandon()
+                together.cancel()
 
     def close(self) -> None:
-        self.abandon()
+        self.cancel()
         for together in (self._reads, self._gathers):
             if together is not None:
                 together.close()
@@ -118,15 +118,15 @@ class Weights:
 
     # -- with several ranks -------------------------------------------------------------------------------------------
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """What each rank has updated, on every rank's device and on every node; after `commit`s are done."""
         node = self._node
         for unit in self.units:
             self.spread_unit(unit)
         if len(node.nodes) > 1:
-            node.meet()  # what other nodes have sent is there for all ranks of this one
+            node.barrier()  # what other nodes have sent is there for all ranks of this one
 
-    def spread_unit(self, unit: Unit, *, beside: Beside | None = None) -> None:
+    def spread_unit(self, unit: Unit, *, beside: SideGroup | None = None) -> None:
         """The same of one unit; `beside`: of the thread that calls."""
         resident, node = self.resident(unit.index), self._node
         if resident is None:
@@ -134,9 +134,9 @@ class Weights:
             return
         for rank in range(node.world):
             first, end = stretch_of(unit, rank, ranks=node.world)
-            node.spread(resident[first:end], source=rank, beside=beside)
+            node.broadcast(resident[first:end], source=rank, beside=beside)
 
-    def _spread_over_nodes(self, unit: Unit, *, beside: Beside | None) -> None:
+    def _spread_over_nodes(self, unit: Unit, *, beside: SideGroup | None) -> None:
         """New weights that are there once a node, from their owner to the rank of its place on each other node."""
         node = self._node
         if len(node.nodes) == 1:
@@ -161,14 +161,14 @@ class Weights:
 
     def spread_all(self) -> None:
         """What rank 0 has on its device, on every rank's."""
-        self._node.spread(self._resident, source=0)
+        self._node.broadcast(self._resident, source=0)
 
     def spread_fixed(self) -> None:
         """What is not trained of what rank 0 has on its device, on every rank's."""
         for unit in self.units:
             resident = self.resident(unit.index)
             if resident is not None:
-                self._node.spread(resident[unit.trained :], source=0)
+                self._node.broadcast(resident[unit.trained :], source=0)
 
     # -- single weights -----------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Weights:
         return self.store.get(unit, start, count)
 
     def put(self, unit: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from `start` on. Then `put_away`."""
+        """Set elements from `start` on. Then `flush`."""
         resident = self.resident(unit)
         if resident is not None:
             resident[start : start + values.numel()].copy_(values)
@@ -195,5 +195,5 @@ class Weights:
         buffer = host_buffer(masters.numel() * self.dtype.itemsize).view(self.dtype)
         self.store.write(unit, start, buffer.copy_(masters)).wait()
 
-    def put_away(self) -> None:
-        self.store.put_away()
+    def flush(self) -> None:
+        self.store.flush()

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_trainer.errors import UserError
-from offload_trainer.offload.activations.recompute_hooks import Within, recompute_views
+from offload_trainer.offload.activations.recompute_hooks import BlockSavedTensors, recompute_views
 from offload_trainer.offload.autograd import (
     as_saved,
     hooks_of_autograd,
@@ -34,9 +34,9 @@ from offload_trainer.offload.autograd import (
     unprotected,
     without_modes,
 )
-from offload_trainer.offload.device.base import Arrival, Device
-from offload_trainer.offload.update.progress import Renewal
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.device.base import Device, DeviceCopy
+from offload_trainer.offload.update.progress import UpdateProgress
+from offload_trainer.offload.weights.placed import PlacedWeights
 from offload_trainer.plan.tiered.layout import Unit
 from offload_trainer.plan.tiered.weight_buffers import Rings
 
@@ -48,7 +48,7 @@ class _Slot:
     """A ring buffer on the device."""
 
     buffer: torch.Tensor
-    arrival: Arrival | None = None  # None: what is in it is in place
+    arrival: DeviceCopy | None = None  # None: what is in it is in place
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,20 @@ class _Saved:
     stride: tuple[int, ...]
 
 
-class Stream:
+class WeightPrefetcher:
     """Fetches units that `weights` keeps away from the device. `parameters` are by name, one for each use."""
 
     def __init__(
         self,
-        weights: Weights,
+        weights: PlacedWeights,
         parameters: Mapping[str, Sequence[nn.Parameter]],
-        renewal: Renewal,
+        update_progress: UpdateProgress,
         *,
         device: Device,
         blocks: int,
     ) -> None:
         """`blocks`: ring buffers for units that are blocks."""
-        self._weights, self._device, self._renewal = weights, device, renewal
+        self._weights, self._device, self._renewal = weights, device, update_progress
         units = [unit for unit in weights.units if weights.resident(unit.index) is None]
         self._rings = Rings(units, blocks=blocks)
         self._slots = [_Slot(device.buffer(slot.size, weights.dtype)) for slot in self._rings.slots]
@@ -149,7 +149,7 @@ class Stream:
             raise UserError(
                 "reentrant checkpointing keeps no weights that come and go: use checkpoint(..., use_reentrant=False)"
             )
-        if hooks[0] == self.pack or isinstance(getattr(hooks[0], "__self__", None), Within):
+        if hooks[0] == self.pack or isinstance(getattr(hooks[0], "__self__", None), BlockSavedTensors):
             return
         if hooks[0] is not self._recomputing:
             self._recomputing, self._recomputed = hooks[0], set()
@@ -290,7 +290,7 @@ class Stream:
     # -- read outside their modules -----------------------------------------------------------------------------------
 
     @contextmanager
-    def lend(self, places: Mapping[str, tuple[int, int]]) -> Iterator[None]:
+    def borrow_weights(self, places: Mapping[str, tuple[int, int]]) -> Iterator[None]:
         """Inside, these weights (their unit, and the place in it) can be read by one operation, whatever it is.
 
         What is away, or in a ring whose content nothing would bring back for the backward, is copied into memory of its

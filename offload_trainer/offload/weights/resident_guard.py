@@ -13,26 +13,26 @@ import torch
 from torch import nn
 
 from offload_trainer.offload.autograd import not_compiled, set_memory
-from offload_trainer.offload.update.progress import Renewal
-from offload_trainer.offload.weights.placed import Weights
+from offload_trainer.offload.update.progress import UpdateProgress
+from offload_trainer.offload.weights.placed import PlacedWeights
 
 
-class Withheld:
+class ResidentGuard:
     """Of the units of `weights` that live on the device. `parameters` are by name, one for each use."""
 
     def __init__(
         self,
-        weights: Weights,
+        weights: PlacedWeights,
         parameters: Mapping[str, Sequence[nn.Parameter]],
-        renewal: Renewal,
+        update_progress: UpdateProgress,
         *,
         place: torch.device,
     ) -> None:
         """`place`: the device's."""
-        self._renewal = renewal
+        self._renewal = update_progress
         self._away = torch.full((), torch.nan, dtype=weights.dtype, device=place)
         self._parts = _on_the_device(weights, parameters)
-        self._withheld: set[int] = set()
+        self._resident_guard: set[int] = set()
 
     def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
         """Watch these modules, each with the units that it needs."""
@@ -43,7 +43,7 @@ class Withheld:
 
     def _before(self, units: Sequence[int]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            self.give_back(units)
+            self.restore(units)
 
         return not_compiled(hook)
 
@@ -51,23 +51,23 @@ class Withheld:
         """An update has begun: take away what it changes."""
         for unit, parts in self._parts.items():
             if not self._renewal.is_home(unit):
-                self._withheld.add(unit)
+                self._resident_guard.add(unit)
                 for parameter, memory in parts:
                     set_memory(parameter, self._away.expand(memory.shape))
 
-    def give_back(self, units: Iterable[int]) -> None:
+    def restore(self, units: Iterable[int]) -> None:
         """These units' parameters have their new values when this returns."""
-        for unit in self._withheld.intersection(units) if self._withheld else ():
+        for unit in self._resident_guard.intersection(units) if self._resident_guard else ():
             self._renewal.wait(unit)
             for parameter, memory in self._parts[unit]:
                 set_memory(parameter, memory)
-            self._withheld.discard(unit)
+            self._resident_guard.discard(unit)
 
     def give_all_back(self) -> None:
-        self.give_back(self._parts)
+        self.restore(self._parts)
 
 
-def give_memory(weights: Weights, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+def give_memory(weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
     """Parameters on their units' memory, where that stays on the device; a stream gives it to the others."""
     for parts in _on_the_device(weights, parameters).values():
         for parameter, memory in parts:
@@ -75,7 +75,7 @@ def give_memory(weights: Weights, parameters: Mapping[str, Sequence[nn.Parameter
 
 
 def _on_the_device(
-    weights: Weights, parameters: Mapping[str, Sequence[nn.Parameter]]
+    weights: PlacedWeights, parameters: Mapping[str, Sequence[nn.Parameter]]
 ) -> dict[int, list[tuple[nn.Parameter, torch.Tensor]]]:
     """Of each unit that lives there, each use of its weights and where that is."""
     resident = {unit: weights.resident(unit.index) for unit in weights.units}

@@ -19,7 +19,7 @@ from offload_trainer.plan.deepspeed.zero_gathers import gathers
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory.common import Item
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK, zero_bounds
-from offload_trainer.plan.parallel.modes import Flow, Mode, flows, link_seconds, weights_held
+from offload_trainer.plan.parallel.modes import Collective, Mode, flows, link_seconds, weights_held
 from offload_trainer.plan.time.step_time import PHASES, UPDATE_START, Bound, Forecast, forecast, update_rate
 from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
@@ -155,7 +155,7 @@ class DeepSpeedCandidate:
         return tuple(_as_traffic(self._flows, here=self.work.here))
 
     @cached_property
-    def _flows(self) -> list[Flow]:
+    def _flows(self) -> list[Collective]:
         gathered = None
         if self.placement.stage == 3 and self.work.world > 1:
             gathered = gathers(self.work.shape, self.sizes, checkpointing=self.work.checkpointing)
@@ -219,7 +219,7 @@ class DeepSpeedCandidate:
         return [_TUNING, *(TUNING_OF_DRIVES if self.placement.optimizer == "nvme" else ())]
 
 
-def _as_traffic(moved: Sequence[Flow], *, here: int) -> Iterator[Traffic]:
+def _as_traffic(moved: Sequence[Collective], *, here: int) -> Iterator[Traffic]:
     """Bytes through each GPU, and through each node's network, of each phase."""
     found: dict[tuple[str, str], float] = {}
     for one in moved:

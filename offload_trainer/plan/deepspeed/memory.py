@@ -213,7 +213,7 @@ class StockBytes:
 
     def _full_bucket(self, part: int) -> int:
         """Of a rank with the state of `part` elements of a weight, and of no larger part."""
-        e, bucket, alike = self.work.item_bytes, self._bucket, self.mode.alike
+        e, bucket, alike = self.work.item_bytes, self._bucket, self.mode.data_parallel
         largest = max(self._parts, default=0)
         norm = _FP64 * part + (e * largest if largest > self.sizes.reduce_bucket else 0)
         if self.placement.stage < 3:
@@ -231,7 +231,7 @@ class StockBytes:
 
     def _largest_parts(self) -> list[int]:
         """Of each rank with the same weights, elements of the largest part of one whose state it has."""
-        alike = self.mode.alike
+        alike = self.mode.data_parallel
         if self.placement.stage == 3:
             return [max((-(-numel // alike) for numel in self._parts), default=0)] * alike
         largest = [0] * alike

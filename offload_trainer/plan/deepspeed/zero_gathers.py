@@ -19,7 +19,7 @@ from offload_trainer.plan.shape import ModelShape, Weight
 
 
 @dataclass(frozen=True)
-class Gathers:
+class ZeroGathers:
     """Elements: of each micro-batch in forward and backward, and of the step behind its update."""
 
     forward: int
@@ -27,7 +27,7 @@ class Gathers:
     update: int
 
 
-def gathers(shape: ModelShape, sizes: ZeroSizes, *, checkpointing: bool) -> Gathers:
+def gathers(shape: ModelShape, sizes: ZeroSizes, *, checkpointing: bool) -> ZeroGathers:
     """Of all ranks together; a ring brings each of them its part."""
     forward = list(_modules(shape.weights))
     found = {True: 0, False: 0}
@@ -36,7 +36,7 @@ def gathers(shape: ModelShape, sizes: ZeroSizes, *, checkpointing: bool) -> Gath
         found[step < len(forward)] += walk.fetch(step)
         walk.release(step)
     once = sum(weight.numel for weight in shape.weights if weight.numel <= sizes.persistent)
-    return Gathers(found[True], found[False], once)
+    return ZeroGathers(found[True], found[False], once)
 
 
 def _modules(weights: Sequence[Weight]) -> Iterator[list[Weight]]:

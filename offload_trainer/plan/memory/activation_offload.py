@@ -18,7 +18,7 @@ INPUTS_UNDER_WAY = 2  # inputs on the device that are being copied out or back
 
 
 @dataclass(frozen=True)
-class KeptInputs:
+class BlockInputs:
     """The inputs of `count` blocks, `size` bytes each; `size` is a multiple of 4096."""
 
     count: int
@@ -39,12 +39,12 @@ class KeptInputs:
         return range(self.count - self.buffers)
 
 
-def kept_inputs(shape: ModelShape, *, rows: int, seq_len: int, item_bytes: int) -> KeptInputs:
+def kept_inputs(shape: ModelShape, *, rows: int, seq_len: int, item_bytes: int) -> BlockInputs:
     """Return the inputs of a micro-batch of `rows` x `seq_len` tokens, with `item_bytes` per element."""
-    return KeptInputs(shape.layers, aligned(item_bytes * rows * seq_len * shape.hidden))
+    return BlockInputs(shape.layers, aligned(item_bytes * rows * seq_len * shape.hidden))
 
 
-def inputs_of(work: Workload) -> KeptInputs:
+def inputs_of(work: Workload) -> BlockInputs:
     return kept_inputs(work.shape, rows=work.micro_batch, seq_len=work.length, item_bytes=work.item_bytes)
 
 

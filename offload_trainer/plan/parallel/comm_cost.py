@@ -30,9 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.tiered.layout import DEVICE, Homes, Unit, stretch_of
+from offload_trainer.plan.tiered.layout import DEVICE, TierMap, Unit, stretch_of
 from offload_trainer.plan.tiered.norm_shards import given
-from offload_trainer.plan.tiered.weight_transfer import Taken
+from offload_trainer.plan.tiered.weight_transfer import TransferBytes
 from offload_trainer.plan.time.step_time import Bound
 from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
@@ -43,7 +43,7 @@ OUTBOX, NETWORK, GPUS, NORMS = "outboxes", "network", "gpus", "norms"
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CommCost:
     """Of a step, on one node: `links` by phase, `sums` bytes of memory traffic in the backward, meets, agreements."""
 
     links: tuple[Traffic, ...]
@@ -60,18 +60,18 @@ class Exchange:
 def exchange_of(
     work: Workload,
     units: Sequence[Unit],
-    homes: Homes,
+    homes: TierMap,
     *,
     ordered: bool,
-    by_parts: Mapping[str, Taken] | None = None,
+    by_parts: Mapping[str, TransferBytes] | None = None,
     node: int = 0,
-) -> Exchange:
+) -> CommCost:
     """What the ranks of a node move in a step, each weight having got its gradients; nothing where a rank is alone.
 
     `ordered`: whether norms are taken as for a GPU; `by_parts`: weights that come so to each device, by phase.
     """
     if work.world == 1:
-        return Exchange((), sums=0, meets=0, agreements=0)
+        return CommCost((), sums=0, meets=0, agreements=0)
     e, micro, here, away = work.item_bytes, work.accumulate, work.here, work.world - work.here
     every = own = whole = held = on_gpus = weights = 0
     for unit in units:
@@ -102,7 +102,7 @@ def exchange_of(
     turns = [unit for unit in units if unit.trained]
     meets = micro * len(turns) + sum(homes.gradients[unit.index] >= 0 for unit in turns) + MEETS
     moving = tuple(one for one in links if one.read or one.written)
-    return Exchange(moving, sums=sums, meets=meets, agreements=len(turns))
+    return CommCost(moving, sums=sums, meets=meets, agreements=len(turns))
 
 
 def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool) -> list[Traffic]:
@@ -116,7 +116,7 @@ def _norms(work: Workload, units: Sequence[Unit], mine: range, *, ordered: bool)
     return [Traffic(NORMS, "update", among, among), Traffic(NETWORK, "norm", got, sent)]
 
 
-def waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Bound]:
+def waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
     """What backward and update wait for on top of all else, one after the other.
 
     autograd's thread waits for a unit's gradients, for the other ranks and for the additions before it goes on. What
@@ -130,7 +130,7 @@ def waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Boun
     return bounds + [bound for phase, count in meets.items() for bound in _meetings(count, work, machine, phase=phase)]
 
 
-def hidden_waits(moved: Exchange, work: Workload, machine: MachineProfile) -> list[Bound]:
+def hidden_waits(moved: CommCost, work: Workload, machine: MachineProfile) -> list[Bound]:
     """What goes on beside a phase's own work: gradients on the network; new weights, as each unit has its own."""
     bounds = [*_over_network(moved.bytes(NETWORK, "backward"), machine, phase="backward")]
     bounds += _over_network(moved.bytes(NETWORK, "update"), machine, phase="update")
@@ -151,7 +151,7 @@ def _meetings(count: int, work: Workload, machine: MachineProfile, *, phase: str
     return [Bound(phase, count * ways * (work.world - 1) * message.seconds, f"{count} meetings", "meeting")]
 
 
-def _adding(moved: Exchange, machine: MachineProfile) -> Bound:
+def _adding(moved: CommCost, machine: MachineProfile) -> Bound:
     """Gradients of all ranks into the sums: from outboxes, and from what came of other nodes, which was written too."""
     size = moved.sums + moved.bytes(OUTBOX, "backward")[0] + 2 * moved.bytes(NETWORK, "backward")[0]
     rate = machine.rates.memory

@@ -12,11 +12,11 @@ from typing import Literal
 from offload_trainer.config import DeepSpeedSection
 from offload_trainer.plan.deepspeed.candidate import stock_update_rate
 from offload_trainer.plan.deepspeed.zero_buffers import Placement, zero_sizes
-from offload_trainer.plan.deepspeed.zero_gathers import Gathers, gathers
+from offload_trainer.plan.deepspeed.zero_gathers import ZeroGathers, gathers
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory.activations import peak_of
 from offload_trainer.plan.memory.common import ALLOCATOR, CUDA_CONTEXT, gpu_reserve, process_items
-from offload_trainer.plan.parallel.modes import Flow, Mode, divided, flows, link_seconds, weights_held
+from offload_trainer.plan.parallel.modes import Collective, Mode, divided, flows, link_seconds, weights_held
 from offload_trainer.plan.shape import estimated
 from offload_trainer.plan.time.step_time import forecast
 from offload_trainer.plan.workload import Workload
@@ -28,14 +28,14 @@ _MOST_ROWS = 64  # in a micro-batch
 
 
 @dataclass(frozen=True)
-class Priced:
+class ModeCost:
     """One mode at one micro-batch. Bytes of a step, each way; of a GPU but for `network`, which is a node's."""
 
     mode: Mode
     home: Literal["gpu", "cpu"]  # of masters and moments
     micro_batch: int
     accumulate: int
-    flows: tuple[Flow, ...]
+    flows: tuple[Collective, ...]
     offload: tuple[int, int]  # into the GPU, out of it
     memory: dict[str, int]  # bytes on a GPU
     ram: int  # bytes of a node
@@ -90,7 +90,7 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Stock:
+class StepRates:
     """Rates of a step, whatever the mode; None where nothing was timed."""
 
     forward: float | None  # seconds of the products of all tokens, divided over all ranks
@@ -98,25 +98,25 @@ class Stock:
     gpu_update: float  # parameters a second on one GPU; 0: no time is counted
     cpu_update: float | None  # parameters a second of a node
     head: float  # share of the products that are outside the blocks
-    gathered: Gathers  # ZeRO-3's in a micro-batch
+    gathered: ZeroGathers  # ZeRO-3's in a micro-batch
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """Parameters of the rank that has most, whether ZeRO divides them or not."""
 
     all: int
     trained: float
 
 
-def stock_rates(work: Workload, machine: MachineProfile) -> Stock:
+def stock_rates(work: Workload, machine: MachineProfile) -> StepRates:
     """For the tokens of `work`."""
     products = forecast(work, machine, (), (), engine="deepspeed").seconds
     blocks, head = work.shape.block_flops(seq_len=work.seq_len), work.shape.head_flops()
     on_gpu = machine.rates.update.get("cuda")
     divided_weights = Placement("gpu", "gpu", zero=3)
     sizes = zero_sizes(work.shape, DeepSpeedSection(), divided_weights, world=work.world, item_bytes=work.item_bytes)
-    return Stock(
+    return StepRates(
         forward=products["forward"],
         backward=products["backward"],
         gpu_update=on_gpu.value if on_gpu else 0.0,
@@ -126,13 +126,13 @@ def stock_rates(work: Workload, machine: MachineProfile) -> Stock:
     )
 
 
-def priced(mode: Mode, work: Workload, machine: MachineProfile, stock: Stock) -> Priced:
+def priced(mode: Mode, work: Workload, machine: MachineProfile, stock: StepRates) -> ModeCost:
     """A mode at its fastest that fits: of the sizes of a micro-batch, with the state on the GPU or in RAM.
 
     Where nothing fits, the one that lacks least. `refusal` has said that the step's rows can be divided.
     """
     rows, held = work.tokens // work.seq_len // mode.data, weights_held(mode, work.shape)
-    of_rank = Held(held, held * work.shape.trainable / work.shape.parameters)
+    of_rank = RankParameters(held, held * work.shape.trainable / work.shape.parameters)
     sizes = [size for size in range(1, min(rows, _MOST_ROWS) + 1) if rows % size == 0]
     found = [
         _one(mode, replace(work, micro_batch=size, accumulate=rows // size), machine, stock, home=home, held=of_rank)
@@ -146,10 +146,16 @@ def priced(mode: Mode, work: Workload, machine: MachineProfile, stock: Stock) ->
 
 
 def _one(
-    mode: Mode, work: Workload, machine: MachineProfile, stock: Stock, *, home: Literal["gpu", "cpu"], held: Held
-) -> Priced:
+    mode: Mode,
+    work: Workload,
+    machine: MachineProfile,
+    stock: StepRates,
+    *,
+    home: Literal["gpu", "cpu"],
+    held: RankParameters,
+) -> ModeCost:
     """`work`: micro-batches of each of the data-parallel ranks, on all nodes as it says."""
-    share, times = held.trained / mode.alike, work.accumulate if mode.stage > 1 else 1
+    share, times = held.trained / mode.data_parallel, work.accumulate if mode.stage > 1 else 1
     own = round(work.item_bytes * share)
     offload = (own, times * own) if home == "cpu" else (0, 0)
     memory = _memory(mode, work, held, state=home == "gpu", device=machine.device)
@@ -158,7 +164,7 @@ def _one(
     process = sum(item.bytes for item in process_items(machine.device, here=work.here))
     ram = process + (round((_STATE + 4) * share) * work.here if home == "cpu" else 0)
     room = machine.gpu_bytes if machine.gpu is not None else machine.ram_bytes // work.here
-    known = Priced(
+    known = ModeCost(
         mode=mode,
         home=home,
         micro_batch=work.micro_batch,
@@ -179,20 +185,20 @@ def _one(
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def _memory(mode: Mode, work: Workload, held: Held, *, state: bool, device: str) -> dict[str, int]:
+def _memory(mode: Mode, work: Workload, held: RankParameters, *, state: bool, device: str) -> dict[str, int]:
     """Bytes on the GPU that needs most, by what they are. `state`: whether masters and moments are there."""
     e, shape = work.item_bytes, work.shape
     sums = 4 if work.accumulate > 1 and work.sums == "fp32" else e
     found = {"weights": e * held.all, "gradients": round(sums * held.trained)}
-    if mode.stage == 3 and mode.alike > 1:
+    if mode.stage == 3 and mode.data_parallel > 1:
         block = max(shape.largest, (shape.parameters - shape.largest) // shape.layers)
-        found["weights"] = -(-e * held.all // mode.alike) + 2 * e * block
+        found["weights"] = -(-e * held.all // mode.data_parallel) + 2 * e * block
     if mode.stage > 1:
-        found["gradients"] = -(-found["gradients"] // mode.alike)
-    if mode.alike > 1:
+        found["gradients"] = -(-found["gradients"] // mode.data_parallel)
+    if mode.data_parallel > 1:
         found["gradient buckets"] = 2 * e * min(_BUCKET, round(held.trained))
     if state:
-        found["masters and moments"] = round(_STATE * held.trained / mode.alike)
+        found["masters and moments"] = round(_STATE * held.trained / mode.data_parallel)
     counted = (shape.on_gpu if device == "gpu" else shape.on_cpu) or estimated(shape, e)
     peak = peak_of(
         divided(counted, mode),
@@ -213,7 +219,7 @@ def _memory(mode: Mode, work: Workload, held: Held, *, state: bool, device: str)
 
 
 def _seconds(
-    one: Priced, work: Workload, machine: MachineProfile, stock: Stock, *, share: float
+    one: ModeCost, work: Workload, machine: MachineProfile, stock: StepRates, *, share: float
 ) -> dict[str, float] | None:
     """Of each phase; None where a rate that it needs is not known."""
     mode = one.mode
@@ -238,7 +244,7 @@ def _seconds(
 
 
 def _moved(
-    one: Priced, machine: MachineProfile, *, phase: str, computing: float, micro: int
+    one: ModeCost, machine: MachineProfile, *, phase: str, computing: float, micro: int
 ) -> tuple[float, float] | None:
     """Seconds that hide behind the phase's products, and those that come on top; None where a link is not known."""
     hidden = on_top = 0.0

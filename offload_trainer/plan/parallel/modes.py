@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload_trainer.plan.deepspeed.zero_gathers import Gathers
+from offload_trainer.plan.deepspeed.zero_gathers import ZeroGathers
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory.activations import Activations, Growth, Part
 from offload_trainer.plan.shape import ModelShape, Weight
@@ -54,14 +54,14 @@ class Mode:
     pipeline: int = 1
 
     @property
-    def alike(self) -> int:
+    def data_parallel(self) -> int:
         """Ranks with the same weights."""
         return self.data * self.sequence
 
     @property
     def name(self) -> str:
         parts = [f"{what} {count}" for what, count in self._divided if count > 1]
-        zero = [f"ZeRO-{self.stage} over {self.alike}"] if self.alike > 1 else []
+        zero = [f"ZeRO-{self.stage} over {self.data_parallel}"] if self.data_parallel > 1 else []
         return " x ".join([*parts, *zero]) or "one rank"
 
     @property
@@ -75,11 +75,11 @@ class Mode:
             return ""
         if self.tensor > 1:
             return f"--engine deepspeed parallel.tensor={self.tensor}"
-        return f"--engine deepspeed deepspeed.zero_stage={self.stage}" if self.alike > 1 else ""
+        return f"--engine deepspeed deepspeed.zero_stage={self.stage}" if self.data_parallel > 1 else ""
 
 
 @dataclass(frozen=True)
-class Flow:
+class Collective:
     """One kind of collective, of a whole step: `bytes` each way through each GPU, in groups of `group` ranks."""
 
     what: str
@@ -187,12 +187,14 @@ def _part(count: int) -> float:
     return (count - 1) / count
 
 
-def flows(mode: Mode, work: Workload, *, held: int, trained: float, gathered: Gathers | None = None) -> Iterator[Flow]:
+def flows(
+    mode: Mode, work: Workload, *, held: int, trained: float, gathered: ZeroGathers | None = None
+) -> Iterator[Collective]:
     """Of one rank in a step. `work`: micro-batches of a data-parallel rank; of `held` weights `trained` are trained.
 
     `gathered`: ZeRO-3's weights in a micro-batch; None: all in both passes, as its paper has it.
     """
-    yield from _of_zero(mode, work, trained=trained, gathered=gathered or Gathers(held, held, 0))
+    yield from _of_zero(mode, work, trained=trained, gathered=gathered or ZeroGathers(held, held, 0))
     micro, e, blocks = work.accumulate, work.item_bytes, -(-work.shape.layers // mode.pipeline)
     tokens = work.micro_batch * work.seq_len
     again = int(work.checkpointing)
@@ -200,21 +202,23 @@ def flows(mode: Mode, work: Workload, *, held: int, trained: float, gathered: Ga
         each = 2 * _part(mode.tensor) * e * tokens / mode.sequence * work.shape.hidden
         for phase, count in zip(_PASSES, (2, columns(work.shape) + again), strict=True):
             times = micro * blocks * count
-            yield Flow("all-reduces", phase, times * each, times, mode.tensor, 1, hides="nothing")
+            yield Collective("all-reduces", phase, times * each, times, mode.tensor, 1, hides="nothing")
         if again and work.partition:
             times = micro * blocks
-            yield Flow("gathered inputs", "backward", times * each / 2, times, mode.tensor, 1, hides="nothing")
+            yield Collective("gathered inputs", "backward", times * each / 2, times, mode.tensor, 1, hides="nothing")
     if mode.sequence > 1:
         each = _part(mode.sequence) * e * tokens / mode.sequence * heads_elements(mode, work.shape) / 4
         for phase, count in zip(_PASSES, (4, 4 + 4 * again), strict=True):
             times = micro * blocks * count
             apart = mode.tensor
-            yield Flow("all-to-alls", phase, times * each, times, mode.sequence, apart, "all-to-all", hides="nothing")
+            yield Collective(
+                "all-to-alls", phase, times * each, times, mode.sequence, apart, "all-to-all", hides="nothing"
+            )
     if mode.pipeline > 1:
-        size, apart = micro * e * tokens / mode.sequence * work.shape.hidden, mode.tensor * mode.alike
+        size, apart = micro * e * tokens / mode.sequence * work.shape.hidden, mode.tensor * mode.data_parallel
         one_way = mode.pipeline == 2  # a stage in the middle receives as much as it sends
         for phase in _PASSES:
-            yield Flow("sends", phase, size, micro, mode.pipeline, apart, "send", one_way=one_way)
+            yield Collective("sends", phase, size, micro, mode.pipeline, apart, "send", one_way=one_way)
 
 
 def heads_elements(mode: Mode, shape: ModelShape) -> float:
@@ -239,21 +243,23 @@ def _sent(mode: Mode, shape: ModelShape) -> float:
     return min(1.0, math.lcm(shape.key_heads, mode.sequence) / shape.heads) if known else 1.0
 
 
-def _of_zero(mode: Mode, work: Workload, *, trained: float, gathered: Gathers) -> Iterator[Flow]:
-    if mode.alike == 1:
+def _of_zero(mode: Mode, work: Workload, *, trained: float, gathered: ZeroGathers) -> Iterator[Collective]:
+    if mode.data_parallel == 1:
         return
-    size, micro, apart = _part(mode.alike) * work.item_bytes, work.accumulate, mode.tensor
+    size, micro, apart = _part(mode.data_parallel) * work.item_bytes, work.accumulate, mode.tensor
     gradients = size * trained
     if mode.stage == 3:
-        yield Flow("gathers", "forward", micro * size * gathered.forward, micro, mode.alike, apart)
-        yield Flow("gathers", "backward", micro * size * gathered.backward, micro, mode.alike, apart)
+        yield Collective("gathers", "forward", micro * size * gathered.forward, micro, mode.data_parallel, apart)
+        yield Collective("gathers", "backward", micro * size * gathered.backward, micro, mode.data_parallel, apart)
         if gathered.update:
-            yield Flow("small weights", "update", size * gathered.update, 1, mode.alike, apart, hides="nothing")
+            yield Collective(
+                "small weights", "update", size * gathered.update, 1, mode.data_parallel, apart, hides="nothing"
+            )
     times = 1 if mode.stage == 1 else micro
     last: Literal["all", "last"] = "last" if mode.stage == 1 else "all"
-    yield Flow("scattered gradients", "backward", times * gradients, times, mode.alike, apart, hides=last)
+    yield Collective("scattered gradients", "backward", times * gradients, times, mode.data_parallel, apart, hides=last)
     if mode.stage < 3:
-        yield Flow("new weights", "update", gradients, 1, mode.alike, apart, hides="nothing")
+        yield Collective("new weights", "update", gradients, 1, mode.data_parallel, apart, hides="nothing")
 
 
 def divided(counted: Activations, mode: Mode) -> Activations:
@@ -272,7 +278,7 @@ def divided(counted: Activations, mode: Mode) -> Activations:
     return replace(counted, kinds=kinds, blocks=counted.blocks[: -(-len(counted.blocks) // mode.pipeline)])
 
 
-def link_seconds(flow: Flow, machine: MachineProfile, *, here: int) -> float | None:
+def link_seconds(flow: Collective, machine: MachineProfile, *, here: int) -> float | None:
     """Inside a node and between nodes at once; inside by what `bench` found between ranks, where no file says."""
     measured = machine.links.all_gather if flow.kind == "ring" else machine.links.all_to_all
     inside = machine.links.between_gpus or measured or machine.rates.both_ways

@@ -8,7 +8,7 @@ from typing import Any
 
 from offload_trainer.errors import UserError
 from offload_trainer.plan.machine import MachineProfile
-from offload_trainer.plan.parallel.cost import Priced, Stock, priced, stock_rates
+from offload_trainer.plan.parallel.cost import ModeCost, StepRates, priced, stock_rates
 from offload_trainer.plan.parallel.modes import modes, refusal
 from offload_trainer.plan.plan import Plan
 from offload_trainer.plan.tiered.sequence_parallel import all_to_alls
@@ -124,7 +124,7 @@ def compare(work: Workload, machine: MachineProfile, *, ours: Ours) -> Compariso
 
 
 def _rows(
-    work: Workload, machine: MachineProfile, *, stock: Stock, ours: Ours
+    work: Workload, machine: MachineProfile, *, stock: StepRates, ours: Ours
 ) -> tuple[list[Row], list[tuple[str, str]]]:
     """From the fastest on, what does not fit last; and what the model or the rows cannot be divided into."""
     rows, refused = list[Row](), list[tuple[str, str]]()
@@ -145,7 +145,7 @@ def _rows(
     return rows, refused
 
 
-def _of_mode(one: Priced, work: Workload) -> Row:
+def _of_mode(one: ModeCost, work: Workload) -> Row:
     has_rule = one.mode.tensor == 1 or any(weight.split for weight in work.shape.weights)
     parts = " parallel.partition_activations=true" if one.mode.tensor > 1 and work.partition else ""
     return Row(

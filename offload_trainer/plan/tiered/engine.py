@@ -17,8 +17,8 @@ from offload_trainer.plan.config_conflicts import mistakes_of_shares
 from offload_trainer.plan.deepspeed.zero_buffers import Placement, Tier
 from offload_trainer.plan.machine import MachineProfile, update_key
 from offload_trainer.plan.memory.common import Item
-from offload_trainer.plan.parallel.comm_cost import Exchange, exchange_of, hidden_waits, waits
-from offload_trainer.plan.tiered.layout import Homes, Unit
+from offload_trainer.plan.parallel.comm_cost import CommCost, exchange_of, hidden_waits, waits
+from offload_trainer.plan.tiered.layout import TierMap, Unit
 from offload_trainer.plan.tiered.memory import tiered_items
 from offload_trainer.plan.tiered.sequence_parallel import not_in_pieces, sequence_links, sequence_note, sequence_waits
 from offload_trainer.plan.tiered.spec import GradientHome, Layouts, TierSizes, tier_sizes
@@ -26,7 +26,7 @@ from offload_trainer.plan.tiered.state_formats import ADAMW, FP32, StateFormat
 from offload_trainer.plan.tiered.state_split import shares_in_words, shares_that_fit
 from offload_trainer.plan.tiered.submodule_units import not_in_parts, note_of_parts
 from offload_trainer.plan.tiered.traffic import bytes_of_additions, taken_by_parts, tiered_traffic
-from offload_trainer.plan.tiered.weight_transfer import Take, Taken, bounds_by_parts, describe_take
+from offload_trainer.plan.tiered.weight_transfer import Take, TransferBytes, bounds_by_parts, describe_take
 from offload_trainer.plan.time.overlap import (
     ahead_of,
     hidden_seconds,
@@ -210,7 +210,7 @@ class TieredCandidate:
         return self.layouts.units
 
     @cached_property
-    def _laid_out(self) -> Homes:
+    def _laid_out(self) -> TierMap:
         return self.layouts.homes(self.placement, self.sizes)
 
     @property
@@ -251,12 +251,12 @@ class TieredCandidate:
         return tiered_traffic(self.work, self.units, self._laid_out, self.sizes, drives=self._drives)
 
     @cached_property
-    def _exchange(self) -> Exchange:
+    def _exchange(self) -> CommCost:
         ordered = self.machine.gpu is not None
         return exchange_of(self.work, self.units, self._laid_out, ordered=ordered, by_parts=self._by_parts)
 
     @cached_property
-    def _by_parts(self) -> dict[str, Taken]:
+    def _by_parts(self) -> dict[str, TransferBytes]:
         return taken_by_parts(self.work, self.units, self._laid_out, self.sizes)
 
     def links(self) -> tuple[Traffic, ...]:

@@ -152,20 +152,22 @@ def pages_of(
     computed once for them.
     """
     last = next((unit.index for unit in units if unit.block), 0) if ahead else 0
-    alike: dict[tuple[int, ...], tuple[Page, ...]] = {}
+    page_groups: dict[tuple[int, ...], tuple[Page, ...]] = {}
     found: list[Page] = []
     for rank in range(ranks):
         stretches = [stretch_of(unit, rank, ranks=ranks) for unit in units]
         lengths = tuple(end - first for first, end in stretches)
-        if lengths not in alike:
-            alike[lengths] = _pages_of_rank(
+        if lengths not in page_groups:
+            page_groups[lengths] = _pages_of_rank(
                 [piece for unit, length in zip(units, lengths, strict=True) for piece in _cut(unit, length, page=page)],
                 ram_fraction=ram_fraction,
                 speeds=speeds,
                 gpu_fraction=gpu_fraction,
                 last=last,
             )
-        found += _from(alike[lengths], {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)})
+        found += _from(
+            page_groups[lengths], {unit.index: first for unit, (first, _) in zip(units, stretches, strict=True)}
+        )
     return tuple(sorted(found, key=lambda one: (one.unit, one.start)))
 
 
@@ -256,7 +258,7 @@ def _settle(pages: list[Page], missing: int, *, drives: int) -> list[Page]:
 
 
 @dataclass(frozen=True)
-class Alike:
+class PageGroup:
     """A group of pages of one rank with the same size and the same tiers of state, weights and gradients."""
 
     count: int
@@ -268,7 +270,7 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class Homes:
+class TierMap:
     """The tier of each page of optimizer state, and of each unit's weights and gradients."""
 
     pages: tuple[Page, ...]
@@ -281,7 +283,7 @@ class Homes:
         return not self.owners or self.owners[number] == rank
 
     @cached_property
-    def alike(self) -> tuple[Alike, ...]:
+    def page_groups(self) -> tuple[PageGroup, ...]:
         """Return all pages in groups, in the order of each group's first page. A plan may count millions of pages."""
         owners = self.owners or (0,) * len(self.pages)
         kinds = [
@@ -290,7 +292,7 @@ class Homes:
         ]
         first = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
         return tuple(
-            Alike(count, first[kind], self.pages[first[kind]], *kind[:3]) for kind, count in Counter(kinds).items()
+            PageGroup(count, first[kind], self.pages[first[kind]], *kind[:3]) for kind, count in Counter(kinds).items()
         )
 
 
@@ -302,7 +304,7 @@ def homes_of(
     gradients: str,
     speeds: Sequence[float],
     ranks: int = 1,
-) -> Homes:
+) -> TierMap:
     """Return the tiers of pages, weights and gradients.
 
     `params` and `gradients` ("gpu", "cpu" or "nvme") apply to all units that are not small. `pages` come from
@@ -319,7 +321,7 @@ def homes_of(
             return DEVICE
         return place[gradients] if gradients in place else RAM if unit.small else drive[unit]
 
-    return Homes(
+    return TierMap(
         pages=tuple(pages),
         weights=tuple(DEVICE if unit.small else place[params] if params in place else drive[unit] for unit in units),
         gradients=tuple(map(gradient, units)),
@@ -331,7 +333,7 @@ def _owner(unit: Unit, page: Page, *, ranks: int) -> int:
     return rank_of(unit, page.start, ranks=ranks)
 
 
-def on_node(homes: Homes, here: range) -> Homes:
+def on_node(homes: TierMap, here: range) -> TierMap:
     """Return the tiers as seen by a node that runs the ranks `here`; pages of other ranks are ELSEWHERE."""
     if not homes.owners:
         return homes

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from offload_trainer.plan.memory.activation_offload import input_items
 from offload_trainer.plan.memory.common import Item, activation_items, process_items
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, Alike, Homes, Unit, largest_stretch
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, PageGroup, TierMap, Unit, largest_stretch
 from offload_trainer.plan.tiered.sequence_parallel import sequence_items
 from offload_trainer.plan.tiered.spec import (
     GRADIENT_BUFFERS,
@@ -33,7 +33,7 @@ from offload_trainer.units import format_bytes
 def tiered_items(
     work: Workload,
     units: Sequence[Unit],
-    homes: Homes,
+    homes: TierMap,
     sizes: TierSizes,
     *,
     device: str,
@@ -57,7 +57,7 @@ def tiered_items(
         if device == "gpu" and DEVICE in homes.weights:
             why = "assumed: NCCL's buffers for new weights, which each rank sends to the others' devices"
             items += _of_each_rank([Item(device, "broadcasts", NCCL_BYTES, why)], work.here)
-    pages = [one.page for one in homes.alike]
+    pages = [one.page for one in homes.page_groups]
     stored = max((page.elements for page in pages if page.home not in (RAM, ELSEWHERE)), default=0)
     if stored and work.checkpoints != 0:
         why, size = f"{SAVE_BUFFERS} pages on their way into a checkpoint", sizes.format.page_bytes(stored)
@@ -79,14 +79,14 @@ def tiered_items(
     return items + sequence_items(work, device=device)
 
 
-def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int) -> list[Item]:
+def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: int, g: int) -> list[Item]:
     moments = f"{sizes.states} moment{'s' * (len(sizes.format.rule.moments) > 1)}"
     master = "remainder of the master" if sizes.remainders else "fp32 master"
     why = f"{master}, {moments}: {sizes.format.bytes_each:.3g} B a parameter"
     items = []
     for home, tier in tiers.items():
         held = sum(
-            one.count * sizes.format.page_bytes(one.page.elements) for one in homes.alike if one.page.home == home
+            one.count * sizes.format.page_bytes(one.page.elements) for one in homes.page_groups if one.page.home == home
         )
         if home == RAM:
             items.append(Item(tier, "state in RAM", held, f"{why}, {sizes.ram_fraction:.0%} of it"))
@@ -98,7 +98,9 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
                 items.append(Item(tier, "state of the step before", held, "each page's second place (tiered.places)"))
     is_gpu = tiers[DEVICE] == "gpu"
     routes = [
-        (route_of(one.number, one.page, homes, is_gpu=is_gpu), one) for one in homes.alike if one.page.home != ELSEWHERE
+        (route_of(one.number, one.page, homes, is_gpu=is_gpu), one)
+        for one in homes.page_groups
+        if one.page.home != ELSEWHERE
     ]
     if any(route.through_host for route, _ in routes):
         slots = [_slots(routes, sizes, rank=rank, e=e, g=g) for rank in range(sizes.here)]
@@ -117,7 +119,9 @@ def _page_items(homes: Homes, sizes: TierSizes, *, tiers: dict[int, str], e: int
     return items
 
 
-def _slots(routes: Sequence[tuple[Route, Alike]], sizes: TierSizes, *, rank: int, e: int, g: int) -> tuple[int, int]:
+def _slots(
+    routes: Sequence[tuple[Route, PageGroup]], sizes: TierSizes, *, rank: int, e: int, g: int
+) -> tuple[int, int]:
     """A rank's page buffers, and the bytes of each; `routes`: of one page of each kind."""
     mine = [(route, one) for route, one in routes if one.rank == rank]
     moved = sum(one.count for route, one in mine if route.through_host)

@@ -24,7 +24,7 @@ def piece_width(numel: int, *, ordered: bool) -> int:
 
 
 @dataclass(frozen=True)
-class NormParts:
+class NormShards:
     """One rank's share in the norm of one weight. Elements are counted from the unit's start."""
 
     starts: range  # starts of the pieces that begin in its range
@@ -34,7 +34,7 @@ class NormParts:
     gets: tuple[Part, ...]  # the parts that it receives from later ranks
 
 
-def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormParts:
+def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> NormShards:
     """Return the share of `rank` in a weight's norm with pieces of `width` elements."""
     ends = place.start + place.weight.numel
     first, has = _within(unit, place, rank, ranks=ranks)
@@ -49,7 +49,7 @@ def norm_parts(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -
                 break
             if begin < min(end, last):
                 gets.append((other, begin, min(end, last)))
-    return NormParts(starts, ends, has, _gives(unit, place, width=width, rank=rank, ranks=ranks), tuple(gets))
+    return NormShards(starts, ends, has, _gives(unit, place, width=width, rank=rank, ranks=ranks), tuple(gets))
 
 
 def _gives(unit: Unit, place: Place, *, width: int, rank: int, ranks: int) -> Part | None:

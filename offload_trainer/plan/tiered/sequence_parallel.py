@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.memory.common import Item
 from offload_trainer.plan.parallel.comm_cost import GPUS, NETWORK
-from offload_trainer.plan.parallel.modes import Flow, Mode, flows, link_seconds, refusal
+from offload_trainer.plan.parallel.modes import Collective, Mode, flows, link_seconds, refusal
 from offload_trainer.plan.tiered.weight_transfer import NCCL_BYTES
 from offload_trainer.plan.time.step_time import Bound
 from offload_trainer.plan.time.traffic import Traffic
@@ -35,7 +35,7 @@ def not_in_pieces(work: Workload) -> list[str]:
     return [f"{wish}: {why}"] if why else []
 
 
-def all_to_alls(work: Workload) -> list[Flow]:
+def all_to_alls(work: Workload) -> list[Collective]:
     """Of a step, through each rank; none where no rows are shared."""
     return [one for one in flows(_mode(work), work, held=0, trained=0.0) if one.kind == "all-to-all"]
 

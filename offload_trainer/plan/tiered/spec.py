@@ -14,7 +14,17 @@ from offload_trainer.config import PlacementSection, TieredSection
 from offload_trainer.plan.deepspeed.zero_buffers import Placement
 from offload_trainer.plan.machine import MachineProfile
 from offload_trainer.plan.shape import ModelShape
-from offload_trainer.plan.tiered.layout import RAM, Homes, Page, Unit, homes_of, on_node, pages_of, stretch_of, units_of
+from offload_trainer.plan.tiered.layout import (
+    RAM,
+    Page,
+    TierMap,
+    Unit,
+    homes_of,
+    on_node,
+    pages_of,
+    stretch_of,
+    units_of,
+)
 from offload_trainer.plan.tiered.state_formats import StateFormat, state_format
 from offload_trainer.plan.tiered.weight_transfer import is_by_parts
 from offload_trainer.plan.workload import Workload
@@ -134,12 +144,12 @@ class Layouts:
         """As `pages_of` these units."""
         return lru_cache(_KEPT)(partial(pages_of, self.units))
 
-    def homes(self, placement: Placement, sizes: TierSizes) -> Homes:
+    def homes(self, placement: Placement, sizes: TierSizes) -> TierMap:
         """As `homes_in` these units, on the first node."""
         return _homes_of(self.units, self.pages(**_divided(sizes)), placement, sizes, node=0)
 
 
-def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, node: int = 0) -> Homes:
+def homes_in(units: Sequence[Unit], placement: Placement, sizes: TierSizes, *, node: int = 0) -> TierMap:
     """Where the engine puts everything on one of the nodes, and the plan counts it. All weights are on each."""
     return _homes_of(units, pages_of(units, **_divided(sizes)), placement, sizes, node=node)
 
@@ -152,7 +162,7 @@ def _divided(sizes: TierSizes) -> dict[str, Any]:
 
 def _homes_of(
     units: Sequence[Unit], pages: Sequence[Page], placement: Placement, sizes: TierSizes, *, node: int
-) -> Homes:
+) -> TierMap:
     homes = homes_of(
         units,
         pages,

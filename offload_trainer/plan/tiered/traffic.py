@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from offload_trainer.plan.memory.activation_offload import KeptInputs, inputs_of
+from offload_trainer.plan.memory.activation_offload import BlockInputs, inputs_of
 from offload_trainer.plan.tiered.access_order import as_gradients_come, orders
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, Homes, Unit
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, TierMap, Unit
 from offload_trainer.plan.tiered.spec import TierSizes
 from offload_trainer.plan.tiered.state_formats import StateFormat
 from offload_trainer.plan.tiered.weight_buffers import fetches
-from offload_trainer.plan.tiered.weight_transfer import Taken, taken
+from offload_trainer.plan.tiered.weight_transfer import TransferBytes, taken
 from offload_trainer.plan.time.traffic import Traffic
 from offload_trainer.plan.workload import Workload
 
@@ -32,7 +32,7 @@ class _Moved:
 
 
 def tiered_traffic(
-    work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes, *, drives: Sequence[str]
+    work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes, *, drives: Sequence[str]
 ) -> list[Traffic]:
     """Return the bytes that one node moves in a step."""
     move = _Moved()
@@ -45,11 +45,11 @@ def tiered_traffic(
     return [Traffic(names[home], phase, *sizes) for (home, phase), sizes in move.bytes.items() if home in names]
 
 
-def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateFormat) -> None:
+def _move_pages(move: _Moved, work: Workload, homes: TierMap, *, format: StateFormat) -> None:
     """Count state, gradients and new weights of the update; split masters also need the old weights."""
     e, g = work.item_bytes, work.gradient_bytes
     old = e if format.remainders else 0
-    for one in homes.alike:
+    for one in homes.page_groups:
         weights, gradients, inside = one.weights, one.gradients, one.page.home == DEVICE
         elements = one.count * one.page.elements
         if one.page.home == ELSEWHERE:
@@ -70,7 +70,7 @@ def _move_pages(move: _Moved, work: Workload, homes: Homes, *, format: StateForm
             move(DEVICE, "update", **{new: e * elements, before: old * elements})
 
 
-def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> None:
+def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> None:
     """Count weights fetched to the device, and gradients copied from it."""
     e, g, micro = work.item_bytes, work.gradient_bytes, work.accumulate
     for (unit, phase), times in fetched(work, units, homes, sizes).items():
@@ -88,7 +88,7 @@ def _move_units(move: _Moved, work: Workload, units: Sequence[Unit], homes: Home
     move(DEVICE, "backward", written=e * micro * sum(weight.numel for weight in handed_over if weight.trainable))
 
 
-def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> Counter[tuple[int, str]]:
+def fetched(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> Counter[tuple[int, str]]:
     """Return how often a rank fetches each unit in each phase of a step, by (unit, phase)."""
     forward, backward = orders(units, work.shape, again=work.checkpointing)
     away = [unit for unit in units if homes.weights[unit.index] != DEVICE]
@@ -97,17 +97,17 @@ def fetched(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSize
     return Counter((unit, "forward" if place % passes < len(forward) else "backward") for unit, place in needed)
 
 
-def taken_by_parts(work: Workload, units: Sequence[Unit], homes: Homes, sizes: TierSizes) -> dict[str, Taken]:
+def taken_by_parts(work: Workload, units: Sequence[Unit], homes: TierMap, sizes: TierSizes) -> dict[str, TransferBytes]:
     """Return the weights that each device receives by all-gather, by phase; empty if ranks copy whole units."""
-    found: dict[str, Taken] = {}
+    found: dict[str, TransferBytes] = {}
     for (unit, phase), times in fetched(work, units, homes, sizes).items() if sizes.by_parts else ():
         if homes.weights[unit] == RAM:
             one = taken(units[unit].elements, item_bytes=work.item_bytes, ranks=sizes.here, by_parts=True)
-            found[phase] = found.get(phase, Taken(0, 0)) + times * one
+            found[phase] = found.get(phase, TransferBytes(0, 0)) + times * one
     return found
 
 
-def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, times: int, ranks: int) -> None:
+def _move_inputs(move: _Moved, inputs: BlockInputs, places: Sequence[int], *, times: int, ranks: int) -> None:
     """Count offloaded inputs of checkpointed blocks; `places` lists the drive of each, if they go to drives.
 
     Each rank has its own inputs.
@@ -120,7 +120,7 @@ def _move_inputs(move: _Moved, inputs: KeptInputs, places: Sequence[int], *, tim
         move(home, "backward", read=ranks * times * inputs.size if number in inputs.read_back else 0)
 
 
-def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: Homes) -> int:
+def bytes_of_additions(work: Workload, units: Sequence[Unit], homes: TierMap) -> int:
     """Return the bytes of host memory that accumulating gradients in RAM and on drives reads and writes in a step.
 
     Each micro-batch after the first reads and writes every sum and reads the gradient.

@@ -20,7 +20,7 @@ REMAINDER = "tiered.masters=remainder"
 
 
 @dataclass(frozen=True)
-class Way:
+class UpdateSchedule:
     """One of them, as it would be."""
 
     words: str  # of the command line

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, Homes, Page
+from offload_trainer.plan.tiered.layout import DEVICE, ELSEWHERE, RAM, Page, TierMap
 from offload_trainer.plan.tiered.state_formats import StateFormat
 
 Part = Literal["state", "gradient", "weights"]
@@ -47,7 +47,7 @@ class SlotBytes:
         return self.state + self.gradient + self.weights
 
 
-def routes_of(homes: Homes, *, is_gpu: bool) -> tuple[Route, ...]:
+def routes_of(homes: TierMap, *, is_gpu: bool) -> tuple[Route, ...]:
     """Return the route of each page of this node.
 
     `is_gpu`: the device has separate memory, so the CPU cannot write weights there directly.
@@ -56,7 +56,7 @@ def routes_of(homes: Homes, *, is_gpu: bool) -> tuple[Route, ...]:
     return tuple(route_of(number, page, homes, is_gpu=is_gpu) for number, page in here)
 
 
-def route_of(number: int, page: Page, homes: Homes, *, is_gpu: bool) -> Route:
+def route_of(number: int, page: Page, homes: TierMap, *, is_gpu: bool) -> Route:
     """Return the route of one page; see `routes_of`."""
     gradient, weights = homes.gradients[page.unit], homes.weights[page.unit]
     host: set[Part] = set()

@@ -30,23 +30,23 @@ def even_part(elements: int, *, ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TransferBytes:
     """Bytes of weights that one GPU receives from RAM and from the other GPUs."""
 
     from_ram: int
     from_others: int
 
-    def __add__(self, other: Taken) -> Taken:
-        return Taken(self.from_ram + other.from_ram, self.from_others + other.from_others)
+    def __add__(self, other: TransferBytes) -> TransferBytes:
+        return TransferBytes(self.from_ram + other.from_ram, self.from_others + other.from_others)
 
-    def __rmul__(self, times: int) -> Taken:
-        return Taken(times * self.from_ram, times * self.from_others)
+    def __rmul__(self, times: int) -> TransferBytes:
+        return TransferBytes(times * self.from_ram, times * self.from_others)
 
 
-def taken(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> Taken:
+def taken(elements: int, *, item_bytes: int, ranks: int, by_parts: bool) -> TransferBytes:
     """Return the bytes that one of a node's `ranks` receives for a unit of `elements`."""
     others = (ranks - 1) * even_part(elements, ranks=ranks) if by_parts else 0
-    return Taken(item_bytes * (elements - others), item_bytes * others)
+    return TransferBytes(item_bytes * (elements - others), item_bytes * others)
 
 
 def at_once(machine: MachineProfile, *, ranks: int) -> MachineProfile:
@@ -74,7 +74,7 @@ def _divided(alone: Rate | None, memory: Rate | None, *, ranks: int) -> Rate | N
     return Rate(memory.value / ranks, "assumed", f"memory, divided by {ranks} GPUs that copy at once: {memory.source}")
 
 
-def seconds_of(size: Taken, machine: MachineProfile, *, ranks: int) -> float | None:
+def seconds_of(size: TransferBytes, machine: MachineProfile, *, ranks: int) -> float | None:
     """Return the seconds of a copy from RAM followed by the all-gather, or None if a rate is unknown.
 
     `machine` has rates from `at_once`. On CPUs both steps are copies in memory, which reads and writes each byte.
@@ -106,7 +106,7 @@ def _of_unit(
     return seconds_of(taken(elements, item_bytes=item_bytes, ranks=ranks, by_parts=by_parts), machine, ranks=ranks)
 
 
-def bounds_by_parts(moved: Mapping[str, Taken], machine: MachineProfile, *, ranks: int) -> list[Bound]:
+def bounds_by_parts(moved: Mapping[str, TransferBytes], machine: MachineProfile, *, ranks: int) -> list[Bound]:
     """Return the time bounds of the phases in which weights are gathered."""
     return [
         Bound(

@@ -67,7 +67,7 @@ def hidden_seconds(found: Forecast, parts: Sequence[Part], *, micro_batches: int
 
 
 @dataclass(frozen=True)
-class AheadOf:
+class BackwardOverlap:
     """Seconds of a speculative update during the step's last backward."""
 
     done: float  # seconds of the update that are done
@@ -88,7 +88,7 @@ def share_that_is_last(units: Sequence[Unit], pages: Sequence[Page]) -> float:
 
 def ahead_of(
     found: Forecast, units: Sequence[Unit], *, on_drives: float, last: float, micro_batches: int, gpu: bool
-) -> AheadOf:
+) -> BackwardOverlap:
     """Return how much of the update runs during the last backward.
 
     `on_drives` is the share of the update on drives, `last` the result of `share_that_is_last`. Shared resources, such
@@ -96,7 +96,7 @@ def ahead_of(
     """
     update, backward = found.seconds["update"], found.seconds["backward"]
     if not update or backward is None or not on_drives:
-        return AheadOf(0.0, 0.0)
+        return BackwardOverlap(0.0, 0.0)
     backward /= micro_batches
     forwards = [part.forward for part in parts_of(units)]
     blocks = [share for unit, share in zip(units, forwards, strict=False) if unit.block]
@@ -108,7 +108,7 @@ def ahead_of(
         done = min(whole, both - first)
         part = done / whole if whole else 0.0
         both = max(backward, *(others.get(of, 0.0) + part * seconds for of, seconds in asked.items()))
-    return AheadOf(done, max(0.0, backward + done - both))
+    return BackwardOverlap(done, max(0.0, backward + done - both))
 
 
 def _asked_ahead(
@@ -126,7 +126,7 @@ def _asked_ahead(
     return pages, backward
 
 
-def left_after(found: Forecast, ahead: AheadOf, *, on_drives: float) -> Forecast:
+def left_after(found: Forecast, ahead: BackwardOverlap, *, on_drives: float) -> Forecast:
     """Return the forecast of the rest of the update after the clipping factor is known; pages in RAM wait for it."""
     update = found.seconds["update"] or 0.0
     inside = [bound for bound in found.bounds if bound.phase == "update" and bound.kind != "drive"]

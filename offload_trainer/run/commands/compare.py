@@ -33,7 +33,7 @@ _NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # wh
 
 
 @dataclass(frozen=True)
-class Compared:
+class RunSummary:
     """One run. `facts`: numbers and words by what they are called; what is not known is not among them."""
 
     directory: Path
@@ -46,7 +46,7 @@ class Compared:
         return {"directory": str(self.directory), **self.facts}
 
 
-def compared(directories: Sequence[Path]) -> list[Compared]:
+def compared(directories: Sequence[Path]) -> list[RunSummary]:
     """These runs. UserError for a directory that holds none, or one whose files cannot be read."""
     read = [_read(directory) for directory in directories]
     configs = [config for _, config, _ in read]
@@ -60,7 +60,7 @@ def compared(directories: Sequence[Path]) -> list[Compared]:
     ]
 
 
-def table(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
+def table(runs: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     """A head, and a row for each fact that at least one of the runs has."""
     names = list(dict.fromkeys(name for run in runs for name in run.facts))
     names.sort(key=lambda name: list(_TEXT).index(name) if name in _TEXT else -1)  # numbers after what was wished
@@ -75,7 +75,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in told)
 
 
-def write_page(path: Path, runs: Sequence[Compared]) -> None:
+def write_page(path: Path, runs: Sequence[RunSummary]) -> None:
     """Write the same as a page, with the losses in one chart and the steps as bars.
 
     UserError where `path` is there already, and no page of this program.
@@ -111,7 +111,7 @@ def _on_cpu(directory: Path) -> bool:
         return False
 
 
-def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str, Any]) -> Compared:
+def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str, Any]) -> RunSummary:
     rows, evaluations = read_metrics(directory / "metrics.jsonl"), read_evaluations(directory / "evaluations.jsonl")
     homes = {f"plan: {home}": plan.get(home) for home in _HOMES}
     if plan["on_cpu"]:  # what computes has no memory of its own
@@ -126,7 +126,7 @@ def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str
         facts["validation loss"] = evaluations[-1].validation_loss
         facts["bits a byte"] = evaluations[-1].bits_per_byte
     known = {what: value for what, value in facts.items() if value is not None}
-    return Compared(directory, name, known, rows, evaluations)
+    return RunSummary(directory, name, known, rows, evaluations)
 
 
 def _of_plan(plan: dict[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from offload_trainer.data.tokenizer import load_tokenizer
 from offload_trainer.errors import UserError
 from offload_trainer.export.sources import NamedTensor, opened
 from offload_trainer.machine.probe import available_ram_bytes
-from offload_trainer.model.inference import Speaker, empty_model, read_as_called, set_weight
+from offload_trainer.model.inference import InferenceModel, empty_model, read_as_called, set_weight
 from offload_trainer.model.pretrained import opened_weights, persistent_buffers
-from offload_trainer.run.commands.sampling import Draw
+from offload_trainer.run.commands.sampling import SamplingOptions
 from offload_trainer.units import format_bytes
 
 
@@ -43,7 +43,9 @@ class _Weights:
 
 
 @contextmanager
-def speaker(path: Path, *, say: Callable[[str], None], most_bytes: int | None = None) -> Iterator[Speaker]:
+def inference_model(
+    path: Path, *, say: Callable[[str], None], most_bytes: int | None = None
+) -> Iterator[InferenceModel]:
     """The model of a run (its newest checkpoint), of a checkpoint, or of an export's directory.
 
     `most_bytes` of weights are kept in memory: half of what is free where nothing is said. UserError for a source that
@@ -67,7 +69,7 @@ def speaker(path: Path, *, say: Callable[[str], None], most_bytes: int | None = 
                 "read anew for each token"
             )
             read_as_called(model, found.shapes, found.read)
-        yield Speaker(model, load_tokenizer(str(found.directory)))
+        yield InferenceModel(model, load_tokenizer(str(found.directory)))
 
 
 @contextmanager
@@ -88,19 +90,23 @@ def _of_export(path: Path) -> Iterator[_Weights]:
         yield _Weights(model, path, str(path), shapes, lambda: found.each(shapes.keys()), found.read, buffers)
 
 
-def sample(path: Path, prompt: str, draw: Draw, *, say: Callable[[str], None], most_bytes: int | None = None) -> str:
+def sample(
+    path: Path, prompt: str, draw: SamplingOptions, *, say: Callable[[str], None], most_bytes: int | None = None
+) -> str:
     """`prompt` and what the model goes on with."""
-    with speaker(path, say=say, most_bytes=most_bytes) as found:
+    with inference_model(path, say=say, most_bytes=most_bytes) as found:
         ids = found.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if not ids:
             first = found.tokenizer.bos_token_id
             ids = [found.tokenizer.eos_token_id or 0 if first is None else first]
-        return str(found.tokenizer.decode([*ids, *found.go_on(ids, **asdict(draw))], skip_special_tokens=True))
+        return str(found.tokenizer.decode([*ids, *found.generate(ids, **asdict(draw))], skip_special_tokens=True))
 
 
-def chat(path: Path, lines: Iterable[str], draw: Draw, *, say: Callable[[str], None], show: bool = True) -> list[str]:
+def chat(
+    path: Path, lines: Iterable[str], draw: SamplingOptions, *, say: Callable[[str], None], show: bool = True
+) -> list[str]:
     """Answers to the lines, each with all that was said before; `show`: on the terminal, as they come."""
-    with speaker(path, say=say) as found:
+    with inference_model(path, say=say) as found:
         if not found.tokenizer.chat_template:
             raise UserError(
                 f"{path}: its tokenizer has no chat template, so it was not trained on conversations: use "
@@ -113,7 +119,7 @@ def chat(path: Path, lines: Iterable[str], draw: Draw, *, say: Callable[[str], N
                 continue
             messages.append({"role": "user", "content": line.strip()})
             asked = found.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            told = found.go_on(asked["input_ids"], **asdict(draw) | {"seed": draw.seed + number}, show=show)
+            told = found.generate(asked["input_ids"], **asdict(draw) | {"seed": draw.seed + number}, show=show)
             answers.append(str(found.tokenizer.decode(told, skip_special_tokens=True)).strip())
             messages.append({"role": "assistant", "content": answers[-1]})
         return answers

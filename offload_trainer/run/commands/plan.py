@@ -22,7 +22,7 @@ from offload_trainer.plan.planner import make_plan, workload
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.plan.tiered.spec import Layouts
 from offload_trainer.plan.workload import item_bytes
-from offload_trainer.run.memory_fallbacks import Roomier
+from offload_trainer.run.memory_fallbacks import MemoryFallbacks
 from offload_trainer.run.planning import machine_here, planned, refuse_nothing_trained, with_longest_row
 from offload_trainer.settings import values_given
 
@@ -100,7 +100,7 @@ def compare_modes(config: TrainConfig, machine: MachineProfile | None, nodes: st
 def _of_rows(
     wish: TrainConfig,
     rows: int,
-    models: Roomier,
+    models: MemoryFallbacks,
     machine: MachineProfile,
     *,
     nodes: int,
@@ -138,8 +138,8 @@ def _why_whole(source: Any) -> str:
     return ""
 
 
-def _models(config: TrainConfig) -> Roomier:
-    return Roomier(lambda: _source(config), preset=_preset(config))
+def _models(config: TrainConfig) -> MemoryFallbacks:
+    return MemoryFallbacks(lambda: _source(config), preset=_preset(config))
 
 
 def _preset(config: TrainConfig) -> ModelShape | None:

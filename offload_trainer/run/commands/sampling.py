@@ -10,7 +10,7 @@ from offload_trainer.units import shown
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingOptions:
     """Of `sample` and `chat`."""
 
     tokens: int = 100  # at most
@@ -18,7 +18,7 @@ class Draw:
     seed: int = 0
 
 
-def draw_of(words: list[str], command: str, **given: str | None) -> Draw:
+def draw_of(words: list[str], command: str, **given: str | None) -> SamplingOptions:
     """From the texts of its fields, None where they were not given; `words` are what is left: one SOURCE.
 
     UserError for mistakes.
@@ -26,10 +26,10 @@ def draw_of(words: list[str], command: str, **given: str | None) -> Draw:
     if len(words) != 1 or words[0].startswith("-"):
         told = ", ".join(map(shown, words)) or "nothing"
         raise UserError(f"{command} needs one SOURCE; got {told}. `offload-train {command} --help` says more")
-    wish = Draw()
+    wish = SamplingOptions()
     tokens = _number(given, "tokens", wish.tokens, least=1)
     seed = _number(given, "seed", wish.seed, least=0)
-    return Draw(tokens, _temperature(given.get("temperature"), wish.temperature), seed)
+    return SamplingOptions(tokens, _temperature(given.get("temperature"), wish.temperature), seed)
 
 
 def _number(given: dict[str, str | None], name: str, otherwise: int, *, least: int) -> int:

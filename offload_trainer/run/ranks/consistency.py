@@ -13,8 +13,8 @@ import torch
 
 from offload_trainer import __version__
 from offload_trainer.engine.cpu_matmul import has_native_16bit
-from offload_trainer.errors import Elsewhere, UserError
-from offload_trainer.ranks import gather, place_here
+from offload_trainer.errors import PeerFailed, UserError
+from offload_trainer.ranks import all_gather_object, place_here
 from offload_trainer.safe_files import shown
 
 _MOST = 10  # lines
@@ -48,7 +48,7 @@ def refuse_other_data(identity: Mapping[str, Any], layout: Mapping[str, Any]) ->
 
 
 def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
-    first, *others = gather(dict(mine))
+    first, *others = all_gather_object(dict(mine))
     told = [
         f"  {shown(key)}: rank {rank} has {shown(its.get(key))}, rank 0 {shown(first.get(key))}"
         for rank, its in enumerate(others, 1)
@@ -58,4 +58,4 @@ def _refuse_different(mine: Mapping[str, Any], *, fix: str) -> None:
     if told:
         more = [f"  and {len(told) - _MOST} more"] if len(told) > _MOST else []
         words = "\n".join(["the ranks of this run differ:", *told[:_MOST], *more, fix])
-        raise UserError(words) if place_here()[0] == 0 else Elsewhere(words, code=UserError.exit_code)
+        raise UserError(words) if place_here()[0] == 0 else PeerFailed(words, code=UserError.exit_code)

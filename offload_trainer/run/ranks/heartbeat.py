@@ -37,9 +37,9 @@ def beating(nodes: Sequence[range], *, rank: int, say: Callable[[str], None]) ->
         yield
         return
     store = launchers_store(timeout=_LOST)
-    beats = _Beats(store, nodes, number=next(number for number, its in enumerate(nodes) if rank in its))
+    beats = _Heartbeats(store, nodes, number=next(number for number, its in enumerate(nodes) if rank in its))
     beats.tell()
-    threads = [threading.Thread(target=work, args=(beats, say), daemon=True) for work in (_go_on, _guard)]
+    threads = [threading.Thread(target=work, args=(beats, say), daemon=True) for work in (_exchange_heartbeats, _guard)]
     for thread in threads:
         thread.start()
     try:
@@ -49,7 +49,7 @@ def beating(nodes: Sequence[range], *, rank: int, say: Callable[[str], None]) ->
         threads[0].join(_LOST)
 
 
-class _Beats:
+class _Heartbeats:
     """One node's, and what it hears of the others."""
 
     def __init__(self, store: Store, nodes: Sequence[range], *, number: int) -> None:
@@ -79,7 +79,7 @@ class _Beats:
         return None
 
 
-def _go_on(beats: _Beats, say: Callable[[str], None]) -> None:
+def _exchange_heartbeats(beats: _Heartbeats, say: Callable[[str], None]) -> None:
     try:
         while not beats.over.wait(_EVERY):
             beats.tell()
@@ -91,7 +91,7 @@ def _go_on(beats: _Beats, say: Callable[[str], None]) -> None:
             _end(f"the launcher of the first node is not to be reached ({str(error).splitlines()[0]})", say)
 
 
-def _guard(beats: _Beats, say: Callable[[str], None]) -> None:
+def _guard(beats: _Heartbeats, say: Callable[[str], None]) -> None:
     """Where the store's node has vanished, whoever asks it waits for as long as the kernel sends again: minutes."""
     while not beats.over.wait(_EVERY):
         if time.monotonic() - beats.answered >= 2 * _LOST:  # a first beat may be waited for

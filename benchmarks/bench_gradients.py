@@ -81,7 +81,9 @@ def backward_passes(
         files=[],
         transfers=transfers,
         stagings=0,
-        ring_bytes=gradient_ring(units, homes, item_bytes=2, several=config.train.accumulate > 1, gpu=True),
+        ring_bytes=gradient_ring(
+            units, homes, item_bytes=2, several=config.train.gradient_accumulation_steps > 1, gpu=True
+        ),
         in_flight_bytes=GRADIENTS_IN_FLIGHT,
         order=[],
     )
@@ -93,7 +95,7 @@ def backward_passes(
     where = "meta" if home == DEVICE else "cpu"
     gradient = torch.zeros(max(weight.numel for weight in weights), dtype=torch.bfloat16, device=where)
     found = []
-    for number in range(config.train.accumulate):
+    for number in range(config.train.gradient_accumulation_steps):
         device.compute(seconds / 2)
         before, adding = max(device.computed, time.monotonic()), 0.0
         for weight in weights:

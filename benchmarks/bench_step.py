@@ -12,7 +12,7 @@ win. `--engine native` is plain torch's forward and backward without any update:
 
 Children that wait are stopped (SIGSTOP), so nothing their threads do while idle costs the working one anything.
 Checkpoints, validation and export are off. `--plant N`: in each Nth timed step gradients are a million times too large,
-so `optim.clip=1000` clips those steps alone; the table has the mean step too, and the plan's. `--sweep` tunes
+so `optim.max_grad_norm=1000` clips those steps alone; the table has the mean step too, and the plan's. `--sweep` tunes
 DeepSpeed's NVMe optimizer, key by key.
 """
 

@@ -87,12 +87,12 @@ def cases(*, quick: bool) -> list[Case]:
 
 
 def wish(case: Case, folder: Path) -> TrainConfig:
-    section: dict[str, Any] = {"name": case.model, "checkpointing": "on" if case.checkpointing else "off"}
+    section: dict[str, Any] = {"name": case.model, "activation_checkpointing": "on" if case.checkpointing else "off"}
     if case.model in SHAPES:
         directory = folder / case.model
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(SHAPES[case.model]))
-        section |= {"name": str(directory), "scratch": True}
+        section |= {"name": str(directory), "random_init": True}
     elif case.length > 1024:
         section["overrides"] = {"n_positions": case.length}  # its own context is 1024
     if case.offloaded:
@@ -101,7 +101,7 @@ def wish(case: Case, folder: Path) -> TrainConfig:
         {
             "model": section,
             "data": {"seq_len": case.length},
-            "train": {"micro_batch": case.rows, "accumulate": 1},
+            "train": {"micro_batch_size": case.rows, "gradient_accumulation_steps": 1},
             "placement": {"engine": "tiered", "params": "gpu", "optimizer": "cpu", "ram_fraction": 1.0},
             "save": {"every": 0},
         }
@@ -135,13 +135,13 @@ def tracked(config: TrainConfig, source: ModelSource) -> int:
         if (count := config.parallel.sequence) > 1:
             share_rows(module.model, send=torch.empty_like, count=count)
             length //= count
-            positions.append(torch.zeros(config.train.micro_batch, length, dtype=torch.int64))
+            positions.append(torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64))
         tied = _take_apart(module)
         if config.model.offload_activations:
             _keep_inputs_elsewhere(module)
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(partial(_hand_over, tied))
-        tokens = torch.zeros(config.train.micro_batch, length, dtype=torch.int64)
+        tokens = torch.zeros(config.train.micro_batch_size, length, dtype=torch.int64)
         tracker = _Peak()
         tracker.track_external(module, tokens)
         with tracker:

@@ -61,7 +61,11 @@ def ours(job: Job, **keys: Any) -> Steps:
     """docs/library.md."""
     import offload_trainer as ot
 
-    shape = {"seq_len": job.rows.shape[3], "micro_batch": job.rows.shape[2], "accumulate": job.accumulate}
+    shape = {
+        "seq_len": job.rows.shape[3],
+        "micro_batch_size": job.rows.shape[2],
+        "gradient_accumulation_steps": job.accumulate,
+    }
     with ot.load(str(job.model), nvme=[str(job.drive)], dtype="bf16", say=_quiet, **shape, **keys) as session:
         optimizer = session.adamw(**ADAM)
         if job.begin:

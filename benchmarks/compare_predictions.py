@@ -64,8 +64,11 @@ CASES = {
     "354M, ZeRO-3, both on the CPU": [*_354M, *_STOCK, "--params", "cpu", "--optimizer", "cpu"],
     "354M, ZeRO-3, optimizer on the drive": [*_354M, *_STOCK, "--params", "gpu", "--optimizer", "nvme"],
 }
-_IN_LINE, _FORWARD = ["tiered.masters=fp32", "tiered.overlap=off"], ["tiered.masters=fp32", "tiered.overlap=forward"]
-_FULL = ["tiered.overlap=full", "optim.clip=1000"]  # nothing is clipped
+_IN_LINE, _FORWARD = (
+    ["tiered.master_format=fp32", "tiered.overlap=off"],
+    ["tiered.master_format=fp32", "tiered.overlap=forward"],
+)
+_FULL = ["tiered.overlap=backward", "optim.max_grad_norm=1000"]  # nothing is clipped
 _LONG = ["--model", "gpt2", "--seq-len", "1024", "--micro-batch", "1", "--dtype", "bf16"]
 WAYS = {
     "124M x 128, state on the drive, in line": [*_124M, "--ram-fraction", "0", *_IN_LINE],
@@ -74,10 +77,10 @@ WAYS = {
     "124M x 1024, half in RAM, behind the backward": [*_LONG, "--ram-fraction", "0.5", *_FULL],
     "124M x 1024, state on the drive, behind the backward": [*_LONG, "--ram-fraction", "0", *_FULL],
     "124M x 128, state on the drive, remainders in line": [
-        *(*_124M, "--ram-fraction", "0", "tiered.masters=remainder", "tiered.overlap=off"),
+        *(*_124M, "--ram-fraction", "0", "tiered.master_format=split", "tiered.overlap=off"),
     ],
     "124M x 1024, half in RAM, remainders behind the forward": [
-        *(*_LONG, "--ram-fraction", "0.5", "tiered.masters=remainder", "tiered.overlap=forward"),
+        *(*_LONG, "--ram-fraction", "0.5", "tiered.master_format=split", "tiered.overlap=forward"),
     ],
     "39M, all on the drive, 4 micro-batches, in line": [
         *(*_40M, "--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "--accumulate", "4", *_IN_LINE),

@@ -123,7 +123,7 @@ def models(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 def run(form: str, words: list[str], *, steps: int) -> dict[str, Any]:
     """Largest update in units of its step's rate, largest weight of the embedding, validation losses."""
-    engine = ["--engine", "plain"] if form == "bitsandbytes" else ["--engine", "tiered", f"optim.states={form}"]
+    engine = ["--engine", "plain"] if form == "bitsandbytes" else ["--engine", "tiered", f"optim.moment_dtype={form}"]
     found: dict[str, Any] = {}
     with scratch("states-") as folder:
         wished = [*words, *engine, "--steps", str(steps), "--output", f"{folder}/run", "--save-every", "0"]
@@ -137,7 +137,7 @@ def _measure(job: Any, *, theirs: bool) -> dict[str, Any]:
     if theirs:
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in engine._adam.param_groups]
         engine._adam = bitsandbytes.optim.AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch)
+    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch_size)
     before = {name: tensor.clone() for name, tensor in engine.named_master_parameters()}
     largest, losses = 0.0, []
     for step in range(train.steps):

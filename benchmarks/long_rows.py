@@ -86,7 +86,7 @@ def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequen
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(_LLAMA | shape))
     always = ["--scratch", "--tokenizer", "builtin", "--steps", str(STEPS), "--save-every", "0", "train.eval_every=0"]
-    always += [f"data.cache={folder}/cache", "model.checkpointing=on"]
+    always += [f"data.cache={folder}/cache", "model.activation_checkpointing=on"]
     command = [sys.executable, "-m", "offload_trainer", "train", "--model", str(model), "--output", str(output)]
     alone = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
     told, steps = output / "plan.json", output / "metrics.jsonl"
@@ -145,14 +145,14 @@ def tiles(folder: Path, *, tokens: int, dtype: str, box: Sequence[str]) -> dict[
 
 
 def parts(folder: Path, *, drive: Path, dtype: str, box: Sequence[str], only: str = "") -> dict[str, Found]:
-    shape, whole = LARGE | {"max_position_embeddings": 1024}, "tiered.fetch=block"
+    shape, whole = LARGE | {"max_position_embeddings": 1024}, "tiered.fetch_granularity=block"
     always = ["--seq-len", "128", "--micro-batch", "1", "--dtype", dtype, "data.validation=0", "placement.threads=2"]
     always += ["--engine", "tiered", "--nvme", str(drive), "--ram-fraction", "0", "placement.gradients=nvme"]
     always += ["tiered.overlap=off", "tiered.page_size=1048576"]
     ways = {
         "whole, outside": ([whole], ()),
         "whole": ([whole], box),
-        "whole, --force": ([whole, "tiered.unit_buffers=1", "--force"], box),
+        "whole, --force": ([whole, "tiered.weight_buffers=1", "--force"], box),
         "by the module": ([], box),
     }
     return {

@@ -124,7 +124,7 @@ def live(directory: Path, dtype: str) -> None:
         "nvme",
         "placement.gradients=nvme",
         "tiered.page_size=1048576",
-        "optim.states=8bit",
+        "optim.moment_dtype=8bit",
     ]
     words += ["--seq-len", "64", "--micro-batch", "1", "--output", directory / f"trial-{dtype}/run", "save.keep=1"]
     config = load_config([str(word) for word in words])

@@ -34,6 +34,7 @@ import torch
 from pydantic import with_config
 
 from offload_trainer import __version__
+from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine, Snapshot
 from offload_trainer.errors import LOST, TrainerError, UserError, reason
 from offload_trainer.manifest import FORMAT, MANIFEST, Manifest, checked_manifest
@@ -60,8 +61,18 @@ _SMALL_FILES = 1 << 18  # bytes of headers, manifest and the other JSON, at most
 # What a run may change when it goes on, and what then goes on differently.
 _STEERING = {
     "model": ("dtype", "attention", "mlp_chunk"),
-    "optim": ("lr", "betas", "eps", "states", "weight_decay", "clip", "schedule", "warmup_steps", "decay_steps"),
-    "train": ("steps", "micro_batch", "accumulate"),
+    "optim": (
+        "lr",
+        "betas",
+        "eps",
+        "moment_dtype",
+        "weight_decay",
+        "max_grad_norm",
+        "schedule",
+        "warmup_steps",
+        "decay_steps",
+    ),
+    "train": ("steps", "micro_batch_size", "gradient_accumulation_steps"),
 }
 
 
@@ -343,7 +354,7 @@ def find_checkpoint(path: Path) -> Path:
 class _RunConfiguration:
     """The part of a run.json that a resume looks at."""
 
-    config: dict[str, dict[str, Any]]
+    config: RecordedConfig
 
 
 def read_manifest(checkpoint: Path, *, moments: bool = True) -> Manifest:

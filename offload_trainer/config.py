@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -37,23 +38,23 @@ class ModelSection(_Section):
         description="a preset (gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; random weights), "
         "a directory with a transformers causal language model, or a hub id such as openai-community/gpt2",
     )
-    scratch: bool = Field(False, description="take only the shape, with random weights")
+    random_init: bool = Field(False, description="take only the shape, with random weights")
     overrides: dict[str, Scalar] = Field(
         {},
         description="keys of the model's own configuration to change (needs random weights), e.g. n_layer: 24",
     )
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
-        description="of weights, activations and gradients; master weights are fp32 always and begin with what a "
-        "directory holds in fp32, moments are as optim.states says; where nothing is said and the card has no bf16 "
-        "units: fp16",
+        description="dtype of weights, activations and gradients; master weights are always fp32 and start from a model "
+        "directory's fp32 weights where it has them; optim.moment_dtype sets the moments; the default is fp16 on a GPU "
+        "without bf16 units",
     )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto",
         description="transformers' attention implementation; auto: sdpa where the architecture has it, else eager, "
         "which keeps attention's matrices",
     )
-    checkpointing: Literal["auto", "on", "off"] = Field(
+    activation_checkpointing: Literal["auto", "on", "off"] = Field(
         "auto", description="gradient checkpointing, one segment a block; auto: on from 100 M parameters"
     )
     offload_activations: Annotated[
@@ -105,7 +106,7 @@ class DataSection(_Section):
         "pairs: prompt and completion; text: text_field; auto: by the keys of the first line, text where it has "
         "text_field",
     )
-    loss: Literal["answers", "all"] = Field(
+    train_on: Literal["answers", "all"] = Field(
         "answers",
         description="of conversations and pairs, what is learned: the answers and what ends them, or every token",
     )
@@ -153,7 +154,7 @@ class OptimSection(_Section):
         "decay, 0.9 and 0.99 where nothing is said",
     )
     eps: PositiveFloat = Field(1e-8, description="adamw only: added to the root of the second moment")
-    states: Literal["fp32", "bf16", "8bit"] = Field(
+    moment_dtype: Literal["fp32", "bf16", "8bit"] = Field(
         "fp32",
         description="how moments are stored; bf16 (tiered only): rounded stochastically, 8 bytes a parameter with the "
         "master instead of 12; 8bit (adamw only): in blocks of 256 with a scale each, 6 bytes, and with --engine "
@@ -169,7 +170,9 @@ class OptimSection(_Section):
         description="decoupled; on matrices and embeddings, not on biases, norms and other vectors, nor on what "
         "transformers' Trainer spares by name, nor on A_log of state-space layers",
     )
-    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="largest global gradient norm; 0: no clipping"
+    )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine",
         description="shape of the rate after the warm-up; wsd: constant, then linear over decay_steps",
@@ -186,7 +189,7 @@ class OptimSection(_Section):
         "weight and halves it, and counts as a step: the schedule and the data go on",
     )
     loss_scale_window: PositiveInt = Field(1000, description="fp16 only: good steps after which the scale doubles")
-    nonfinite: Literal["stop", "skip"] = Field(
+    on_nonfinite_grad: Literal["stop", "skip"] = Field(
         "stop",
         description="bf16 and fp32: a NaN or infinity in the gradient stops the run, or skips that step, while the "
         "schedule and the data go on",
@@ -211,8 +214,8 @@ class TrainSection(_Section):
         description="how often the run visits each training row, for which it works out steps once the text is "
         "tokenised; 0.5: half of the rows; auto: as steps says",
     )
-    micro_batch: PositiveInt = Field(4, description="rows in one forward and backward, on each rank")
-    accumulate: PositiveInt = Field(1, description="micro-batches a step, on each rank")
+    micro_batch_size: PositiveInt = Field(4, description="rows in one forward and backward, on each rank")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches a step, on each rank")
     tokens_per_step: PositiveInt | Auto = Field(
         "auto",
         description="tokens of an optimizer step on all ranks, for which the plan chooses micro_batch and accumulate, "
@@ -257,7 +260,7 @@ class PlacementSection(_Section):
     )
     gpus: PositiveInt = Field(1, description="processes to start, one a GPU (on a machine without: on the CPU)")
     threads: PositiveInt | Auto = Field("auto", description="CPU threads of each process; auto: its share of the cores")
-    hung_seconds: Count = Field(
+    hang_timeout: Count = Field(
         1800,
         description="with several ranks: how long one thread of a rank may be in one and the same wait within the "
         "kernel (a driver, a drive, a network's filesystem) before the run ends; 0: for ever",
@@ -319,34 +322,34 @@ class TieredSection(_Section):
 
     page_size: Annotated[int, Field(ge=4096)] = Field(4 << 20, description="parameters updated at a time, at most")
     page_buffers: Annotated[int, Field(ge=2)] = Field(6, description="pages in memory on their way to or from a drive")
-    fetch: Literal["auto", "block", "module"] = Field(
+    fetch_granularity: Literal["auto", "block", "module"] = Field(
         "auto",
         description="what of a block's weights is on the device at a time, where they live elsewhere; block: all; "
         "module: a part, such as one matrix of its MLP, as far as a trial shows that parts are not needed together; "
         "moments that chance rounds draw otherwise then; auto: module where nothing fits without, else block",
     )
-    unit_buffers: Annotated[int, Field(ge=1)] = Field(
+    weight_buffers: Annotated[int, Field(ge=1)] = Field(
         3,
         description="blocks, or parts of them, whose weights are on the device at a time, where they live elsewhere; "
         "where nothing is said and nothing fits: 2, or 1",
     )
-    take: Literal["auto", "direct", "gather"] = Field(
+    weight_transfer: Literal["auto", "direct", "all_gather"] = Field(
         "auto",
         description="how each of several GPUs of a node gets weights that live in RAM; direct: all of a unit from "
         "there; gather: its part, and the others' from their GPUs; auto: as is forecast to be faster",
     )
-    overlap: Literal["auto", "off", "forward", "full"] = Field(
+    overlap: Literal["auto", "off", "forward", "backward"] = Field(
         "auto",
         description="forward: the update runs behind the next forward; full: that of pages on drives behind the "
         "backward too, with two places; auto: the fastest by the plan's seconds, where it gains 5 % of a step and the "
         "disk has room; forward where this machine was not timed and drives are used",
     )
-    places: Literal["auto", 1, 2] = Field(
+    state_copies: Literal["auto", 1, 2] = Field(
         "auto",
         description="of a page of state on a drive; 2: on twice the disk, and a kill leaves one whole step; auto: 2 "
         "where the update begins behind the backward or page files that are gone on from have them, else 1",
     )
-    masters: Literal["auto", "fp32", "remainder"] = Field(
+    master_format: Literal["auto", "fp32", "split"] = Field(
         "auto",
         description="how masters are stored; remainder: the 16 bits that rounding to the bf16 weight takes away, from "
         "which, with the weight, the same fp32 is made: 2 bytes a parameter less of state to keep and to move, while a "
@@ -405,3 +408,50 @@ class TrainConfig(_Section):
     parallel: ParallelSection = ParallelSection()
     tiered: TieredSection = TieredSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
+
+
+# Keys and values of versions before 0.1, with the name that each has now.
+RENAMED_KEYS: Mapping[str, str] = {
+    "model.scratch": "model.random_init",
+    "model.checkpointing": "model.activation_checkpointing",
+    "data.loss": "data.train_on",
+    "optim.states": "optim.moment_dtype",
+    "optim.clip": "optim.max_grad_norm",
+    "optim.nonfinite": "optim.on_nonfinite_grad",
+    "train.micro_batch": "train.micro_batch_size",
+    "train.accumulate": "train.gradient_accumulation_steps",
+    "placement.hung_seconds": "placement.hang_timeout",
+    "tiered.fetch": "tiered.fetch_granularity",
+    "tiered.unit_buffers": "tiered.weight_buffers",
+    "tiered.take": "tiered.weight_transfer",
+    "tiered.places": "tiered.state_copies",
+    "tiered.masters": "tiered.master_format",
+}
+RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "tiered.overlap": {"full": "backward"},
+    "tiered.master_format": {"remainder": "split"},
+    "tiered.weight_transfer": {"gather": "all_gather"},
+}
+
+
+def with_current_names(config: Any) -> Any:
+    """Return a recorded configuration, as nested dicts, with the current names of its keys and values.
+
+    run.json of an earlier version is read this way. What is not a dict of sections is returned unchanged.
+    """
+    if not isinstance(config, dict):
+        return config
+    found: dict[str, Any] = {}
+    for section, values in config.items():
+        if not isinstance(values, dict):
+            found[section] = values
+            continue
+        found[section] = {}
+        for name, value in values.items():
+            key = RENAMED_KEYS.get(f"{section}.{name}", f"{section}.{name}")
+            renamed = RENAMED_VALUES.get(key, {})
+            found[section][key.partition(".")[2]] = renamed.get(value, value) if isinstance(value, str) else value
+    return found
+
+
+RecordedConfig = Annotated[dict[str, dict[str, Any]], BeforeValidator(with_current_names)]

@@ -269,7 +269,9 @@ def argument_mistakes(args: TrainingArguments, session: Session) -> list[str]:
     several = 2 if hasattr(args, "precompute_ref_log_probs") else 1  # a row that is chosen, and one that is rejected
     rows, planned = args.per_device_train_batch_size * several, session.plan.micro_batch
     if rows > planned:
-        mistakes.append(f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch={rows})")
+        mistakes.append(
+            f"{rows} rows in a micro-batch, and the plan counts {planned}: load(..., micro_batch_size={rows})"
+        )
     return mistakes + _checkpointing_mistakes(args)
 
 

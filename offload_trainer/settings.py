@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from offload_trainer.config import TrainConfig
+from offload_trainer.config import RENAMED_KEYS, RENAMED_VALUES, TrainConfig
 from offload_trainer.errors import UserError
 from offload_trainer.plan.planner import combination_mistakes
 from offload_trainer.safe_files import LimitedYaml, parsed_yaml, read_yaml
@@ -40,7 +40,7 @@ class Flag:
 
 FLAGS: dict[str, Flag] = {
     "--model": Flag("model.name", "NAME"),
-    "--scratch": Flag("model.scratch"),
+    "--scratch": Flag("model.random_init"),
     "--dtype": Flag("model.dtype", "bf16|fp16|fp32"),
     "--data": Flag("data.path", "PATH", repeat=True),
     "--validation-data": Flag("data.validation_path", "PATH", repeat=True),
@@ -48,8 +48,8 @@ FLAGS: dict[str, Flag] = {
     "--seq-len": Flag("data.seq_len", "N"),
     "--steps": Flag("train.steps", "N"),
     "--epochs": Flag("train.epochs", "N"),
-    "--micro-batch": Flag("train.micro_batch", "N"),
-    "--accumulate": Flag("train.accumulate", "N"),
+    "--micro-batch": Flag("train.micro_batch_size", "N"),
+    "--accumulate": Flag("train.gradient_accumulation_steps", "N"),
     "--seed": Flag("train.seed", "N"),
     "--lr": Flag("optim.lr", "RATE"),
     "--nvme": Flag("placement.nvme", "DIR", repeat=True),
@@ -71,7 +71,7 @@ _GONE_KEYS: dict[str, tuple[Any, str]] = {
     "model.checkpointing_variant": ("auto", "each engine takes the variant of checkpointing that is right there"),
 }
 _GONE_VALUES = {
-    "optim.name=adamw8bit": "8-bit moments are optim.states=8bit; with --engine deepspeed they are bitsandbytes'",
+    "optim.name=adamw8bit": "8-bit moments are optim.moment_dtype=8bit; with --engine deepspeed they are bitsandbytes'",
     "optim.kernel=deepspeed": "native and torch are faster; leave it at auto",
 }
 # What people look for, and nothing carries out yet.
@@ -89,7 +89,7 @@ def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _quoted_text)
-_TOKENS_OR_ROWS = ("tokens_per_step", "micro_batch", "accumulate")  # the first, or the other two
+_TOKENS_OR_ROWS = ("tokens_per_step", "micro_batch_size", "gradient_accumulation_steps")  # the first, or the other two
 
 
 class _Loader(LimitedYaml):
@@ -261,6 +261,8 @@ def _no_key(spelled: str, key: str, text: str | None) -> str:
     """Return the mistake for a key that there is not, with what to write instead."""
     if key in _NOT_YET:
         return f"{spelled}: {_NOT_YET[key]}"
+    if key in RENAMED_KEYS:
+        return f"{spelled}: this key is now called {RENAMED_KEYS[key]}"
     return f"{spelled}: there is no such key{_hint(plain(key), text, as_flag=False)}"
 
 
@@ -496,6 +498,9 @@ def _validation_mistakes(error: ValidationError) -> Iterator[str]:
         given.setdefault(key, item["input"])
     for key, complaints in seen.items():
         wanted = " or ".join(dict.fromkeys(complaints))
+        if now := RENAMED_VALUES.get(key, {}).get(str(given[key])):
+            yield f"{key}: {given[key]} is now called {now}"
+            continue
         if instead := _GONE_VALUES.get(f"{key}={given[key]}"):
             yield f"{key}: there is no {given[key]} any more: {instead}"
             continue
@@ -547,7 +552,7 @@ def dump_config(config: TrainConfig, *, given_only: bool = False) -> str:
     """The configuration as YAML that `load_config` reads back to an equal one: complete, or what was said of it."""
     values = config.model_dump(mode="json", exclude_unset=given_only)
     if config.train.tokens_per_step != "auto":  # which chooses those two
-        for name in ("micro_batch", "accumulate"):
+        for name in ("micro_batch_size", "gradient_accumulation_steps"):
             values["train"].pop(name, None)
     if config.train.epochs != "auto":  # which make the steps
         values["train"].pop("steps", None)

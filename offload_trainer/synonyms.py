@@ -20,7 +20,7 @@ _ADAPTERS = (
 )
 _FEWER_BITS = (
     "weights are trained in bf16, fp16 or fp32 and never quantised; --params nvme and --optimizer nvme with --nvme DIR "
-    "make room instead, and optim.states=8bit shrinks the moments"
+    "make room instead, and optim.moment_dtype=8bit shrinks the moments"
 )
 _PREFERENCES = "preferences are trained with TRL and the library: docs/integrations.md; `offload-train cp dpo`"
 _LOGGED = "every step is written to metrics.jsonl in --output, and the terminal shows the run; there is no key for it"
@@ -55,7 +55,7 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.name", "model_name_or_path base_model model_id model_name checkpoint_dir initial_checkpoint_dir", ""),
     ("model.name", "pretrained_model_name_or_path init_from model_path", ""),
     ("model.name", "load_checkpoint checkpointer.checkpoint_dir", ""),
-    ("model.scratch=true", "from_scratch random_init train_from_scratch reinit_weights", ""),
+    ("model.random_init=true", "from_scratch random_init train_from_scratch reinit_weights", ""),
     ("model.overrides", "config_overrides config_name model_init_kwargs", _MODEL_KEYS),
     ("model.overrides.n_layer", "n_layer num_layers", _MODEL_KEYS),
     ("model.overrides.n_head", "n_head num_heads", _MODEL_KEYS),
@@ -70,9 +70,13 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("model.attention=sdpa", "flash_attention sdp_attention use_flash_attention_2", ""),
     ("model.attention=sdpa", "xformers_attention flash_attention_2", ""),
     ("model.attention=eager", "eager_attention", ""),
-    ("model.checkpointing=on", "gradient_checkpointing activation_checkpointing enable_activation_checkpointing", ""),
-    ("model.checkpointing=on", "use_gradient_checkpointing checkpoint_activations", ""),
-    ("model.checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
+    (
+        "model.activation_checkpointing=on",
+        "gradient_checkpointing activation_checkpointing enable_activation_checkpointing",
+        "",
+    ),
+    ("model.activation_checkpointing=on", "use_gradient_checkpointing checkpoint_activations", ""),
+    ("model.activation_checkpointing=off", "disable_gradient_checkpointing no_gradient_checkpointing", ""),
     ("model.offload_activations=cpu", "activation_offloading enable_activation_offloading activation_cpu_offload", ""),
     ("model.loss_chunk", "num_output_chunks use_liger_kernel", "tokens at a time"),
     ("model.loss_chunk", "enable_liger_kernel liger_kernel_config", "tokens at a time"),
@@ -86,9 +90,9 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("data.mixture", "interleave_probs mix_strategy dataset_weights", "a weight for each --data"),
     ("data.text_field", "dataset_text_field text_column field_messages text_key", ""),
     ("data.format", "dataset_type dataset_format prompt_style", _OF_FILES),
-    ("data.loss=all", "train_on_inputs train_on_prompt train_on_input train_on_source", ""),
-    ("data.loss=answers", "completion_only_loss assistant_only_loss train_on_responses_only", ""),
-    ("data.loss=answers", "mask_inputs mask_prompt", ""),
+    ("data.train_on=all", "train_on_inputs train_on_prompt train_on_input train_on_source", ""),
+    ("data.train_on=answers", "completion_only_loss assistant_only_loss train_on_responses_only", ""),
+    ("data.train_on=answers", "mask_inputs mask_prompt", ""),
     ("data.packing=on", "sample_packing packed neat_packing dataset.packed", _PACKED),
     ("data.packing=on", "pack pack_sequences packing_strategy", _PACKED),
     ("data.packing=on", "padding_free batch_flattening", _PACKED),
@@ -100,13 +104,17 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("data.cache", "dataset_prepared_path tokenized_path cache_dir", ""),
     ("data.shuffle", "shuffle_dataset dataloader_shuffle", ""),
     ("optim.name", "optim optimizer optimizer_type optimizer_name optimizer.type optimizer._component_", ""),
-    ("optim.states=8bit", "adamw_8bit adam8bit use_8bit_optimizer paged_adamw_8bit adamw_bnb_8bit", ""),
+    ("optim.moment_dtype=8bit", "adamw_8bit adam8bit use_8bit_optimizer paged_adamw_8bit adamw_bnb_8bit", ""),
     ("optim.lr", "learning_rate max_lr peak_lr base_lr", ""),
     ("optim.betas", "beta1 beta2 adam_beta1 adam_beta2", "both in a list: optim.betas=[0.9,0.95]"),
     ("optim.eps", "adam_epsilon epsilon adam_eps", ""),
     ("optim.weight_decay", "wd l2", ""),
-    ("optim.clip", "max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm grad_norm_clip clip_grad", ""),
-    ("optim.clip", "gradient_clip_val max_gradient_norm", ""),
+    (
+        "optim.max_grad_norm",
+        "max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm grad_norm_clip clip_grad",
+        "",
+    ),
+    ("optim.max_grad_norm", "gradient_clip_val max_gradient_norm", ""),
     ("optim.schedule", "lr_scheduler_type lr_scheduler scheduler lr_schedule", ""),
     ("optim.schedule", "decay_lr lr_decay_style scheduler.type", ""),
     ("optim.warmup_steps", "warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup lr_warmup_iters", ""),
@@ -119,11 +127,11 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("train.steps", "max_steps max_iters num_steps train_steps total_steps", ""),
     ("train.steps", "max_train_steps train_iters total_iters max_steps_per_epoch", ""),
     ("train.epochs", "num_train_epochs num_epochs max_epochs n_epochs", ""),
-    ("train.micro_batch", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
-    ("train.micro_batch", "batch_size", "rows of one forward; a step has --micro-batch x --accumulate of them"),
-    ("train.accumulate", "gradient_accumulation_steps grad_accum", ""),
-    ("train.accumulate", "gradient_accumulation_iters accumulate_grad_batches", ""),
-    ("train.accumulate", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
+    ("train.micro_batch_size", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu mbs", ""),
+    ("train.micro_batch_size", "batch_size", "rows of one forward; a step has --micro-batch x --accumulate of them"),
+    ("train.gradient_accumulation_steps", "gradient_accumulation_steps grad_accum", ""),
+    ("train.gradient_accumulation_steps", "gradient_accumulation_iters accumulate_grad_batches", ""),
+    ("train.gradient_accumulation_steps", "gradient_accumulation accumulation_steps grad_accumulation_steps gas", ""),
     ("train.tokens_per_step", "global_batch_size train_batch_size total_batch_size", "in tokens: rows x --seq-len"),
     ("train.deterministic=true", "full_determinism use_deterministic_algorithms", ""),
     ("train.eval_every", "eval_steps eval_interval eval.interval evaluation_steps val_check_interval eval_freq", ""),
@@ -194,8 +202,8 @@ _TERMS: tuple[tuple[str, str, str], ...] = (
     ("", "export_dir export_size merge_lora", "a run is exported afterwards: `offload-train export RUN DIR`"),
     ("", "per_device_eval_batch_size eval_batch_size", "evaluations take --micro-batch rows too"),
     ("", "eval_accumulation_steps", "evaluations take --micro-batch rows too"),
-    ("", "gradient_checkpointing_kwargs", "model.checkpointing=on is all there is to say"),
-    ("", "activation_checkpointing_kwargs", "model.checkpointing=on is all there is to say"),
+    ("", "gradient_checkpointing_kwargs", "model.activation_checkpointing=on is all there is to say"),
+    ("", "activation_checkpointing_kwargs", "model.activation_checkpointing=on is all there is to say"),
     ("", "dataset_train_split dataset_test_split dataset_config dataset_split split", _SPLIT),
     ("", "use_galore use_badam use_apollo use_adam_mini use_muon muon adafactor", "optim.name is adamw or lion"),
     ("", "lr_scheduler_kwargs optim_args dataset_kwargs", "each of them is a key of its own: docs/config.md"),
@@ -216,7 +224,8 @@ _BY_WORD = {word: Term(here, note) for here, words, note in _TERMS for word in w
 
 # Values of other trainers, by key: the value here, or the words that replace key and value.
 _EIGHT_BITS = dict.fromkeys(
-    ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "pagedadamw8bit"), "optim.states=8bit"
+    ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "pagedadamw8bit"),
+    "optim.moment_dtype=8bit",
 )
 _RULES = dict.fromkeys(
     ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_fused", "paged_adamw_32bit", "fusedadam"), "adamw"
@@ -232,15 +241,15 @@ _VALUES: dict[str, dict[str, str]] = {
     "model.attention": dict.fromkeys(
         ("flash_attention_2", "flash_attention_3", "fa2", "flash", "xformers", "true"), "sdpa"
     ),
-    "model.checkpointing": {"true": "on", "false": "off", "unsloth": "on"},
+    "model.activation_checkpointing": {"true": "on", "false": "off", "unsloth": "on"},
     "data.packing": {"true": "on", "false": "off", "bfd": "on"},
     "data.format": {"chatml": "chat", "openai": "chat", "chat_template": "chat", "messages": "chat", "raw": "text"}
     | {"completion": "text", "prompt_completion": "pairs", "instruction": "alpaca"},
-    "data.loss": {"assistant": "answers", "completion": "answers"},
+    "data.train_on": {"assistant": "answers", "completion": "answers"},
     "optim.name": _RULES | _EIGHT_BITS,
     "optim.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
     | {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "true": "cosine"},
-    "optim.states": {"8": "8bit", "8_bit": "8bit", "int8": "8bit", "bfloat16": "bf16", "float32": "fp32"},
+    "optim.moment_dtype": {"8": "8bit", "8_bit": "8bit", "int8": "8bit", "bfloat16": "bf16", "float32": "fp32"},
     "placement.engine": dict.fromkeys(("zero", "zero1", "zero2", "zero3", "ds"), "deepspeed") | {"torch": "plain"},
     # The flag says where the state is; other trainers name the rule with it.
     "placement.optimizer": dict.fromkeys(("adamw", *_RULES), "optim.name=adamw")

@@ -74,8 +74,8 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
     """Train to the last step, or to that in which a signal asks to stop; returns the state there, saved if it can be.
 
     `resume`: a checkpoint that was checked, or None where the engine stands there already, and the state. Raises
-    TrainerError where `optim.nonfinite` is `stop` and a gradient was not finite: the weights are those of the step
-    before.
+    TrainerError where `optim.on_nonfinite_grad` is `stop` and a gradient was not finite: the weights are those of
+    the step before.
     """
     state = TrainState(step=0, tokens=0, data_position=0)
     if resume is not None:
@@ -86,7 +86,7 @@ def train(job: Job, asked: StopRequest, *, resume: tuple[Path | None, TrainState
             job.say(f"resumed from {checkpoint}, step {state.step}")
     batches = job.train_rows.train_batches(
         DataState(state.data_position),
-        micro_batch=job.train.micro_batch,
+        micro_batch=job.train.micro_batch_size,
         rank=job.engine.rank,
         world=job.engine.world,
     )
@@ -220,7 +220,7 @@ def _carry_out(
     """The next step's batches, its result, and its seconds; the `last` one's have all of its update."""
     start = time.perf_counter()
     with job.clock.phase("data"):
-        group = [next(batches) for _ in range(job.train.accumulate)]
+        group = [next(batches) for _ in range(job.train.gradient_accumulation_steps)]
     result = job.engine.train_step(group, lr=lr, clock=job.clock)
     if last:
         with job.clock.phase("update"):
@@ -234,7 +234,7 @@ def timed_steps(job: Job, *, steps: int) -> Iterator[dict[str, Any]]:
     Drive traffic is counted from the last step's end to this one's: what an engine leaves for later is in a later one.
     """
     train = job.train
-    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch)
+    batches = job.train_rows.train_batches(DataState(0), micro_batch=train.micro_batch_size)
     counted = read_io()
     for number in range(steps):
         forget_peak_rss()
@@ -249,10 +249,10 @@ def _refuse_nonfinite(job: Job, result: StepResult, *, step: int) -> None:
     finding = job.finds_scale and result.loss_scale > 1  # skipping is how the scale finds its value
     if finding:
         return
-    if job.optim.nonfinite == "stop":
+    if job.optim.on_nonfinite_grad == "stop":
         raise TrainerError(
             f"step {step}: NaN or infinity in the gradient (loss {result.loss:.4g}); the weights are those of step "
-            f"{step - 1}. Lower optim.lr, look at the data of this step, or go on with optim.nonfinite=skip"
+            f"{step - 1}. Lower optim.lr, look at the data of this step, or go on with optim.on_nonfinite_grad=skip"
         )
     job.say(f"step {step} skipped: NaN or infinity in the gradient (loss {result.loss:.4g})")
 
@@ -261,7 +261,9 @@ def _evaluate(job: Job, step: int) -> None:
     if job.validation_rows is None:
         return
     total, targets = 0.0, []
-    for batch in job.validation_rows.validation_batches(micro_batch=job.train.micro_batch, limit=job.train.eval_rows):
+    for batch in job.validation_rows.validation_batches(
+        micro_batch=job.train.micro_batch_size, limit=job.train.eval_rows
+    ):
         total += job.engine.eval_loss(batch) * batch.counted
         targets.append(batch.targets[batch.targets != IGNORED])
     predicted = torch.cat(targets) if targets else torch.empty(0)

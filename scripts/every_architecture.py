@@ -62,7 +62,13 @@ WORDS = (
     "--seq-len",
     str(LENGTH),
 )
-OPTIM = (f"optim.eps={EPS}", "optim.weight_decay=0", "optim.clip=0", "optim.betas=[0.9,0.95]", "optim.kernel=torch")
+OPTIM = (
+    f"optim.eps={EPS}",
+    "optim.weight_decay=0",
+    "optim.max_grad_norm=0",
+    "optim.betas=[0.9,0.95]",
+    "optim.kernel=torch",
+)
 RAM = ("--params", "cpu", "--ram-fraction", "1")
 DRIVE = ("--params", "nvme", "--optimizer", "nvme", "tiered.page_size=8192")
 
@@ -178,7 +184,7 @@ def examine(name: str, folder: Path) -> Result:
     config = tiny_config(kinds()[name])
     try:
         model = saved(config, folder / "model")
-        how = f"model.checkpointing={'on' if model.supports_gradient_checkpointing else 'auto'}"
+        how = f"model.activation_checkpointing={'on' if model.supports_gradient_checkpointing else 'auto'}"
         expected, labels = reference(model, data)
     except Exception as error:
         return Result(name, "transformers", one_line(error))

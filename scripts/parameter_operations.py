@@ -33,8 +33,8 @@ import offload_trainer.plan.tiered.layout as layout
 
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
-    "in RAM": {"params": "cpu", "unit_buffers": 1},
-    "on NVMe": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 1},
+    "in RAM": {"params": "cpu", "weight_buffers": 1},
+    "on NVMe": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 1},
 }
 Case = tuple[str, Callable[[Any], Any]]  # a name, and what is done to a parameter
 

@@ -3,7 +3,7 @@
     parts_of_all.py [--only NAME ...] [--json FILE]
 
 Each is trained in fp32 for three steps by the tiered engine with all weights in RAM, with gradient checkpointing where
-transformers has it: with tiered.fetch=block, and with tiered.fetch=module in one buffer and in two. Right is: the same
+transformers has it: with tiered.fetch_granularity=block, and with module in one buffer and in two. Right is: the same
 losses, norms and masters to the last bit, and parts fetched as often in a step as the plan has it. Of whole blocks and
 of what is outside them tests/model/test_fetches.py asks that.
 """
@@ -144,7 +144,9 @@ def whole_blocks(model: Path, drive: Path, *words: str) -> list[str]:
     for buffers in (1, 2):
         try:
             with mock.patch.object(layout, "SMALL", VECTORS):
-                found = train(model, drive, "tiered.fetch=block", f"tiered.unit_buffers={buffers}", *words)
+                found = train(
+                    model, drive, "tiered.fetch_granularity=block", f"tiered.weight_buffers={buffers}", *words
+                )
         except UserError as error:
             if "unit_buffers must be" not in str(error):
                 raise
@@ -161,7 +163,7 @@ def examine(name: str, folder: Path) -> Result:
         reference(model, batches()[:1])
     except Exception as error:
         return Result(name, "transformers", one_line(error))
-    how = f"model.checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
+    how = f"model.activation_checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
     trial, parts, blocks, whole = "", 0, 0, None
     try:
         trial = _trial(saved_config(folder / "model"))
@@ -173,7 +175,7 @@ def examine(name: str, folder: Path) -> Result:
             ):
                 ways = _ways(folder, how)
                 if ways and whole is None:
-                    whole = train(folder / "model", folder / "drive", how, "tiered.fetch=block")
+                    whole = train(folder / "model", folder / "drive", how, "tiered.fetch_granularity=block")
             for way, one in ways.items():
                 assert whole is not None
                 wrong += [f"{moved}, {way}: {what}" for what in differences(one, whole)]
@@ -212,11 +214,11 @@ def _ways(folder: Path, how: str) -> dict[str, Trained]:
     """Trained with one buffer and with two, where there are parts."""
     found: dict[str, Trained] = {}
     for way, buffers in (("one buffer", 1), ("two buffers", 2)):
-        words = ["tiered.fetch=module", f"tiered.unit_buffers={buffers}"]
+        words = ["tiered.fetch_granularity=module", f"tiered.weight_buffers={buffers}"]
         try:
             found[way] = train(folder / "model", folder / "drive", how, *words)
         except UserError as error:
-            if not str(error).startswith("tiered.fetch=module: no block"):
+            if not str(error).startswith("tiered.fetch_granularity=module: no block"):
                 raise
             return {}
     return found

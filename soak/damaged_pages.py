@@ -32,8 +32,8 @@ from trials import Command, Difference, compare_file, finish, load_libraries, ro
 STEPS = 6
 KINDS = (
     ["tiered.overlap=off"],
-    ["tiered.overlap=full", "optim.name=lion", "optim.states=bf16"],
-    ["tiered.overlap=forward", "optim.states=8bit", "TWO"],
+    ["tiered.overlap=backward", "optim.name=lion", "optim.moment_dtype=bf16"],
+    ["tiered.overlap=forward", "optim.moment_dtype=8bit", "TWO"],
 )
 Files = dict[Path, bytes]  # all files of a run's private directories
 
@@ -96,13 +96,13 @@ class Trial:
         for drive in self.drives:
             drive.mkdir(parents=True)
         self.alone = folder / "alone"
-        finish([*self.words(self.alone), "tiered.places=1", "tiered.overlap=off"], log=self.log)
+        finish([*self.words(self.alone), "tiered.state_copies=1", "tiered.overlap=off"], log=self.log)
         self.steps = self.steps_of(folder / "told")
         self.other = self.killed(folder / "other", "--lr", "5e-3")
 
     def words(self, output: Path, *more: object) -> list[object]:
         small = ["model.overrides.n_layer=2", "model.overrides.n_embd=48", "--seq-len", "32", "--micro-batch", "2"]
-        state = ["--optimizer", "nvme", "tiered.places=2", "tiered.page_size=16384", "--save-every", 0]
+        state = ["--optimizer", "nvme", "tiered.state_copies=2", "tiered.page_size=16384", "--save-every", 0]
         named = [word for drive in self.drives for word in ("--nvme", drive)]
         kind = [word for word in KINDS[self.kind] if word != "TWO"]
         where = ["--output", output, f"data.cache={self.folder.parent / 'cache'}", "placement.threads=1"]

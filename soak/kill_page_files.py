@@ -31,9 +31,9 @@ STEPS = 30
 KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form of moments, one drive or two
     ["tiered.overlap=off"],
     ["tiered.overlap=forward"],
-    ["tiered.overlap=full"],
-    ["tiered.overlap=forward", "optim.states=8bit", "TWO"],
-    ["tiered.overlap=off", "optim.name=lion", "optim.states=bf16"],
+    ["tiered.overlap=backward"],
+    ["tiered.overlap=forward", "optim.moment_dtype=8bit", "TWO"],
+    ["tiered.overlap=off", "optim.name=lion", "optim.moment_dtype=bf16"],
     ["tiered.overlap=forward", "--params", "nvme", "placement.gradients=nvme"],
     ["tiered.overlap=off", "--dtype", "fp16", "optim.initial_loss_scale=1099511627776", "optim.loss_scale_window=3"],
 )
@@ -64,7 +64,7 @@ class Trial:
             kind = self.runs % len(KINDS)
             alone = self.folder / f"alone-{kind}"
             if not alone.exists():
-                finish([*self.words(kind, alone, ranks=1), "tiered.places=1"], log=self.log)
+                finish([*self.words(kind, alone, ranks=1), "tiered.state_copies=1"], log=self.log)
             self.runs += 1
             self.one_run(self.folder / f"run-{self.runs}", kind, most=kills)
             self.compare(self.folder / f"run-{self.runs}", alone)
@@ -78,7 +78,7 @@ class Trial:
 
     def words(self, kind: int, output: Path, *, ranks: int) -> list[object]:
         small = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
-        state = ["--optimizer", "nvme", "tiered.places=2", "tiered.page_size=16384", "--save-every", 0]
+        state = ["--optimizer", "nvme", "tiered.state_copies=2", "tiered.page_size=16384", "--save-every", 0]
         named = ["--nvme", self.folder / "one", *(["--nvme", self.folder / "two"] if "TWO" in KINDS[kind] else [])]
         more = [word for word in KINDS[kind] if word != "TWO"]
         more += ["--engine", "tiered", "--accumulate", self.ranks // ranks]

@@ -201,7 +201,7 @@ def _offloaded(stage: Stage, drive: Path, stack: ExitStack) -> Callable[[], floa
     drive.mkdir()
     away = dict.fromkeys(("params", "optimizer", "gradients"), "nvme")
     mine = [name for name, part in stage.named_modules() if type(part).__name__ == "LlamaDecoderLayer"]
-    sizes = {"accumulate": MICRO, "micro_batch": ROWS, "seq_len": LENGTH}
+    sizes = {"gradient_accumulation_steps": MICRO, "micro_batch_size": ROWS, "seq_len": LENGTH}
     session = stack.enter_context(
         ot.offload(
             stage, blocks=mine, nvme=[str(drive)], ram_fraction=0.0, dtype="fp32", say=lambda _: None, **away, **sizes

@@ -36,7 +36,7 @@ SHAPES = {
 }
 KINDS = [("gpt2", True), ("gpt2", False), ("qwen3", True), ("qwen3", False), ("mixtral", False), ("opt", True)]
 AWAY = ("placement.gradients=nvme",)
-INPUTS = ("model.checkpointing=on", "model.offload_activations=nvme")
+INPUTS = ("model.activation_checkpointing=on", "model.offload_activations=nvme")
 WEIGHTS = {"gpu": (), "cpu": (), "nvme": AWAY}
 IN_RAM = ("--params", "cpu", "--ram-fraction", "1")
 LONG = 7200  # seconds

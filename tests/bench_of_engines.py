@@ -125,7 +125,7 @@ def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) 
         source = resolve_model(config.model, seed=config.train.seed)
     if isinstance(config.model.mlp_chunk, int):
         source = with_tiles(source)
-    if config.tiered.fetch == "module":
+    if config.tiered.fetch_granularity == "module":
         source = in_parts(source)
     if REENTRANT in given:
         source = Reentrant(**vars(source))

@@ -15,7 +15,7 @@ from offload_trainer.model.loader import resolve_model, save_model_config
 def checkpoint_of(made: Any, model: Path, output: Path, *, step: int = 0) -> Path:
     """A checkpoint of an engine as a run makes it; returns the run directory."""
     scratch = not (model / "model.safetensors.index.json").exists()
-    source = resolve_model(ModelSection(name=str(model), attention="eager", scratch=scratch), seed=0)
+    source = resolve_model(ModelSection(name=str(model), attention="eager", random_init=scratch), seed=0)
     (output / "model").mkdir(parents=True, exist_ok=True)
     save_model_config(source, output / "model", dtype=torch.float32, end_of_text=None)
     record = RunRecord(identity={}, layout={}, run={}, model=output / "model")

@@ -57,7 +57,9 @@ def by_hand(model: Any, output: str) -> None:
 def main(what: str, folder: str, output: str, drive: str) -> None:
     keys = {"freeze": ["."]} if what != "trainer" else {"ram_fraction": 0.0, "gradients": "nvme", "page_size": 1 << 18}
     threading.Thread(target=watch, daemon=True).start()
-    model = load(folder, nvme=drive, params="nvme", seq_len=24, micro_batch=2, accumulate=2, **keys)
+    model = load(
+        folder, nvme=drive, params="nvme", seq_len=24, micro_batch_size=2, gradient_accumulation_steps=2, **keys
+    )
     session = session_of(model)
     if what != "trainer":
         from peft import LoraConfig, get_peft_model

@@ -17,7 +17,7 @@ FORMATS = {str(found).removeprefix("adamw_"): found for found in state_formats()
 
 
 def form(states: str) -> StateFormat:
-    """AdamW's, with moments as optim.states has them; or Lion's, by "lion_bf16"."""
+    """AdamW's, with moments as optim.moment_dtype has them; or Lion's, by "lion_bf16"."""
     return FORMATS[states]
 
 

@@ -98,7 +98,13 @@ def stock(folder: Path, output: Path, **changes: Any) -> Trainer:
 @contextmanager
 def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> Iterator[PreTrainedModel]:
     """The model with its session open; no weight is small enough to stay where it is needed."""
-    sizes = {"seq_len": 24, "micro_batch": 2, "accumulate": 2, "page_size": 8192, "kernel": "torch"}
+    sizes = {
+        "seq_len": 24,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "page_size": 8192,
+        "kernel": "torch",
+    }
     with mock.patch.object(layout, "SMALL", 0):
         model = load(str(folder), nvme=[str(drive)], dtype="fp32", **(sizes | HOMES[home] | keys))
     try:

@@ -94,12 +94,12 @@ def _nothing_learned(counts: Counts, length: int) -> str:
         "false)"
     )
     if counts.unanswered and not counts.left_out:
-        return f"of the conversations {without}, and there are no others; give them answers, or set data.loss=all"
+        return f"of the conversations {without}, and there are no others; give them answers, or set data.train_on=all"
     left = f": all {counts.left_out} are left out" if counts.left_out else ""
     more = f"; {without}" if counts.unanswered else ""
     return (
         f"there is no conversation in whose first {length} tokens something is learned{left}{more}; give more, a "
-        "larger --seq-len, or data.loss=all"
+        "larger --seq-len, or data.train_on=all"
     )
 
 

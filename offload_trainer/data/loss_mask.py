@@ -193,7 +193,7 @@ class AnswerEncoder:
         raise UserError(
             f"{example.where}: the chat template renders message {number + 1} in another way once others follow it, so "
             "what of the text is that answer cannot be told: give data.chat_template=FILE with {% generation %} around "
-            "what an assistant writes, one answer a line, or data.loss=all"
+            "what an assistant writes, one answer a line, or data.train_on=all"
         )
 
     def _before(self, example: Example, until: str, number: int) -> str:

@@ -88,7 +88,7 @@ def prepare_tokens(
     rows = None
     if form != TEXT:
         set_template(tokenizer, say=say)
-        rows = RowOptions(form, everything=section.loss == "all", length=seq_len, packed=section.packing == "on")
+        rows = RowOptions(form, everything=section.train_on == "all", length=seq_len, packed=section.packing == "on")
     elif end_of_text(tokenizer) is None:
         say("note: the tokenizer has no end-of-text: nothing marks where one document ends and the next begins")
     return _tokenised(section, sources, rows, tokenizer=tokenizer, cache=cache, say=say)

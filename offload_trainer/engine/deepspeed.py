@@ -330,8 +330,8 @@ def _zero_init(words: dict[str, Any], placement: Placement) -> AbstractContextMa
 def _device_optimizer(groups: list[dict[str, Any]], optim: OptimSection) -> torch.optim.Optimizer:
     """The update where the optimizer lives on the accelerator: torch's fused AdamW, or bitsandbytes' 8-bit one."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-    if optim.states == "8bit":
-        with importing("bitsandbytes", wish="optim.states=8bit with --engine deepspeed"):
+    if optim.moment_dtype == "8bit":
+        with importing("bitsandbytes", wish="optim.moment_dtype=8bit with --engine deepspeed"):
             import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(groups, **settings)

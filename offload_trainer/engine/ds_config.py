@@ -34,7 +34,7 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulate,
         "train_batch_size": work.micro_batch * work.accumulate * work.world,  # includes ranks that share rows
-        "gradient_clipping": optim.clip,
+        "gradient_clipping": optim.max_grad_norm,
         "steps_per_print": 1_000_000_000,  # our own loop reports
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,  # bitsandbytes' AdamW

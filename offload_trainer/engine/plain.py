@@ -67,7 +67,7 @@ class PlainEngine:
             eps=optim.eps,
             fused=True,
         )
-        self._clip = optim.clip
+        self._clip = optim.max_grad_norm
         self._sum_dtype = torch.float32 if optim.accumulate_dtype == "fp32" else self._dtype
         self._scale = LossScale.of(optim, dtype=model.dtype)
 

@@ -175,7 +175,7 @@ class TieredEngine:
         """The rule on the masters, then the weights from them. None, and nothing changed, if the norm is not finite."""
         norm = self.offloaded.norm() / self._scale.value
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
-        factor = clip_factor(norm, limit=self._optim.clip) if finite else 0.0
+        factor = clip_factor(norm, limit=self._optim.max_grad_norm) if finite else 0.0
         if finite:
             self.offloaded.step(rules, scale=factor / self._scale.value)
         self.offloaded.clear()

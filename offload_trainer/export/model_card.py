@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import with_config
+from pydantic import BeforeValidator, with_config
 
 from offload_trainer.checkpoint import read_state
+from offload_trainer.config import with_current_names
 from offload_trainer.safe_files import LENIENT, Flag, Number, Steps, read_back
 from offload_trainer.telemetry.report import read_evaluations, read_metrics
 from offload_trainer.units import format_count, format_seconds, shown
@@ -39,9 +40,9 @@ class _Optim:
     lr: Number
     betas: tuple[Number, Number]
     weight_decay: Number
-    clip: Number
+    max_grad_norm: Number
     schedule: str
-    states: str
+    moment_dtype: str
 
 
 @with_config(LENIENT)
@@ -77,7 +78,7 @@ class _Environment:
 class _Run:
     """The part of a run.json that a card uses."""
 
-    config: _Config
+    config: Annotated[_Config, BeforeValidator(with_current_names)]
     random: Flag
     environment: _Environment = _Environment()
 
@@ -105,7 +106,7 @@ def model_card(
     Metrics end at `step`, or at the step that made update number `updates`. Numbers that were not recorded are left
     out.
     """
-    config: Mapping[str, Any] = run.get("config", {})
+    config: Mapping[str, Any] = with_current_names(run.get("config", {}))
     told: list[tuple[str, Any]] = [("Weights", f"{dtype}, from the fp32 masters of {source}")]
     if config:
         model, optim = config["model"], config["optim"]
@@ -113,12 +114,12 @@ def model_card(
         start = "random weights" if run["random"] else "its weights"
         told += [
             ("Model", f"{model['name']}, from {start}" + _changes(model["overrides"])),
-            ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['states']}"),
+            ("Trained in", f"{model['dtype']}, masters in fp32, moments in {optim['moment_dtype']}"),
             ("Text", ", ".join(Path(path).name for path in config["data"]["path"])),
             (
                 "Optimizer",
                 f"{title}, peak rate {optim['lr']:g}, betas {tuple(optim['betas'])}, weight decay "
-                f"{optim['weight_decay']:g}, clipping {optim['clip']:g}, schedule {optim['schedule']}",
+                f"{optim['weight_decay']:g}, clipping {optim['max_grad_norm']:g}, schedule {optim['schedule']}",
             ),
             ("Seed", config["train"]["seed"]),
         ]

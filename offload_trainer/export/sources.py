@@ -27,7 +27,7 @@ from offload_trainer.checkpoint import (
     read_state,
     reading,
 )
-from offload_trainer.config import ModelSection
+from offload_trainer.config import ModelSection, RecordedConfig
 from offload_trainer.errors import UserError
 from offload_trainer.export.model_card import checkpoint_card, final_card, model_card
 from offload_trainer.model.loader import BUFFERS, resolve_model
@@ -91,7 +91,7 @@ def finite_weights(source: Source) -> Iterator[NamedTensor]:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Run:
-    config: dict[str, dict[str, Any]]
+    config: RecordedConfig
 
 
 @with_config(LENIENT)
@@ -131,7 +131,7 @@ def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
     if is_there(path / MARK) and is_there(path / "state"):
         raise UserError(
             f"{path}: page files without a {DESCRIPTION}, so that no masters can be read from them: the run died while "
-            "it started, or has tiered.masters=remainder, whose weights went with it; export its newest checkpoint"
+            "it started, or has tiered.master_format=split, whose weights went with it; export its newest checkpoint"
         )
     left = final_export(path)
     if left is not None and left.step > _newest_step(path):
@@ -195,7 +195,7 @@ def _told_of_page_files(run: Path) -> str:
         return f". Page files that it left are in {mine[0]}: export that directory"
     if (plan.chosen.sizes or {}).get("remainders"):
         return (
-            ". Page files that it left hold remainders of masters (tiered.masters=remainder), which are nothing "
+            ". Page files that it left hold remainders of masters (tiered.master_format=split), which are nothing "
             "without its weights, and these went with it"
         )
     return ""

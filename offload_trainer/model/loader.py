@@ -169,7 +169,7 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
     """
     directory = None if section.name in PRESETS else _directory(section)
     config = _config(section, directory)
-    random = directory is None or section.scratch
+    random = directory is None or section.random_init
     if section.overrides and not random:
         raise UserError("model.overrides changes the shape, so it needs random weights: add --scratch")
     _override(config, section.overrides)
@@ -219,7 +219,7 @@ def _directory(section: ModelSection) -> Path:
             f"--model {section.name}: neither a preset ({', '.join(PRESETS)}), nor a directory, "
             f"nor a hub id such as openai-community/gpt2{hint}"
         )
-    return _download(section.name, weights=not section.scratch)
+    return _download(section.name, weights=not section.random_init)
 
 
 def _download(name: str, *, weights: bool) -> Path:
@@ -272,8 +272,10 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
     idle = [pattern.pattern for pattern in patterns if not any(pattern.search(name) for name in names)]
     if idle:
         raise UserError(f"model.freeze: no parameter matches {', '.join(map(repr, idle))}; the first is {names[0]}")
-    if section.checkpointing == "on" and not model.supports_gradient_checkpointing:
-        raise UserError(f"model.checkpointing=on: {type(model).__name__} has none in transformers; leave it auto")
+    if section.activation_checkpointing == "on" and not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"model.activation_checkpointing=on: {type(model).__name__} has none in transformers; leave it auto"
+        )
     blocks = block_names(model)
     products = products_of(model)
     spared, divided = spared_names(model), splits(model, blocks)
@@ -351,7 +353,7 @@ def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool)
     attends = bool(getattr(of_layer(text, 0), "num_attention_heads", None))
     if section.attention == "auto" and attends and text._attn_implementation == "eager":
         notes.append(f"attention: eager, since {name} has no SDPA in transformers; its matrices are kept")
-    if section.checkpointing == "auto" and not model.supports_gradient_checkpointing:
+    if section.activation_checkpointing == "auto" and not model.supports_gradient_checkpointing:
         notes.append(f"gradient checkpointing: off whatever its size, since {name} has none in transformers")
     if whole_logits:
         notes.append(

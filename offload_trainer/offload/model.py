@@ -169,8 +169,8 @@ class OffloadedModel:
         """UserError for a second micro-batch's gradient where sums have the 16 bits of one."""
         if not self.adds_up and self.gradients.has(name):
             raise UserError(
-                f"{name} got a second gradient before its step, and accumulate=1 keeps the sums in 16 bits: load the "
-                "model with accumulate=2, or leave that out, for sums in fp32"
+                f"{name} got a second gradient before its step, and gradient_accumulation_steps=1 keeps the sums in "
+                "16 bits: load the model with gradient_accumulation_steps=2, or leave that out, for sums in fp32"
             )
 
     def keep_inputs(self, inputs: BlockInputs, *, on_drives: bool) -> None:

@@ -29,5 +29,9 @@ def micro_batches(section: TrainSection, *, seq_len: int, world: int) -> Iterato
     for micro in range(min(rows, _MOST_ROWS), 0, -1):
         if rows % micro == 0:
             yield section.model_copy(
-                update={"micro_batch": micro, "accumulate": rows // micro, "tokens_per_step": "auto"}
+                update={
+                    "micro_batch_size": micro,
+                    "gradient_accumulation_steps": rows // micro,
+                    "tokens_per_step": "auto",
+                }
             )

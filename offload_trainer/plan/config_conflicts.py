@@ -40,8 +40,8 @@ def only_here(
         mistakes.append(f"model.offload_activations=nvme belongs to --engine tiered, not to {engine}: use cpu")
     if engine == "deepspeed" and model.mlp_chunk not in ("auto", "off"):
         mistakes.append(f"model.mlp_chunk={model.mlp_chunk} belongs to --engine tiered, not to deepspeed: leave it out")
-    if optim.states not in moments:
-        mistakes.append(f"optim.states={optim.states} belongs to --engine tiered, not to {engine}")
+    if optim.moment_dtype not in moments:
+        mistakes.append(f"optim.moment_dtype={optim.moment_dtype} belongs to --engine tiered, not to {engine}")
     if optim.name != "adamw":
         mistakes.append(f"optim.name={optim.name} belongs to --engine tiered, not to {engine}")
     if optim.kernel != "auto":
@@ -66,7 +66,7 @@ def mistakes_of_division(parallel: ParallelSection, *, engine: str, checkpointin
         )
     if parallel.partition_activations and checkpointing == "off":
         mistakes.append(
-            "parallel.partition_activations=true needs checkpointed activations: use model.checkpointing=on"
+            "parallel.partition_activations=true needs checkpointed activations: use model.activation_checkpointing=on"
         )
     return mistakes
 
@@ -81,9 +81,9 @@ def mistakes_of_length(optim: OptimSection, *, steps: int) -> list[str]:
 def mistakes_of_rule(optim: OptimSection) -> list[str]:
     """Of the rule of the update and its moments."""
     mistakes = []
-    if optim.name == "lion" and optim.states == "8bit":
+    if optim.name == "lion" and optim.moment_dtype == "8bit":
         mistakes.append(
-            "optim.states=8bit with optim.name=lion: its moment moves by a hundredth a step, and rounded to the "
+            "optim.moment_dtype=8bit with optim.name=lion: its moment moves by a hundredth a step, and rounded to the "
             "nearest of 256 numbers it would stand still; use bf16"
         )
     if optim.name == "lion" and optim.eps != OptimSection().eps:

@@ -48,7 +48,7 @@ def engine_of(config: TrainConfig) -> Tiered | DeepSpeed | Plain:
     if name in ("auto", "tiered"):
         return Tiered(place, config.tiered, config.model.offload_activations)
     if name == "deepspeed":
-        return DeepSpeed(place, config.deepspeed, config.optim.states, tensor_of(config.parallel))
+        return DeepSpeed(place, config.deepspeed, config.optim.moment_dtype, tensor_of(config.parallel))
     return Plain(place)
 
 
@@ -60,22 +60,22 @@ def workload(config: TrainConfig, shape: ModelShape, *, world: int = 1, nodes: i
     return Workload(
         shape=shape,
         dtype=model.dtype,
-        micro_batch=train.micro_batch,
-        accumulate=train.accumulate,
+        micro_batch=train.micro_batch_size,
+        accumulate=train.gradient_accumulation_steps,
         seq_len=seq_len,
         world=world,
         checkpointing=wants_checkpointing(model, shape),
         offload_activations=model.offload_activations,
-        loss_chunk=train.micro_batch * seq_len if shape.whole_logits else model.loss_chunk,
+        loss_chunk=train.micro_batch_size * seq_len if shape.whole_logits else model.loss_chunk,
         sums=optim.accumulate_dtype,
-        state=state_format(optim.name, optim.states),
+        state=state_format(optim.name, optim.moment_dtype),
         kernel=optim.kernel,
         checkpoints=None if not saves else 0 if config.save.every == 0 else config.save.keep,
         nodes=nodes,
         tensor=tensor_of(config.parallel),
         sequence=config.parallel.sequence,
         partition=config.parallel.partition_activations,
-        mlp_chunk=chunk if chunk < train.micro_batch * (seq_len // config.parallel.sequence) else 0,
+        mlp_chunk=chunk if chunk < train.micro_batch_size * (seq_len // config.parallel.sequence) else 0,
     )
 
 
@@ -88,10 +88,10 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
             mistakes.append(f"{flag} nvme needs a drive: add --nvme DIR")
     engine = engine_of(config)
     mistakes += engine.mistakes() + _not_of(engine, config)
-    if config.model.checkpointing == "off" and config.model.offload_activations:
+    if config.model.activation_checkpointing == "off" and config.model.offload_activations:
         mistakes.append(
             f"model.offload_activations={config.model.offload_activations} needs checkpointed activations: use "
-            "model.checkpointing=on"
+            "model.activation_checkpointing=on"
         )
     if optim.schedule != "wsd" and optim.decay_steps != "auto":
         mistakes.append(f"optim.decay_steps belongs to optim.schedule=wsd, not to {optim.schedule}")
@@ -99,11 +99,16 @@ def combination_mistakes(config: TrainConfig) -> list[str]:
         mistakes += mistakes_of_length(optim, steps=config.train.steps)
     elif "steps" in config.train.model_fields_set:
         mistakes.append(f"train.epochs={config.train.epochs:g} makes the steps: leave train.steps (--steps) out")
-    if config.train.tokens_per_step != "auto" and {"micro_batch", "accumulate"} & config.train.model_fields_set:
+    if (
+        config.train.tokens_per_step != "auto"
+        and {"micro_batch_size", "gradient_accumulation_steps"} & config.train.model_fields_set
+    ):
         mistakes.append("train.tokens_per_step chooses micro_batch and accumulate: leave those two out")
     if optim.initial_loss_scale < 1 or math.frexp(optim.initial_loss_scale)[0] != 0.5:
         mistakes.append(f"optim.initial_loss_scale={optim.initial_loss_scale:g}: it must be a power of two, at least 1")
-    mistakes += mistakes_of_division(config.parallel, engine=engine.name, checkpointing=config.model.checkpointing)
+    mistakes += mistakes_of_division(
+        config.parallel, engine=engine.name, checkpointing=config.model.activation_checkpointing
+    )
     return mistakes + mistakes_of_rule(optim)
 
 
@@ -267,7 +272,7 @@ def _of_homes(engine: Tiered | DeepSpeed | Plain, work: Workload, machine: Machi
 
 def _note_of_stock(config: TrainConfig, plan: Plan, work: Workload, machine: MachineProfile) -> list[str]:
     """Where `auto` trains several ranks with the slower engine: stock ZeRO keeps state on GPUs, and ours none there."""
-    stock = DeepSpeed(config.placement, config.deepspeed, config.optim.states)
+    stock = DeepSpeed(config.placement, config.deepspeed, config.optim.moment_dtype)
     ours = plan.forecast.step
     if config.placement.engine != "auto" or work.world == 1 or machine.gpu is None or ours is None:
         return []
@@ -409,7 +414,7 @@ def _notes(work: Workload, traffic: Sequence[Traffic], machine: MachineProfile) 
     if work.offload_activations and not work.checkpointing:
         notes.append(
             f"model.offload_activations={work.offload_activations} moves nothing: gradient checkpointing is "
-            "off for a model of this size (model.checkpointing=on)"
+            "off for a model of this size (model.activation_checkpointing=on)"
         )
     if machine.gpu is None and work.inputs_away == "cpu":
         notes.append("model.offload_activations=cpu frees nothing here: without a GPU inputs are in host memory anyway")

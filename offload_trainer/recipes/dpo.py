@@ -30,7 +30,7 @@ def main() -> None:
     wish = parser.parse_args()
 
     # A row is a chosen and a rejected one.
-    shape = {"seq_len": wish.seq_len, "micro_batch": 2 * wish.rows, "accumulate": wish.accumulate}
+    shape = {"seq_len": wish.seq_len, "micro_batch_size": 2 * wish.rows, "gradient_accumulation_steps": wish.accumulate}
     model = load(wish.model, nvme=[wish.nvme], dtype=wish.dtype, **shape)
     arguments = DPOConfig(
         wish.output,

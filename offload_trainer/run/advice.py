@@ -106,12 +106,12 @@ def _changes(planned: Planned) -> Iterator[tuple[str, str, Update]]:
     yield from _changes_of_rows(planned)
     other, does = ("off", "keeps all activations") if plan.checkpointing else ("on", "computes activations again")
     told = f"gradient checkpointing {other}, which {does}"
-    yield told, f"model.checkpointing={other}", ("model", {"checkpointing": other})
+    yield told, f"model.activation_checkpointing={other}", ("model", {"activation_checkpointing": other})
     if not isinstance(sizes, TierSizes):
         return
-    for states in ("bf16", "8bit") if config.optim.states == "fp32" else ():
+    for states in ("bf16", "8bit") if config.optim.moment_dtype == "fp32" else ():
         told = f"moments in {states}, which is another trajectory"
-        yield told, f"optim.states={states}", ("optim", {"states": states})
+        yield told, f"optim.moment_dtype={states}", ("optim", {"moment_dtype": states})
     for home in ("nvme",) if planned.machine.gpu is None else ("cpu", "nvme"):  # without a GPU its memory is RAM
         if home != plan.placement.params and (home == "cpu" or config.placement.nvme):
             yield f"weights on {home}", f"--params {home}", ("placement", {"params": home})
@@ -120,7 +120,11 @@ def _changes(planned: Planned) -> Iterator[tuple[str, str, Update]]:
 def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, Update]]:
     """More tokens a step, and the same of them in other micro-batches."""
     train, tokens = planned.config.train, 4 * planned.plan.tokens_per_step
-    told, rows, times = f"4 x the tokens a step, {format_count(tokens)}", train.micro_batch, train.accumulate
+    told, rows, times = (
+        f"4 x the tokens a step, {format_count(tokens)}",
+        train.micro_batch_size,
+        train.gradient_accumulation_steps,
+    )
     hidden = tokens_that_hide_the_update(planned.plan.forecast, tokens=planned.plan.tokens_per_step)
     if hidden and hidden > tokens:
         told += f" where the update is a tenth of one from {format_count(hidden)} on"
@@ -129,7 +133,7 @@ def _changes_of_rows(planned: Planned) -> Iterator[tuple[str, str, Update]]:
     ways += [(f"micro-batches of {rows // 2} rows", rows // 2, 2 * times)] if rows % 2 == 0 else []
     for what, micro_batch, accumulate in ways:
         words = f"--micro-batch {micro_batch} --accumulate {accumulate}"
-        yield what, words, ("train", {"micro_batch": micro_batch, "accumulate": accumulate})
+        yield what, words, ("train", {"micro_batch_size": micro_batch, "gradient_accumulation_steps": accumulate})
 
 
 # -- in words --------------------------------------------------------------------------------------------------------

@@ -54,10 +54,10 @@ class MemoryFallbacks:
     def as_wished(self, config: TrainConfig, *, pieces: bool = False) -> Any:
         """The model that knows what the configuration asks for; in `pieces` also where it leaves them open."""
         pieces = pieces or isinstance(config.model.mlp_chunk, int)
-        if self._preset and not pieces and config.tiered.fetch != "module":
+        if self._preset and not pieces and config.tiered.fetch_granularity != "module":
             return self._preset
         whole = self.tiled if pieces else self.source
-        if config.tiered.fetch != "module":
+        if config.tiered.fetch_granularity != "module":
             return as_wished(whole, config)
         if pieces not in self._in_parts:
             self._in_parts[pieces] = as_wished(whole, config)
@@ -84,19 +84,19 @@ class MemoryFallbacks:
     def _ways(self, config: TrainConfig) -> Iterator[tuple[TrainConfig, Any]]:
         """Wishes with their model, each with more room on the device than the one before; of the most buffers."""
         tiered = config.tiered
-        left_open = engine_of(config).name == "tiered" and tiered.fetch == "auto"
-        for fetch in ("auto", "module") if left_open else (tiered.fetch,):
+        left_open = engine_of(config).name == "tiered" and tiered.fetch_granularity == "auto"
+        for fetch in ("auto", "module") if left_open else (tiered.fetch_granularity,):
             for pieces in (False, True) if may_tile(config) else (False,):
-                wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch": fetch})})
+                wish = config.model_copy(update={"tiered": tiered.model_copy(update={"fetch_granularity": fetch})})
                 of = self.as_wished(wish, pieces=pieces)
-                if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch):
+                if (of.shape.tiles or not pieces) and (is_divided(of.shape) or fetch == tiered.fetch_granularity):
                     yield wish, of
 
 
 def as_wished(source: Any, config: TrainConfig) -> Any:
     """A ModelSource that knows what runs on pieces of a row, or comes in parts, where the configuration asks for it."""
     source = _tiled(source) if isinstance(config.model.mlp_chunk, int) else source
-    if config.tiered.fetch == "module":
+    if config.tiered.fetch_granularity == "module":
         return _divided(source)
     return replace(source, shape=undivided(source.shape)) if is_divided(source.shape) else source
 

@@ -30,6 +30,7 @@ from typing import Any
 from pydantic import with_config
 
 from offload_trainer.checkpoint import MADE, TrainState, changed_settings
+from offload_trainer.config import RecordedConfig
 from offload_trainer.engine.protocol import Engine
 from offload_trainer.engine.tiered import TieredEngine
 from offload_trainer.errors import TrainerError, UserError, reason
@@ -74,7 +75,7 @@ class _Made:
 
     identity: dict[str, Any]
     layout: dict[str, Any]
-    config: dict[str, dict[str, Any]]
+    config: RecordedConfig
     ranks: Count = 1
 
 
@@ -116,7 +117,7 @@ def keep(setup: Setup, job: Job) -> None:
     if not why and not all(map(has_locks, job.swaps)):
         why = "locks do not work on the drive, so the next start could not know that this run has died"
     if why:
-        if setup.planned.config.tiered.places == 2:
+        if setup.planned.config.tiered.state_copies == 2:
             setup.log.say(f"note: a kill will leave no page files to go on from: {why}")
         return
     engine, record = job.engine, setup.record
@@ -155,9 +156,11 @@ def _why_never(setup: Setup) -> str:
     if not isinstance(sizes, TierSizes) or not plan.uses_drives:
         return "this run keeps no state on drives"
     if sizes.remainders:
-        return "this run keeps remainders of masters (tiered.masters=remainder), which are nothing without its weights"
+        return (
+            "this run keeps remainders of masters (tiered.master_format=split), which are nothing without its weights"
+        )
     if sizes.places < 2:
-        return "this run's pages have one place (tiered.places=1)"
+        return "this run's pages have one place (tiered.state_copies=1)"
     if plan.nodes > 1:
         return f"this run has {plan.nodes} nodes, each with page files of its own, and one alone goes on from them"
     if any(page.home < 0 for page in _pages(setup)):
@@ -328,8 +331,8 @@ def _in_json(told: Mapping[str, Any]) -> dict[str, Any]:
 _RESTORE = "Nothing but a copy of that file can mend this"
 _WORDS = {
     "pages": "pages: tiered.page_size, tiered.drive_speeds or the shares",
-    "states": "optim.states",
+    "states": "optim.moment_dtype",
     "rule": "optim.name",
     "model": "the run directory has moved",
-    "places": "tiered.places",
+    "places": "tiered.state_copies",
 }

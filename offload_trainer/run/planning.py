@@ -68,20 +68,22 @@ def _as_before(
     from offload_trainer.run.resume_point import made_with
 
     model, train, tiered = config.model, config.train, config.tiered
-    fetch_open = tiered.fetch == "auto" and engine_of(config).name == "tiered"
+    fetch_open = tiered.fetch_granularity == "auto" and engine_of(config).name == "tiered"
     left_open = model.mlp_chunk == "auto" or train.tokens_per_step != "auto" or fetch_open
     if engine_of(config).name == "deepspeed" or not left_open:
         return None
     before = made_with(config.save)
-    if fetch_open and before.get("tiered", {}).get("fetch") == "module":  # page files are laid out by it
-        count = tiered.unit_buffers if "unit_buffers" in tiered.model_fields_set else before["tiered"]["unit_buffers"]
-        tiered = tiered.model_copy(update={"fetch": "module", "unit_buffers": count})
+    if fetch_open and before.get("tiered", {}).get("fetch_granularity") == "module":  # page files are laid out by it
+        count = (
+            tiered.weight_buffers if "weight_buffers" in tiered.model_fields_set else before["tiered"]["weight_buffers"]
+        )
+        tiered = tiered.model_copy(update={"fetch_granularity": "module", "weight_buffers": count})
     chunk = before.get("model", {}).get("mlp_chunk")
     if model.mlp_chunk == "auto" and (chunk == "off" or (type(chunk) is int and chunk > 0)):
         model = model.model_copy(update={"mlp_chunk": chunk})
     rows = max(1, world // config.parallel.sequence)
     for one in micro_batches(train, seq_len=row_length(config.data.seq_len, models.source.shape), world=rows):
-        if one.micro_batch == before.get("train", {}).get("micro_batch"):
+        if one.micro_batch_size == before.get("train", {}).get("micro_batch_size"):
             train = one
     kept = config.model_copy(update={"model": model, "train": train, "tiered": tiered})
     if kept == config or (isinstance(model.mlp_chunk, int) and not models.tiled.shape.tiles):
@@ -129,7 +131,7 @@ def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
     from offload_trainer.storage.scratch_dir import PAGES, folders_in
 
     section = config.tiered
-    if section.places != "auto" or section.masters == "remainder" or config.save.resume != "auto":
+    if section.state_copies != "auto" or section.master_format == "split" or config.save.resume != "auto":
         return config
     if nodes > 1 or engine_of(config).name != "tiered":
         return config
@@ -140,7 +142,7 @@ def _as_left(config: TrainConfig, *, nodes: int) -> TrainConfig:
         return config
     if told is None or told.places == 1:
         return config
-    return config.model_copy(update={"tiered": section.model_copy(update={"places": told.places})})
+    return config.model_copy(update={"tiered": section.model_copy(update={"state_copies": told.places})})
 
 
 def machine_here(drives: tuple[str, ...], *, output: str = ".") -> MachineProfile:

@@ -33,7 +33,7 @@ def prepare_process(config: TrainConfig) -> int:
     OMP_NUM_THREADS to 1, which makes the update on the CPU as slow as one core; DeepSpeed's kernels bring an OpenMP
     runtime of their own, which only the environment reaches.
     """
-    begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=config.placement.hung_seconds)
+    begin_watch(lambda line: write_now(f"offload-train: {line}"), hung=config.placement.hang_timeout)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     _stay_near(int(os.environ.get("LOCAL_RANK", "0")), ranks=local_world)

@@ -130,7 +130,7 @@ def _planned(
     `moves`: bytes that this process holds of the model, which go as its homes are filled.
     """
     process = ThisProcess.now(machine, moves=moves)
-    tokens = config.train.micro_batch * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
+    tokens = config.train.micro_batch_size * (1024 if config.data.seq_len == "auto" else config.data.seq_len)
     whole = config.model.model_copy(update={"loss_chunk": tokens})  # the loss is the caller's: all logits at once
     tried = list[tuple[TrainConfig, Plan]]()
     for wish in with_fewer_buffers(config.model_copy(update={"model": whole})):

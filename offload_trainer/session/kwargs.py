@@ -11,11 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from offload_trainer.config import RENAMED_KEYS
 from offload_trainer.errors import UserError
 from offload_trainer.settings import FLAGS, all_keys
 
 _SECTIONS = ("model", "placement", "tiered")  # all of these, and single ones of the others
-_SINGLE = ("optim.states", "optim.kernel", "train.micro_batch", "train.accumulate", "train.seed", "data.seq_len")
+_SINGLE = (
+    "optim.moment_dtype",
+    "optim.kernel",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.seed",
+    "data.seq_len",
+)
 _RULE = "optim.name"  # name is the model's
 _NOT = {  # what a session has in another way, or not yet
     "model.name": "give it to ot.load",
@@ -24,15 +32,15 @@ _NOT = {  # what a session has in another way, or not yet
     "placement.engine": "a session is the tiered engine",
     "placement.gpus": "a session trains with one GPU",
     "placement.threads": "use torch.set_num_threads",
-    "placement.hung_seconds": "it is for several ranks",
-    "tiered.take": "a session trains with one GPU",
-    "tiered.fetch": "a session's code may read a block's weights wherever it likes",
-    "tiered.masters": "a session's masters are in fp32, since its weights are in others' hands",
+    "placement.hang_timeout": "it is for several ranks",
+    "tiered.weight_transfer": "a session trains with one GPU",
+    "tiered.fetch_granularity": "a session's code may read a block's weights wherever it likes",
+    "tiered.master_format": "a session's masters are in fp32, since its weights are in others' hands",
     "optim.lr": "give it to session.adamw",
     "optim.betas": "give them to session.adamw",
     "optim.eps": "give it to session.adamw",
     "optim.weight_decay": "give it to session.adamw",
-    "optim.clip": "call session.clip_grad_norm_",
+    "optim.max_grad_norm": "call session.clip_grad_norm_",
 }
 
 _Home = Literal["auto", "gpu", "cpu", "nvme"]
@@ -41,19 +49,19 @@ _Home = Literal["auto", "gpu", "cpu", "nvme"]
 class SessionKeys(TypedDict, total=False):
     """The keywords of `ot.load` and `ot.offload`, for type checkers; docs/config.md describes each."""
 
-    scratch: bool
+    random_init: bool
     overrides: Mapping[str, bool | int | float | str]
     dtype: Literal["bf16", "fp32"]
     attention: Literal["auto", "sdpa", "eager"]
-    checkpointing: Literal["auto", "on", "off"]
+    activation_checkpointing: Literal["auto", "on", "off"]
     offload_activations: bool | Literal["cpu", "nvme"]
     freeze: Sequence[str]
     trust_remote_code: bool
     seq_len: int | Literal["auto"]
-    states: Literal["fp32", "bf16", "8bit"]
+    moment_dtype: Literal["fp32", "bf16", "8bit"]
     kernel: Literal["auto", "torch", "native"]
-    micro_batch: int
-    accumulate: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
     seed: int
     params: _Home
     optimizer: _Home
@@ -64,9 +72,9 @@ class SessionKeys(TypedDict, total=False):
     force: bool
     page_size: int
     page_buffers: int
-    unit_buffers: int
+    weight_buffers: int
     overlap: Literal["auto", "off", "forward"]
-    places: Literal["auto", 1, 2]
+    state_copies: Literal["auto", 1, 2]
     io: Literal["threads", "async_io"]
     io_threads: int
     io_block_bytes: int
@@ -90,15 +98,15 @@ def session_words(name: str | None, given: Mapping[str, Any]) -> list[str]:
     for key in given:
         if key not in known:
             raise UserError(f"{key}={given[key]!r}: {_unknown(key, known)}")
-    if given.get("overlap") == "full":
+    if given.get("overlap") == "backward":
         raise UserError(
-            "overlap='full': a session knows rates and factor of a step only once its backward is through; use "
+            "overlap='backward': a session knows rates and factor of a step only once its backward is through; use "
             "overlap='forward'"
         )
     words = ["--engine", "tiered", "--save-every", "1"]  # a plan counts what a save needs
-    words += ["--model", name] if name is not None else ["model.checkpointing=off"]
-    if "accumulate" not in given:
-        words.append("train.accumulate=2")
+    words += ["--model", name] if name is not None else ["model.activation_checkpointing=off"]
+    if "gradient_accumulation_steps" not in given:
+        words.append("train.gradient_accumulation_steps=2")
     for key, value in given.items():
         words.append(f"{known[key]}={value if isinstance(value, str) else json.dumps(value, default=_listed)}")
     return words
@@ -113,6 +121,9 @@ def _unknown(key: str, known: Mapping[str, str]) -> str:
     other = {leaf.rpartition(".")[2]: why for leaf, why in _NOT.items()}
     if key in other:
         return other[key]
+    renamed = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED_KEYS.items()}
+    if renamed.get(key) in known:
+        return f"this keyword is now called {renamed[key]}"
     near = get_close_matches(key, known, n=1, cutoff=0.5)
     return "a session has no such key" + (f"; did you mean {near[0]}?" if near else "")
 

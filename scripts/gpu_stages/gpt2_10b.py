@@ -14,8 +14,8 @@ CAP = 32 << 30
 CASES = {
     "shares as planned, overlap forward": ["tiered.overlap=forward"],
     "shares as planned, overlap off": ["tiered.overlap=off"],
-    "8-bit moments, shares as planned, overlap forward": ["optim.states=8bit", "tiered.overlap=forward"],
-    "no state on the GPU, overlap full": ["--gpu-fraction", "0", "tiered.overlap=full"],
+    "8-bit moments, shares as planned, overlap forward": ["optim.moment_dtype=8bit", "tiered.overlap=forward"],
+    "no state on the GPU, overlap backward": ["--gpu-fraction", "0", "tiered.overlap=backward"],
 }
 
 

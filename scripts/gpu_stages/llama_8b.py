@@ -44,11 +44,11 @@ CASES = {
     "state in RAM, overlap off": [*_RAM, "tiered.overlap=off"],
     "state on the GPU, overlap off": ["--gpu-fraction", "1", "tiered.overlap=off"],
     "state half GPU, half RAM, overlap forward": [*_HALF, "tiered.overlap=forward"],
-    "state in RAM, overlap full": [*_RAM, "tiered.overlap=full"],
-    "state in RAM, split masters, overlap forward": [*_RAM, "tiered.overlap=forward", "tiered.masters=remainder"],
+    "state in RAM, overlap backward": [*_RAM, "tiered.overlap=backward"],
+    "state in RAM, split masters, overlap forward": [*_RAM, "tiered.overlap=forward", "tiered.master_format=split"],
     "state half GPU, half RAM, block inputs in RAM, overlap forward": [
         *_HALF,
-        *("tiered.overlap=forward", "model.offload_activations=cpu", "model.checkpointing=on"),
+        *("tiered.overlap=forward", "model.offload_activations=cpu", "model.activation_checkpointing=on"),
     ],
 }
 

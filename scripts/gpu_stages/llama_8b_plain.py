@@ -12,9 +12,9 @@ TITLE = "8B parameters: forward and backward alone, and torchao's CPUOffloadOpti
 COLUMNS = large.COLUMNS
 _PLAIN = ["--engine", "plain", "--force"]  # whose plan counts a state that none of these has on the GPU
 CASES = {
-    "forward and backward alone, checkpointing on": ([*_PLAIN, "model.checkpointing=on"], "native"),
-    "forward and backward alone, checkpointing off": ([*_PLAIN, "model.checkpointing=off"], "native"),
-    "torchao, CPU offload, checkpointing on": ([*_PLAIN, "model.checkpointing=on"], "torchao"),
+    "forward and backward alone, checkpointing on": ([*_PLAIN, "model.activation_checkpointing=on"], "native"),
+    "forward and backward alone, checkpointing off": ([*_PLAIN, "model.activation_checkpointing=off"], "native"),
+    "torchao, CPU offload, checkpointing on": ([*_PLAIN, "model.activation_checkpointing=on"], "torchao"),
 }
 
 

@@ -109,7 +109,7 @@ def _words(stage: Stage, dtype: str, accumulate: int) -> list[str]:
     model += ["--seq-len", "256", "--micro-batch", "4"]
     if stage.rehearsal:
         model = ["model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"]
-    more = ["model.overrides.resid_pdrop=0.1", "model.checkpointing=on", "optim.initial_loss_scale=1024"]
+    more = ["model.overrides.resid_pdrop=0.1", "model.activation_checkpointing=on", "optim.initial_loss_scale=1024"]
     rate = ["--lr", "5e-5", "optim.warmup_steps=10", "train.deterministic=true"]
     return [*model, *more, *rate, "--dtype", dtype, "--accumulate", str(accumulate)]
 
@@ -134,7 +134,7 @@ def overlap_of(shares: tuple[float, float]) -> str:
     """Return the overlap that this division is tried with: the bits must not depend on it either."""
     if shares[0] == 1:
         return "off"
-    return "full" if sum(shares) < 1 else "forward"
+    return "backward" if sum(shares) < 1 else "forward"
 
 
 def _told(shares: tuple[float, float] | None) -> str | None:

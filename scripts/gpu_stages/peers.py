@@ -133,7 +133,7 @@ class TorchAO(_Rival):
         optim = config.optim
         how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
         self._adam = CPUOffloadOptimizer(_groups(self._module, source, optim), torch.optim.AdamW, **how)
-        self._clip = optim.clip
+        self._clip = optim.max_grad_norm
 
     def close(self) -> None:
         self._adam = self._module = None
@@ -163,7 +163,7 @@ class Fsdp2(_Rival):
         optim = config.optim
         how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
         self._adam = torch.optim.AdamW(_groups(self._module, source, optim), **how)
-        self._clip = optim.clip
+        self._clip = optim.max_grad_norm
 
     def _shard(self, source: Any, dtype: Any) -> None:
         import torch

@@ -55,14 +55,18 @@ def cases() -> list[Case]:
         Case("ours, state in RAM, overlap off", shares("0", "1", "off")),
         Case("ours, state on the GPU, overlap off", shares("1", "0", "off")),
         Case("ours, state half GPU, half RAM, overlap forward", shares("0.5", "0.5", "forward")),
-        Case("ours, state in RAM, overlap full", shares("0", "1", "full")),
+        Case("ours, state in RAM, overlap backward", shares("0", "1", "backward")),
         Case("ours, weights and state in RAM, overlap forward", [*away, "tiered.overlap=forward"]),
         Case("torchao, CPU offload", ["--engine", "plain"], peer="torchao"),
         Case("FSDP2, CPU offload", ["--engine", "plain"], peer="fsdp2"),
-        Case(f"{PLAIN}, checkpointing off, foreach", ["--engine", "plain", "model.checkpointing=off"], peer="foreach"),
+        Case(
+            f"{PLAIN}, checkpointing off, foreach",
+            ["--engine", "plain", "model.activation_checkpointing=off"],
+            peer="foreach",
+        ),
         Case(
             "forward and backward alone, checkpointing off",
-            ["--engine", "plain", "model.checkpointing=off"],
+            ["--engine", "plain", "model.activation_checkpointing=off"],
             peer="native",
         ),
     ]
@@ -85,7 +89,7 @@ def prepare(stage: Stage, *, rows: int, accumulate: int) -> list[str]:
     for note in (f"{told} says so", large.MFU, large.IN_A_ROW, large.FILLED):
         stage.record.note(note)
     words = [*model, "--dtype", "bf16", "--seq-len", str(length), "--micro-batch", str(rows)]
-    return [*words, "--accumulate", str(accumulate), "model.checkpointing=on"]
+    return [*words, "--accumulate", str(accumulate), "model.activation_checkpointing=on"]
 
 
 def compare(

@@ -15,26 +15,30 @@ _RAM = ["--params", "gpu", "--gpu-fraction", "0", "--ram-fraction", "1"]
 CASES = {
     **{
         f"state half in RAM, half on the drive, overlap {way}": ["--params", "gpu", *_DRIVE, f"tiered.overlap={way}"]
-        for way in ("off", "forward", "full")
+        for way in ("off", "forward", "backward")
     },
     "state half in RAM, half on the drive, two places, overlap forward": [
-        *("--params", "gpu", *_DRIVE, "tiered.places=2", "tiered.overlap=forward"),
+        *("--params", "gpu", *_DRIVE, "tiered.state_copies=2", "tiered.overlap=forward"),
     ],
-    "state in RAM, split masters, overlap off": [*_RAM, "tiered.masters=remainder", "tiered.overlap=off"],
-    "state in RAM, split masters, overlap forward": [*_RAM, "tiered.masters=remainder", "tiered.overlap=forward"],
+    "state in RAM, split masters, overlap off": [*_RAM, "tiered.master_format=split", "tiered.overlap=off"],
+    "state in RAM, split masters, overlap forward": [*_RAM, "tiered.master_format=split", "tiered.overlap=forward"],
     "state half GPU, half RAM, split masters, overlap forward": [
-        *("--params", "gpu", *_HALF_ON_GPU, "tiered.masters=remainder", "tiered.overlap=forward"),
+        *("--params", "gpu", *_HALF_ON_GPU, "tiered.master_format=split", "tiered.overlap=forward"),
     ],
-    "state half GPU, half RAM, overlap full": ["--params", "gpu", *_HALF_ON_GPU, "tiered.overlap=full"],
+    "state half GPU, half RAM, overlap backward": ["--params", "gpu", *_HALF_ON_GPU, "tiered.overlap=backward"],
     "weights and state in RAM, fetched by blocks, overlap forward": [
-        *(*_AWAY, "tiered.fetch=block", "tiered.overlap=forward"),
+        *(*_AWAY, "tiered.fetch_granularity=block", "tiered.overlap=forward"),
     ],
-    "weights and state in RAM, fetched by modules, overlap off": [*_AWAY, "tiered.fetch=module", "tiered.overlap=off"],
+    "weights and state in RAM, fetched by modules, overlap off": [
+        *_AWAY,
+        "tiered.fetch_granularity=module",
+        "tiered.overlap=off",
+    ],
     "weights and state in RAM, fetched by modules, overlap forward": [
-        *(*_AWAY, "tiered.fetch=module", "tiered.overlap=forward"),
+        *(*_AWAY, "tiered.fetch_granularity=module", "tiered.overlap=forward"),
     ],
-    "weights on the drive, state half in RAM, fetched by modules, overlap full": [
-        *("--params", "nvme", *_DRIVE, "tiered.fetch=module", "tiered.overlap=full"),
+    "weights on the drive, state half in RAM, fetched by modules, overlap backward": [
+        *("--params", "nvme", *_DRIVE, "tiered.fetch_granularity=module", "tiered.overlap=backward"),
     ],
 }
 

@@ -98,7 +98,7 @@ def test_earlier_answers_without_their_thoughts() -> None:
 
 
 def test_a_template_that_hides_the_answers_is_refused() -> None:
-    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 in another way .*data.loss=all"):
+    with pytest.raises(UserError, match=r"here, line 1: .* renders message 3 in another way .*data.train_on=all"):
         encoded({"messages": TALK}, form="chat", template=COUNTED)
     found = encoded({"messages": TALK}, form="chat", template=COUNTED, everything=True)
     assert all(found.counted)
@@ -370,7 +370,9 @@ def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"first 12 tokens something is learned: all 1 are left out; give more"):
         prepared(file, tokenizer=chat_tokenizer(), seq_len=12)
     file.write_text((json.dumps({"messages": TALK[:2]}) + "\n") * 3)
-    with pytest.raises(UserError, match=r"of the conversations 3 have no answer to learn .* set data.loss=all") as told:
+    with pytest.raises(
+        UserError, match=r"of the conversations 3 have no answer to learn .* set data.train_on=all"
+    ) as told:
         prepared(file, tokenizer=chat_tokenizer(), seq_len=80)
     assert "seq-len" not in str(told.value)
     assert prepared(file, tokenizer=chat_tokenizer(), seq_len=80, loss="all").summary.startswith("3 conversations")

@@ -84,7 +84,7 @@ def evaluated(tokens: TokenFile, tokenizer: Any, *, rows: int, loss: float) -> t
     """What a validation of `rows` rows of 64 records where the model's loss is `loss`, and the rows."""
     held_out = split_rows(len(tokens), seq_len=64, validation=0.05).validation[:rows]
     told: list[EvalRecord] = []
-    train = SimpleNamespace(micro_batch=3, eval_rows=rows)
+    train = SimpleNamespace(micro_batch_size=3, eval_rows=rows)
     job = SimpleNamespace(
         train=train,
         engine=SimpleNamespace(eval_loss=lambda batch: loss),

@@ -28,7 +28,7 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
 ) -> None:
     """A bf16 run from an fp32 directory; later its last block is left out in one of two micro-batches."""
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
-    words = ["--params", params, "--optimizer", optimizer, "--accumulate", "2", "model.checkpointing=off"]
+    words = ["--params", params, "--optimizer", optimizer, "--accumulate", "2", "model.activation_checkpointing=off"]
     done = run_script(HERE / "deepspeed_alone.py", tmp_path, *words, stock=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -43,7 +43,14 @@ def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) ->
     """Several weights share a sub-group, which is read and written for each; its last write is behind."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
-    words = ["--optimizer", "nvme", "--accumulate", "2", "deepspeed.sub_group_size=1000000", "model.checkpointing=off"]
+    words = [
+        "--optimizer",
+        "nvme",
+        "--accumulate",
+        "2",
+        "deepspeed.sub_group_size=1000000",
+        "model.activation_checkpointing=off",
+    ]
     done = run_script(HERE / "deepspeed_alone.py", tmp_path, "late", *words, stock=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -103,7 +110,7 @@ def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path:
     """Of matrices that do not stay; the last blocks of a forward do, until their backward, and nothing else."""
     wide = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
-    words = [*ZERO["3"], "--dtype", "bf16", f"model.checkpointing={checkpointing}"]
+    words = [*ZERO["3"], "--dtype", "bf16", f"model.activation_checkpointing={checkpointing}"]
     found = run_stock_ranks(tmp_path, *words, ranks=2)
     told = planned_bytes(tmp_path, *words, ranks=2)
     assert found["bytes"][-1] == pytest.approx(told, rel=0.02), found["calls"]

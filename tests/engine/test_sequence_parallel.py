@@ -35,7 +35,7 @@ SHAPED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("qwen3", LLAMA | {"model_type": "mistral", "sliding_window": 7, "num_hidden_layers": 2}),
     "3 of 6 heads": ("qwen3", LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2}),
 }
-CHECKPOINTED = ("model.checkpointing=on", "model.offload_activations=cpu", "--params", "cpu")
+CHECKPOINTED = ("model.activation_checkpointing=on", "model.offload_activations=cpu", "--params", "cpu")
 
 
 def whole_rows(model: Path) -> list[tuple[float, float | None]]:
@@ -80,7 +80,7 @@ def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int,
             told = [loss for loss, _ in expected[STEPS:] for _ in range(sequence)]
             assert [loss for loss, _ in found[STEPS:]] == pytest.approx(told, rel=1e-5)
             continue
-        shape = resolve_model(ModelSection(name=case.model, scratch=True), seed=0).shape
+        shape = resolve_model(ModelSection(name=case.model, random_init=True), seed=0).shape
         planned = plan_of(shape, "--model", case.model, "--scratch", *case.words, ranks=ranks)
         sent = sum(one.written for one in planned.links if one.place == "gpus" and one.phase != "update")
         for of_rank in counted:
@@ -141,7 +141,7 @@ SHAPE = SHAPES["gpt2-medium"]  # 16 heads
 
 def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
     """And what attention keeps of its result beside; and ranks that share rows are no more tokens a step."""
-    words = ("--micro-batch", "1", "model.checkpointing=on", "--params", "cpu")
+    words = ("--micro-batch", "1", "model.activation_checkpointing=on", "--params", "cpu")
     whole, pieces, short = (
         plan_of(SHAPE, *words, "--seq-len", str(length), f"parallel.sequence={count}", ranks=4, gpu=80 * GB)
         for length, count in ((1024, 1), (1024, 4), (256, 1))
@@ -163,7 +163,7 @@ def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
 def test_tokens_of_a_step_are_made_of_rows_that_ranks_share() -> None:
     config = load_config(["train.tokens_per_step=8192", "parallel.sequence=2"])
     settled, plan = settle_and_plan(config, SHAPE, probe_machine(), world=4)
-    assert settled.train.micro_batch * settled.train.accumulate == 8192 // 1024 // 2
+    assert settled.train.micro_batch_size * settled.train.gradient_accumulation_steps == 8192 // 1024 // 2
     assert plan.tokens_per_step == 8192
 
 

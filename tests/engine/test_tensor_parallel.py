@@ -30,7 +30,7 @@ from offload_trainer.settings import load_config
 
 STEPS = 3
 SHAPED: dict[str, dict[str, Any]] = {"llama": {"model_type": "llama"}, "qwen3": {"model_type": "qwen3"}}
-CHECKPOINTED, PARTS = "model.checkpointing=on", "parallel.partition_activations=true"
+CHECKPOINTED, PARTS = "model.activation_checkpointing=on", "parallel.partition_activations=true"
 ALWAYS = ("--engine", "deepspeed", "parallel.tensor=2")
 
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="partition_activations=true divides what gradient checkpointing keeps"):
         plan_of(shape, PARTS)  # a model of this size has none
     with pytest.raises(UserError, match="partition_activations=true needs checkpointed activations"):
-        plan_of(shape, PARTS, "model.checkpointing=off")
+        plan_of(shape, PARTS, "model.activation_checkpointing=off")
     for words in ([], ["--engine", "deepspeed"], ["parallel.sequence=2"]):
         with pytest.raises(UserError, match="partition_activations=true divides what tensor ranks all keep"):
             load_config([PARTS, *words])

@@ -28,7 +28,7 @@ from offload_trainer.storage.scratch_dir import DriveLease, is_alive, kept
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2"]
+ON_DRIVE = ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2"]
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ def test_round_trip(name: str, home: list[str], tmp_path: Path, drive: Path) -> 
                 value.copy_(torch.tensor([5.0, -5.0, 3.0, 1.0]))
     model.save_pretrained(tmp_path / "given", max_shard_size="20kB")
     assert len(list((tmp_path / "given").glob("*.safetensors"))) > 1
-    words = ["model.scratch=false", "--dtype", "fp32", "model.attention=eager", *home]
+    words = ["model.random_init=false", "--dtype", "fp32", "model.attention=eager", *home]
     with engine(tmp_path / "given", *words, drives=[drive]) as made:
         run = checkpoint_of(made, tmp_path / "given", tmp_path / "run")
     done = export(run, tmp_path / "out", dtype="fp32", shard_bytes=30_000, check=True)
@@ -93,7 +93,7 @@ def test_round_trip(name: str, home: list[str], tmp_path: Path, drive: Path) -> 
 def test_weights_in_16_bit_come_in_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
     model = reference(ARCHITECTURES["llama, untied"]).to(dtype)
     model.save_pretrained(tmp_path)
-    with engine(tmp_path, "model.scratch=false", "--dtype", "fp32", "model.attention=eager") as made:
+    with engine(tmp_path, "model.random_init=false", "--dtype", "fp32", "model.attention=eager") as made:
         assert_equal(masters(made), {name: value.float() for name, value in model.state_dict().items()})
 
 

@@ -76,7 +76,7 @@ ROWS, LENGTH = 2, 48
 def source_of(folder: Path, name: str, frozen: str) -> ModelSource:
     (folder / "config.json").write_text(json.dumps(_SMALL | MODELS[name]))
     freeze = (frozen,) if frozen else ()
-    return resolve_model(ModelSection(name=str(folder), scratch=True, attention="eager", freeze=freeze), seed=0)
+    return resolve_model(ModelSection(name=str(folder), random_init=True, attention="eager", freeze=freeze), seed=0)
 
 
 def counted_flops(source: ModelSource) -> tuple[int, int]:

@@ -117,11 +117,11 @@ def test_auto_never_picks_what_is_not_installed() -> None:
     assert shape
     config = load_config(["--model", "gpt2"])
     assert make_plan(config, shape, machine()).engine == "tiered"
-    eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.states=8bit"])
+    eight = load_config(["--model", "gpt2", "--engine", "deepspeed", "optim.moment_dtype=8bit"])
     with pytest.raises(UserError, match=r"--engine deepspeed needs deepspeed, which is not installed: pip install"):
         make_plan(eight, shape, machine())
     with pytest.raises(
-        UserError, match=r"states=8bit with --engine deepspeed needs bitsandbytes, .*'bitsandbytes>=0\.50\.2'"
+        UserError, match=r"moment_dtype=8bit with --engine deepspeed needs bitsandbytes, .*'bitsandbytes>=0\.50\.2'"
     ):
         make_plan(eight, shape, machine("deepspeed"))
     assert make_plan(eight, shape, machine("deepspeed", "bitsandbytes")).engine == "deepspeed"

@@ -37,7 +37,7 @@ def test_order_file_flags_overrides(tmp_path: Path) -> None:
     file.write_text("optim:\n  lr: 1e-3\n  clip: 0.5\ndata:\n  path: [x, y]\n")
     config = load_config([str(file), "--lr", "2e-3", "optim.eps=1e-6", "--data", "a", "--data", "b"])
     assert config.optim.lr == 2e-3
-    assert config.optim.clip == 0.5
+    assert config.optim.max_grad_norm == 0.5
     assert config.optim.eps == 1e-6
     assert config.data.path == ("a", "b")
 
@@ -52,8 +52,8 @@ def test_every_spelling_of_a_rate(text: str, tmp_path: Path) -> None:
 def test_off_is_a_word_not_a_truth_value(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("model:\n  checkpointing: off\n")
-    assert load_config([str(file)]).model.checkpointing == "off"
-    assert load_config(["model.checkpointing=on"]).model.checkpointing == "on"
+    assert load_config([str(file)]).model.activation_checkpointing == "off"
+    assert load_config(["model.activation_checkpointing=on"]).model.activation_checkpointing == "on"
 
 
 def test_text_keys_take_text_as_it_stands() -> None:
@@ -101,13 +101,13 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
         (["--params", "nvme"], "add --nvme DIR"),
         (["--optimizer", "nvme"], "add --nvme DIR"),
         (["--engine", "plain", "--params", "cpu"], "plain torch keeps everything on one device"),
-        (["optim.states=8bit", "--engine", "deepspeed", "--optimizer", "cpu"], "runs on the GPU"),
+        (["optim.moment_dtype=8bit", "--engine", "deepspeed", "--optimizer", "cpu"], "runs on the GPU"),
         (["--ram-fraction", "0.5"], "add --nvme DIR"),
         (["--ram-fraction", "0.5", "--optimizer", "cpu", "--nvme", "/a"], "leave one out"),
         (["--ram-fraction", "0.5", "--engine", "deepspeed"], "only --engine tiered divides it"),
         (["placement.gradients=nvme"], "add --nvme DIR"),
         (["placement.gradients=nvme", "--engine", "plain"], "belongs to --engine tiered"),
-        (["optim.states=bf16", "--gpus", "2", "--engine", "deepspeed"], "belongs to --engine tiered"),
+        (["optim.moment_dtype=bf16", "--gpus", "2", "--engine", "deepspeed"], "belongs to --engine tiered"),
         (["--gpus", "2", "--gpu-fraction", "0.5", "--nvme", "/a"], "state is in RAM and on dr"),
         (["--gpus", "2", "--optimizer", "gpu"], "--optimizer gpu with 2 ranks"),
         (["--gpus", "2", "placement.gradients=gpu"], "placement.gradients=gpu with 2 ranks"),
@@ -134,12 +134,12 @@ def test_all_mistakes_in_one_message(tmp_path: Path) -> None:
             ["parallel.tensor=2", "--engine", "deepspeed", "--nvme", "/a", "--optimizer", "nvme"],
             "--optimizer gpu or cpu",
         ),
-        (["parallel.tensor=2", "--engine", "deepspeed", "optim.states=8bit"], "was never tried"),
+        (["parallel.tensor=2", "--engine", "deepspeed", "optim.moment_dtype=8bit"], "was never tried"),
         (["parallel.sequence=2", "--engine", "deepspeed"], "is the tiered engine's: leave --engine deepspeed out"),
         (["parallel.pipeline=2"], "not carried out yet: docs/pipeline.md tells why; `plan --parallel`"),
         (["optim.decay_steps=5"], "belongs to optim.schedule=wsd"),
         (["optim.warmup_steps=500"], "more than train.steps"),
-        (["model.offload_activations=true", "model.checkpointing=off"], "needs checkpointed activations"),
+        (["model.offload_activations=true", "model.activation_checkpointing=off"], "needs checkpointed activations"),
         (["optim.betas=[0.9, 1.0]"], "both must be below 1"),
         (["optim.initial_loss_scale=1000"], "must be a power of two"),
     ],
@@ -153,7 +153,7 @@ def test_impossible_combinations(words: list[str], expected: str) -> None:
     [
         ("model.checkpointing_variant=reentrant", "leave it out"),
         ("model.checkpointing_variant=auto", "leave it out"),
-        ("optim.name=adamw8bit", "optim.states=8bit"),
+        ("optim.name=adamw8bit", "optim.moment_dtype=8bit"),
         ("optim.kernel=deepspeed", "native and torch are faster"),
     ],
 )
@@ -231,7 +231,9 @@ def test_missing_file() -> None:
 
 
 def test_dump_reads_back(tmp_path: Path) -> None:
-    config = load_config(["--lr", "3e-5", "--nvme", "/x", "model.overrides.n_layer=2", "model.checkpointing=off"])
+    config = load_config(
+        ["--lr", "3e-5", "--nvme", "/x", "model.overrides.n_layer=2", "model.activation_checkpointing=off"]
+    )
     file = tmp_path / "a.yaml"
     file.write_text(dump_config(config))
     assert load_config([str(file)]) == config
@@ -320,7 +322,11 @@ def test_tokens_of_a_step_or_its_rows(file: str, words: list[str], expected: tup
         assert "leave those two out" in "\n".join(mistakes(str(path), *words))
         return
     config = load_config([str(path), *words])
-    assert (config.train.tokens_per_step, config.train.micro_batch, config.train.accumulate) == expected
+    assert (
+        config.train.tokens_per_step,
+        config.train.micro_batch_size,
+        config.train.gradient_accumulation_steps,
+    ) == expected
     path.write_text(dump_config(config))
     assert load_config([str(path)]) == config
 

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 STEPS, ACCUMULATE = 20, 3
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
-    "in RAM": {"params": "cpu", "unit_buffers": 2},
-    "on the drive": {"params": "nvme", "unit_buffers": 2},
+    "in RAM": {"params": "cpu", "weight_buffers": 2},
+    "on the drive": {"params": "nvme", "weight_buffers": 2},
 }
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -395,7 +395,7 @@ def test_nothing_to_train_and_what_cannot_be_merged_are_refused(folder: Path, dr
         adapted(session.model, lora_bias=True, target_modules=["q_proj"])
         with pytest.raises(ot.UserError, match=r"cannot be merged .*lora_A.*merge=False"):
             session.export(tmp_path / "out")
-    with opened(folder, drive, freeze=[], rule="lion", states="fp32") as session:
+    with opened(folder, drive, freeze=[], rule="lion", moment_dtype="fp32") as session:
         head = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
         with pytest.raises(ot.UserError, match="Lion's are kept in fp32"):
             session.lion([head])

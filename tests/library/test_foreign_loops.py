@@ -27,8 +27,8 @@ pytestmark = [
 ]
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
-    "in RAM": {"params": "cpu", "unit_buffers": 2},
-    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 2},
+    "in RAM": {"params": "cpu", "weight_buffers": 2},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 2},
 }
 QUIET: dict[str, Any] = {"page_size": 8192, "say": lambda _: None}
 
@@ -403,7 +403,7 @@ LOOSER = {  # what the library takes beside the configuration's own types, or re
     "freeze": "any sequence",
     "drive_speeds": "any sequence",
     "dtype": "no fp16",
-    "overlap": "no full",
+    "overlap": "no backward",
 }
 
 

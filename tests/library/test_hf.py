@@ -129,7 +129,7 @@ def test_a_module_in_memory(folder: Path, drive: Path, tmp_path: Path) -> None:
     expected = stock(folder, tmp_path / "stock", **words)
     expected.train()
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with offload(module, nvme=drive, seq_len=24, micro_batch=2, page_size=8192, **HOMES["drive"]) as session:
+    with offload(module, nvme=drive, seq_len=24, micro_batch_size=2, page_size=8192, **HOMES["drive"]) as session:
         trainer = ours(attach(session), tmp_path / "ours", **words)
         trainer.train()
         assert told(trainer) == told(expected)
@@ -236,7 +236,7 @@ def test_predictions(folder: Path, drive: Path, tmp_path: Path) -> None:
         ({"torch_compile": True}, r"torch_compile=True"),
         (
             {"per_device_train_batch_size": 3},
-            r"3 rows in a micro-batch, and the plan counts 2: load\(\.\.\., micro_batch=3\)",
+            r"3 rows in a micro-batch, and the plan counts 2: load\(\.\.\., micro_batch_size=3\)",
         ),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True"),
         ({"bf16_full_eval": True, "use_cpu": True}, r"bf16_full_eval=True"),

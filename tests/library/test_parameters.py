@@ -25,8 +25,8 @@ pytestmark = [
 ]
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
-    "in RAM": {"params": "cpu", "unit_buffers": 1},
-    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 1},
+    "in RAM": {"params": "cpu", "weight_buffers": 1},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 1},
 }
 every_home = pytest.mark.parametrize("home", HOMES)
 INPUTS = torch.linspace(-2, 2, 3 * 16).view(3, 16)

@@ -43,8 +43,8 @@ pytestmark = [
 STEPS, ACCUMULATE = 20, 3
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
-    "in RAM": {"params": "cpu", "unit_buffers": 2},
-    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "unit_buffers": 2},
+    "in RAM": {"params": "cpu", "weight_buffers": 2},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "gradients": "nvme", "weight_buffers": 2},
 }
 
 
@@ -238,7 +238,7 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
 
 def test_an_update_that_begins_before_its_step_is_decided_is_refused(drive: Path) -> None:
     with pytest.raises(UserError, match=r"overlap='full': .* use overlap='forward'"):
-        ot.offload(Spare(), nvme=drive, optimizer="nvme", overlap="full")
+        ot.offload(Spare(), nvme=drive, optimizer="nvme", overlap="backward")
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -283,7 +283,7 @@ def test_dropout_checkpointing_and_frozen_blocks(tmp_path: Path, drive: Path) ->
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     expected = losses(model, torch.optim.AdamW(trained, lr=1e-2, fused=True))
-    keys = {"dtype": "fp32", "freeze": freeze, "checkpointing": "on", **HOMES["on the drive"]}
+    keys = {"dtype": "fp32", "freeze": freeze, "activation_checkpointing": "on", **HOMES["on the drive"]}
     with ot.load(folder, nvme=drive, **keys) as session:
         assert losses(session.model, session.adamw(lr=1e-2)) == expected
         for name, master in session.named_masters():
@@ -296,7 +296,7 @@ def test_narrow_moments_are_resumed_as_they_would_have_gone_on(states: str, tmp_
     after = []
     for stops in (False, True):
         model = tower(tmp_path)
-        keys = {"nvme": drive, "optimizer": "nvme", "states": states, "seed": 5}
+        keys = {"nvme": drive, "optimizer": "nvme", "moment_dtype": states, "seed": 5}
         session = ot.offload(model, **keys)
         optimizer = session.adamw(lr=1e-2)
         for step, batch in enumerate(batches(6), 1):
@@ -496,7 +496,7 @@ def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None
     reference, small = copy.deepcopy(model), copy.deepcopy(model)
     expected = step(reference)
     norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, foreach=False)
-    with ot.offload(model, nvme=drive, params="nvme", unit_buffers=2) as session:
+    with ot.offload(model, nvme=drive, params="nvme", weight_buffers=2) as session:
         around = session.micro_batch if inside else nullcontext
         for _ in range(2):  # the second time what comes next is known, and fetched ahead
             assert step(model, around) == expected
@@ -513,7 +513,7 @@ def test_checkpointed_parts_of_several_blocks(inside: bool, drive: Path) -> None
         finally:
             Checkpointed.reentrant = False
     with (
-        ot.offload(small, nvme=drive, params="nvme", unit_buffers=1),
+        ot.offload(small, nvme=drive, params="nvme", weight_buffers=1),
         pytest.raises(ot.UserError, match="unit_buffers must be 2 at least"),
     ):
         step(small)
@@ -650,13 +650,13 @@ def test_clip_norms_of_large_gradients(home: str, shape: tuple[int, int], seed: 
 
 def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
     model = Tower().bfloat16()
-    with ot.offload(model, nvme=drive, accumulate=1, **HOMES["in RAM"]) as session:
+    with ot.offload(model, nvme=drive, gradient_accumulation_steps=1, **HOMES["in RAM"]) as session:
         optimizer = session.adamw()
         for _ in range(2):
             loss_of(model, batches(1)[0]).backward()
             optimizer.step()
         loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(ot.UserError, match="accumulate=2"):
+        with pytest.raises(ot.UserError, match="gradient_accumulation_steps=2"):
             loss_of(model, batches(1)[0]).backward()
 
 
@@ -672,7 +672,7 @@ def test_sums_of_16_bits_take_one_micro_batch(drive: Path) -> None:
         ({"params": "nvme"}, 'params="nvme" needs a drive: add nvme='),
         ({"page_size": 7}, "page_size: 7 is not allowed"),
         ({"blocks": ["flors"]}, "no part of that name; it has table, floors"),
-        ({"micro_batch": 10**9}, r"this does not fit: .* \(force=True tries all the same\)"),
+        ({"micro_batch_size": 10**9}, r"this does not fit: .* \(force=True tries all the same\)"),
     ],
 )
 def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> None:
@@ -706,7 +706,7 @@ def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: py
     assert (plan.sizes.unit_buffers, fewer.sizes.unit_buffers) == (3, 2)
     assert same == losses
     with pytest.raises(ot.UserError, match="this does not fit: ram needs"):
-        trained(less, unit_buffers=3)
+        trained(less, weight_buffers=3)
 
 
 def test_blocks_are_found_or_named(drive: Path) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 BLOCKS = 7
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu"},
-    "on the drive": {"params": "nvme", "optimizer": "nvme", "unit_buffers": 2},
+    "on the drive": {"params": "nvme", "optimizer": "nvme", "weight_buffers": 2},
 }
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, drive: Path, *, home: str = "on the drive", **keys: Any) -> ot.Session:
-    words: dict[str, Any] = {"dtype": "fp32", "checkpointing": "on", "seq_len": 24, "micro_batch": 1}
+    words: dict[str, Any] = {"dtype": "fp32", "activation_checkpointing": "on", "seq_len": 24, "micro_batch_size": 1}
     return ot.load(folder, nvme=drive, say=lambda _: None, **(words | HOMES[home] | keys))
 
 

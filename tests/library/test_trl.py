@@ -90,7 +90,7 @@ def test_dpo(home: str, folder: Path, drive: Path, tmp_path: Path, tokenizer: Pr
     config = DPOConfig(**words(tmp_path / "stock", **more))
     stock = DPOTrainer(model, args=config, train_dataset=preferences(), processing_class=tokenizer)
     stock.train()
-    with loaded(folder, drive, home=home, seq_len=64, micro_batch=4) as model:
+    with loaded(folder, drive, home=home, seq_len=64, micro_batch_size=4) as model:
         config = DPOConfig(**words(tmp_path / "ours", **more))
         trainer = DPO(model, args=config, train_dataset=preferences(), processing_class=tokenizer)
         trainer.train()
@@ -109,7 +109,7 @@ def test_dpo_of_adapters(folder: Path, drive: Path, tmp_path: Path, tokenizer: P
     torch.manual_seed(0)  # TRL 1.10 draws adapters before it seeds
     stock = DPOTrainer(model, args=DPOConfig(**words(tmp_path / "stock", learning_rate=1e-2)), **given)
     stock.train()
-    with loaded(folder, drive, seq_len=64, micro_batch=4, freeze=["."]) as model:
+    with loaded(folder, drive, seq_len=64, micro_batch_size=4, freeze=["."]) as model:
         torch.manual_seed(0)
         trainer = DPO(model, args=DPOConfig(**words(tmp_path / "ours", learning_rate=1e-2)), **given)
         trainer.train()

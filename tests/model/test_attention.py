@@ -95,7 +95,7 @@ def test_torch_understands_the_question() -> None:
 def test_a_model_that_is_built_for_a_gpu_asks(gpu: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     model_directory(tmp_path, "qwen3")
-    source = resolve_model(ModelSection(name=str(tmp_path), scratch=True, checkpointing="off"), seed=0)
+    source = resolve_model(ModelSection(name=str(tmp_path), random_init=True, activation_checkpointing="off"), seed=0)
     source.build(dtype=torch.float32)
     chosen = AttentionInterface._global_mapping["sdpa"]
     assert (chosen is attention._attention) == gpu

@@ -60,7 +60,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
     """The directory `model` that a run of `given` leaves, from which its exports are made."""
-    source = resolve_model(ModelSection(name=str(given), scratch=scratch), seed=0)
+    source = resolve_model(ModelSection(name=str(given), random_init=scratch), seed=0)
     tokenizer = load_tokenizer(str(given))
     output.mkdir(exist_ok=True)
     keep_model(output / "model", source, dtype=torch.bfloat16, tokenizer=tokenizer, end_of_text=TURN)

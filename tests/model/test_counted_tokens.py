@@ -24,7 +24,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_mean_is_over_all_targets_of_a_step(words: tuple[str, ...], pretrained: Path) -> None:
     data = masked(batches(9))
     losses, norms, weights = transformers_alone(pretrained, data, at_a_time=3)
-    always = ("model.scratch=false", "--dtype", "fp32", "--accumulate", "3", f"optim.eps={EPS}")
+    always = ("model.random_init=false", "--dtype", "fp32", "--accumulate", "3", f"optim.eps={EPS}")
     with engine(pretrained, *always, *words) as ours:
         steps = train(ours, data, accumulate=3)
         for (loss, norm), expected, length in zip(steps, losses, norms, strict=True):

@@ -34,22 +34,22 @@ NOISY = {
     "gpt2": DROPOUT,
     "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
 }
-ON_THE_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
+ON_THE_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 WAYS = {
-    "plain, recomputed": ["--engine", "plain", "model.checkpointing=on"],
-    "plain, recomputed reentrantly": [*("--engine", "plain", "model.checkpointing=on", REENTRANT)],
+    "plain, recomputed": ["--engine", "plain", "model.activation_checkpointing=on"],
+    "plain, recomputed reentrantly": [*("--engine", "plain", "model.activation_checkpointing=on", REENTRANT)],
     "plain, loss in chunks": ["--engine", "plain", "model.loss_chunk=7"],
     "tiered": ["--params", "gpu"],
     "tiered, on the drive": ON_THE_DRIVE,
-    "tiered, on the drive, recomputed": [*ON_THE_DRIVE, "model.checkpointing=on"],
-    "tiered, on the drive, recomputed reentrantly": [*(*ON_THE_DRIVE, "model.checkpointing=on", REENTRANT)],
+    "tiered, on the drive, recomputed": [*ON_THE_DRIVE, "model.activation_checkpointing=on"],
+    "tiered, on the drive, recomputed reentrantly": [*(*ON_THE_DRIVE, "model.activation_checkpointing=on", REENTRANT)],
     "tiered, half in RAM": ["--optimizer", "nvme", "--ram-fraction", "0.5"],
 }
 
 
 @cache
 def plain(model: Path) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    with engine(model, *REFERENCE, "--accumulate", "2", "model.checkpointing=off") as reference:
+    with engine(model, *REFERENCE, "--accumulate", "2", "model.activation_checkpointing=off") as reference:
         return train(reference, batches(6), accumulate=2), masters(reference)
 
 

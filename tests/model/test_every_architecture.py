@@ -76,14 +76,14 @@ def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None, **changes: Any) -> ModelSource:
     """A tiny model's, from its configuration alone."""
     tiny_models.tiny_config(tiny_models.kinds()[name], **changes).save_pretrained(folder)
-    return resolve_model(ModelSection(name=str(folder), scratch=True, dtype="fp32", **section or {}), seed=0)
+    return resolve_model(ModelSection(name=str(folder), random_init=True, dtype="fp32", **section or {}), seed=0)
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
 def test_the_routers_loss_is_transformers_own(chunk: int, checkpointing: str, tmp_path: Path) -> None:
     """Its value and every gradient, with the router trained by it and by nothing else."""
-    section = {"loss_chunk": chunk, "checkpointing": checkpointing}
+    section = {"loss_chunk": chunk, "activation_checkpointing": checkpointing}
     source = source_of("Qwen3Moe", tmp_path, section=section, output_router_logits=True, router_aux_loss_coef=0.5)
     ours = source.build(dtype=torch.float32)
     weights = dict(source.weights())
@@ -125,11 +125,13 @@ def test_what_a_model_lacks_is_said_in_the_plan(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Gemma2ForCausalLM does not support .* \(model.attention=auto\?\)"):
         source_of("Gemma2", tmp_path / "a", section={"attention": "sdpa"})
-    with pytest.raises(UserError, match=r"model\.checkpointing=on: JetMoeForCausalLM has none in transformers"):
-        source_of("JetMoe", tmp_path / "b", section={"checkpointing": "on"})
+    with pytest.raises(
+        UserError, match=r"model\.activation_checkpointing=on: JetMoeForCausalLM has none in transformers"
+    ):
+        source_of("JetMoe", tmp_path / "b", section={"activation_checkpointing": "on"})
     with pytest.raises(UserError, match="z_loss_coefficient adds a loss"):
         source_of("Bamba", tmp_path / "c", z_loss_coefficient=0.1).build(dtype=torch.float32)
-    source = source_of("Mixtral", tmp_path / "d", section={"checkpointing": "on"}, output_router_logits=True)
+    source = source_of("Mixtral", tmp_path / "d", section={"activation_checkpointing": "on"}, output_router_logits=True)
     with pytest.raises(UserError, match=r"the routers' loss .* gets no gradient through the reentrant checkpointing"):
         source.build(dtype=torch.float32, reentrant=True)
 

@@ -42,7 +42,7 @@ def examine(name: str, folder: Path) -> parts_of_all.Result:
         model = saved(tiny_models.tiny_config(tiny_models.kinds()[name]), folder / "model")
     except Exception as error:  # of transformers' code: docs/architectures.md names them
         return parts_of_all.Result(name, "transformers", one_line(error))
-    how = f"model.checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
+    how = f"model.activation_checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
     wrong = parts_of_all.whole_blocks(folder / "model", folder / "drive", how)
     return parts_of_all.Result(name, "wrong" if wrong else "right", "; ".join(wrong))
 

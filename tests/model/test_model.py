@@ -55,7 +55,7 @@ def test_loss_gradients_and_buffers_are_transformers_own(name: str, chunk: int, 
     """Pretrained weights in, then loss and every gradient against whole logits."""
     model = reference(ARCHITECTURES[name])
     model.save_pretrained(tmp_path)
-    section = ModelSection(name=str(tmp_path), loss_chunk=chunk, attention="eager", checkpointing="off")
+    section = ModelSection(name=str(tmp_path), loss_chunk=chunk, attention="eager", activation_checkpointing="off")
     source = resolve_model(section, seed=0)
     assert not source.random
     ours = source.build(dtype=torch.float32)
@@ -85,7 +85,7 @@ def test_loss_gradients_and_buffers_are_transformers_own(name: str, chunk: int, 
 def test_checkpointing_changes_no_gradient(variant: bool) -> None:
     gradients = []
     for wish in ("off", "on"):
-        section = ModelSection(overrides={"n_layer": 2, "n_embd": 64}, checkpointing=wish)
+        section = ModelSection(overrides={"n_layer": 2, "n_embd": 64}, activation_checkpointing=wish)
         source = resolve_model(section, seed=3)
         ours = source.build(dtype=torch.float32, reentrant=variant)
         weights = dict(source.weights())
@@ -112,7 +112,7 @@ def test_closed_form_counts_are_transformers(name: str) -> None:
 def test_step_0_loss_of_every_preset_is_that_of_guessing(name: str) -> None:
     """Scaled down in depth only: two layers, one where they are wide, so that the test stays small."""
     overrides = {"n_layer": 2 if PRESETS[name]["n_embd"] <= 1280 else 1}
-    source = resolve_model(ModelSection(name=name, overrides=overrides, checkpointing="off"), seed=0)
+    source = resolve_model(ModelSection(name=name, overrides=overrides, activation_checkpointing="off"), seed=0)
     ours = source.build(dtype=torch.float32)
     with torch.no_grad():
         parameters = dict(ours.model.named_parameters())
@@ -165,7 +165,7 @@ def test_a_configuration_that_no_machine_could_build_is_refused(
     """And at once: transformers would make lists and modules of all the layers."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=re.escape(expected)):
-        resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
+        resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "pipe"])
@@ -175,7 +175,7 @@ def test_a_configuration_that_cannot_be_read(content: str, tmp_path: Path) -> No
     else:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=r"config\.json cannot be read: .*It is no model's configuration"):
-        resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
+        resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
 
 
 def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
@@ -199,4 +199,4 @@ def test_a_directory_without_weights_asks_for_scratch(tmp_path: Path) -> None:
     ARCHITECTURES["llama, untied"].save_pretrained(tmp_path)
     with pytest.raises(UserError, match="add --scratch"):
         resolve_model(ModelSection(name=str(tmp_path), attention="eager"), seed=0)
-    assert resolve_model(ModelSection(name=str(tmp_path), attention="eager", scratch=True), seed=0).random
+    assert resolve_model(ModelSection(name=str(tmp_path), attention="eager", random_init=True), seed=0).random

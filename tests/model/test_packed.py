@@ -164,7 +164,14 @@ def test_documents_of_text_begin_behind_what_ends_them(tmp_path: Path) -> None:
 def test_masks_are_in_the_plan(tmp_path: Path) -> None:
     """What a block keeps of them on a CPU: as much as autograd saves in a forward that runs."""
     length, rows = 48, 2
-    words = ["--model", "gpt2-mini", "--dtype", "fp32", "model.checkpointing=off", "model.overrides.n_layer=2"]
+    words = [
+        "--model",
+        "gpt2-mini",
+        "--dtype",
+        "fp32",
+        "model.activation_checkpointing=off",
+        "model.overrides.n_layer=2",
+    ]
     section = load_config(words).model
     assert isinstance(section, ModelSection)
     apart, crossed = (resolve_model(section, seed=0, packed=on) for on in (True, False))

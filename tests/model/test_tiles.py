@@ -211,8 +211,14 @@ def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HOMES = {
-    "in RAM": ["--params", "cpu", "tiered.unit_buffers=2", "model.checkpointing=off"],
-    "drive": ["--params", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2", "model.checkpointing=on"],
+    "in RAM": ["--params", "cpu", "tiered.weight_buffers=2", "model.activation_checkpointing=off"],
+    "drive": [
+        "--params",
+        "nvme",
+        "placement.gradients=nvme",
+        "tiered.weight_buffers=2",
+        "model.activation_checkpointing=on",
+    ],
 }
 
 
@@ -242,7 +248,7 @@ def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_
 
 def test_in_a_gpus_queues_no_bit_changes(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "qwen3", "qwen3")
-    words = ["model.mlp_chunk=7", "model.checkpointing=on", "--params", "cpu", "tiered.unit_buffers=2"]
+    words = ["model.mlp_chunk=7", "model.activation_checkpointing=on", "--params", "cpu", "tiered.weight_buffers=2"]
     with engine(model, *words) as ours:
         expected = train(ours, batches(3))
     with pytest.MonkeyPatch.context() as patch, queued(patch, haste=0.05) as cuda:
@@ -265,7 +271,13 @@ def test_a_piece_fetches_nothing_again(tmp_path: Path) -> None:
     model, counts = model_directory(tmp_path / "qwen3", "qwen3"), {}
     for chunk in ("off", "5"):
         device = Fetching()
-        words = [f"model.mlp_chunk={chunk}", "model.checkpointing=on", "--params", "cpu", "tiered.unit_buffers=2"]
+        words = [
+            f"model.mlp_chunk={chunk}",
+            "model.activation_checkpointing=on",
+            "--params",
+            "cpu",
+            "tiered.weight_buffers=2",
+        ]
         with engine(model, *words, device=device) as ours:
             train(ours, batches(3))
         counts[chunk] = device.fetched
@@ -276,7 +288,7 @@ def test_a_source_says_what_was_found_and_counts_it(tmp_path: Path) -> None:
     given = {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}
     given |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(given))
-    opt = resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
+    opt = resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
     assert with_tiles(opt) is opt  # its two products are no module of their own
     source = resolve_model(ModelSection(), seed=0)
     shape = with_tiles(source).shape

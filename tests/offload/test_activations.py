@@ -29,7 +29,7 @@ from offload_trainer.telemetry.meters import read_io
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 VARIANTS: dict[str, list[str]] = {"non-reentrant": [], "reentrant": [REENTRANT]}
-ON = ["model.checkpointing=on", "model.overrides.n_layer=9"]
+ON = ["model.activation_checkpointing=on", "model.overrides.n_layer=9"]
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
@@ -62,7 +62,7 @@ def drives(folder: Path, count: int) -> list[Path]:
     [
         ["model.offload_activations=cpu"],
         ["model.offload_activations=nvme"],
-        ["model.offload_activations=nvme", "--params", "nvme", "tiered.unit_buffers=2", "tiered.checksums=true"],
+        ["model.offload_activations=nvme", "--params", "nvme", "tiered.weight_buffers=2", "tiered.checksums=true"],
     ],
     ids=["memory", "drives", "weights on drives too"],
 )

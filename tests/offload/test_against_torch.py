@@ -58,7 +58,7 @@ def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], dtype: str, p
     """Losses, norms and masters; from the fp32 values that the directory holds, whatever the run's dtype."""
     clip = 0.3
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    wished = ["model.scratch=false", "--dtype", dtype, f"optim.clip={clip}", *words]
+    wished = ["model.random_init=false", "--dtype", dtype, f"optim.max_grad_norm={clip}", *words]
     with engine(pretrained, *wished) as ours:
         steps = train(ours, batches(6), lr=LR)
         expected, weights = plain_loop(pretrained, dtype=torch_dtype, clip=clip, steps=6)
@@ -71,7 +71,7 @@ def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], dtype: str, p
 @pytest.mark.parametrize("words", [["--engine", "plain"], ["--params", "gpu"]])
 def test_masters_begin_with_the_values_of_the_directory(words: list[str], pretrained: Path) -> None:
     stored = load_file(pretrained / "model.safetensors")
-    with engine(pretrained, "model.scratch=false", "--dtype", "bf16", *words) as ours:
+    with engine(pretrained, "model.random_init=false", "--dtype", "bf16", *words) as ours:
         begun = masters(ours)
         assert begun.keys() == stored.keys()
         for name, tensor in stored.items():

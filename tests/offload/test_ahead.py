@@ -34,7 +34,7 @@ from offload_trainer.storage.transfer import Future, ThreadedTransfers
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-FULL = "tiered.overlap=full"
+FULL = "tiered.overlap=backward"
 IN_LINE = "tiered.overlap=off"
 ON_DRIVES = {
     name: HOMES[name]
@@ -43,7 +43,7 @@ ON_DRIVES = {
     "sums on the device": ["placement.gradients=gpu", "--ram-fraction", "0.3"],
     "state on the drive, weights and gradients there": [*AWAY, "--ram-fraction", "0"],
 }
-CLIP = "optim.clip=2"
+CLIP = "optim.max_grad_norm=2"
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_moments_that_chance_rounds_are_those_of_the_update_in_line(
 ) -> None:
     found = []
     for how in (IN_LINE, FULL):
-        words = [*HOMES["weights in RAM"], CLIP, f"optim.states={states}", how]
+        words = [*HOMES["weights in RAM"], CLIP, f"optim.moment_dtype={states}", how]
         with engine(gpt2(folder), *words, drives=[drive]) as ours:
             if how == FULL:
                 hold_up(ours)
@@ -160,7 +160,7 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
     """From the beginning on, so that the others have more of them; the noise is of the step that there is."""
     found, unused = [], {1, 2, 5}
     for how in (IN_LINE, FULL):
-        words = [*HOMES["nothing in RAM"], "optim.clip=0", f"optim.states={states}", how]
+        words = [*HOMES["nothing in RAM"], "optim.max_grad_norm=0", f"optim.moment_dtype={states}", how]
         with engine(gpt2(folder), *words, drives=[drive]) as ours:
             if how == FULL:
                 hold_up(ours)
@@ -220,7 +220,7 @@ def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
     home: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps 2, 4 and 5 of 7, some pages on their way; the step after 4 is not begun ahead, the one after 5 is again."""
-    model, words, found = gpt2(folder), ["--dtype", "bf16", "optim.clip=0"], []
+    model, words, found = gpt2(folder), ["--dtype", "bf16", "optim.max_grad_norm=0"], []
     ahead = iter([True, True, True, True, False, True, True])
     monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(ahead)))
     for how in (IN_LINE, FULL):
@@ -340,7 +340,7 @@ def test_more_than_two_of_eight_steps_stop_it_and_it_comes_back() -> None:
 def test_a_run_whose_steps_are_all_clipped_is_not_begun_ahead(
     folder: Path, drive: Path, kept: list[tuple[int, int]]
 ) -> None:
-    model, clip = gpt2(folder), "optim.clip=0.01"
+    model, clip = gpt2(folder), "optim.max_grad_norm=0.01"
     with engine(model, *HOMES["nothing in RAM"], clip, FULL, drives=[drive]) as ours:
         hold_up(ours)
         assert train(ours, batches(6)) == plain(model, 6, clip)[0]
@@ -349,7 +349,7 @@ def test_a_run_whose_steps_are_all_clipped_is_not_begun_ahead(
 
 
 def test_without_a_limit_every_step_is_as_expected(folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
-    model, clip = gpt2(folder), "optim.clip=0"
+    model, clip = gpt2(folder), "optim.max_grad_norm=0"
     with engine(model, *HOMES["nothing in RAM"], clip, FULL, drives=[drive]) as ours:
         hold_up(ours)
         assert train(ours, batches(12)) == plain(model, 12, clip)[0]

@@ -28,7 +28,7 @@ from offload_trainer.offload.weights.placed import PlacedWeights
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 WEIGHTS_AWAY = "weights and gradients on the drive"
-NOT_CLIPPED, CLIPPED = "optim.clip=0", "optim.clip=0.01"
+NOT_CLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
 HOLD = "transformer.h.0.ln_1.weight"  # its gradient is one of the last
 
 

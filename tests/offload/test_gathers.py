@@ -137,7 +137,11 @@ def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypat
     ]
 
     def by(ranks: int) -> list[Case]:
-        words = ("--accumulate", str(6 // ranks), *(("tiered.take=gather", *BEHIND) if ranks > 1 else ()))
+        words = (
+            "--accumulate",
+            str(6 // ranks),
+            *(("tiered.weight_transfer=all_gather", *BEHIND) if ranks > 1 else ()),
+        )
         return [
             replace(case, words=(*case.words, *words), out=str(tmp_path / f"{ranks}-{number}"))
             for number, case in enumerate(cases)

@@ -27,7 +27,7 @@ from offload_trainer.plan.tiered.layout import DEVICE, RAM, Place, Unit, units_o
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfers
 
-ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
+ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 
 
 class HeldDevice(LateDevice):
@@ -412,7 +412,9 @@ def test_a_gpus_norms_are_the_same_for_all_homes_of_the_sums(tmp_path: Path, mon
     drive.mkdir()
     results = []
     for words in (["--params", "gpu"], ["--params", "gpu", "placement.gradients=gpu"], ON_A_DRIVE):
-        with engine(where, "--accumulate", "3", "optim.clip=0.1", *words, drives=[drive], device=LateDevice()) as ours:
+        with engine(
+            where, "--accumulate", "3", "optim.max_grad_norm=0.1", *words, drives=[drive], device=LateDevice()
+        ) as ours:
             results.append((train(ours, batches(9), accumulate=3), masters(ours)))
     for steps, weights in results[1:]:
         assert steps == results[0][0]

@@ -28,14 +28,14 @@ from offload_trainer.settings import load_config
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-TWO = ["--optimizer", "nvme", "tiered.places=2"]
+TWO = ["--optimizer", "nvme", "tiered.state_copies=2"]
 HOMES = {
     "all state on the drive": TWO,
-    "a third in RAM": ["--ram-fraction", "0.3", "tiered.places=2"],
+    "a third in RAM": ["--ram-fraction", "0.3", "tiered.state_copies=2"],
     "everything on the drive, checked": [
-        *TWO, "--params", "nvme", "placement.gradients=nvme", "tiered.unit_buffers=2", "tiered.checksums=true",
+        *TWO, "--params", "nvme", "placement.gradients=nvme", "tiered.weight_buffers=2", "tiered.checksums=true",
     ],
-    "some on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3", "tiered.places=2"],
+    "some on the device": ["--gpu-fraction", "0.3", "--ram-fraction", "0.3", "tiered.state_copies=2"],
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def lease(drive: Path) -> Path:
 def test_the_bits_are_plain_torchs(home: str, overlap: str, model: Path, drive: Path, tmp_path: Path) -> None:
     """And the moments those of pages with one place; both places are used, and what is loaded goes on."""
     words = [*HOMES[home], f"tiered.overlap={overlap}"]
-    with engine(model, *words, "tiered.places=1", drives=[drive]) as ours:
+    with engine(model, *words, "tiered.state_copies=1", drives=[drive]) as ours:
         train(ours, batches(4))
         state = saved(ours, tmp_path / "one place")
     with engine(model, *words, drives=[drive]) as ours:
@@ -216,7 +216,7 @@ def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Pa
             read_store(lease(drive)).read(name)
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "full"])
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 def test_the_order_that_a_power_cut_needs(
     overlap: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,18 +18,18 @@ from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-PARTS = "tiered.fetch=module"
-ON, OFF = "model.checkpointing=on", "model.checkpointing=off"
+PARTS = "tiered.fetch_granularity=module"
+ON, OFF = "model.activation_checkpointing=on", "model.activation_checkpointing=off"
 RAM = ("--params", "cpu")
 DRIVE = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme")
 WAYS: dict[str, tuple[str, ...]] = {
     "kept": (*RAM, OFF),
     "computed again": (*RAM, ON),
-    "one buffer": (*RAM, ON, "tiered.unit_buffers=1"),
-    "on the drive": (*DRIVE, ON, "tiered.unit_buffers=2"),
-    "inputs away": (*DRIVE, ON, "model.offload_activations=nvme", "tiered.unit_buffers=1"),
+    "one buffer": (*RAM, ON, "tiered.weight_buffers=1"),
+    "on the drive": (*DRIVE, ON, "tiered.weight_buffers=2"),
+    "inputs away": (*DRIVE, ON, "model.offload_activations=nvme", "tiered.weight_buffers=1"),
     "update behind the forward": (*DRIVE, ON, "tiered.overlap=forward"),
-    "update behind the backward": (*DRIVE, ON, "tiered.overlap=full", "optim.clip=0"),
+    "update behind the backward": (*DRIVE, ON, "tiered.overlap=backward", "optim.max_grad_norm=0"),
     "weights on the device": ("--params", "gpu", ON),
 }
 ARCHITECTURES = ("gpt2", "qwen3", "mixtral", "opt")
@@ -54,7 +54,7 @@ def plain(model: Path, *words: str, steps: int = 3) -> tuple[list[Step], dict[st
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parts_of_blocks_have_plain_torchs_bits(architecture: str, way: str, folder: Path) -> None:
     model = model_of(folder, architecture)
-    clip = [word for word in WAYS[way] if word.startswith("optim.clip")]
+    clip = [word for word in WAYS[way] if word.startswith("optim.max_grad_norm")]
     with engine(model, *WAYS[way], PARTS, drives=[drive(folder)]) as ours:
         parts = [unit for unit in ours.offloaded.units if unit.is_part]
         assert len({part.within for part in parts}) < len(parts)  # several of each block
@@ -67,8 +67,8 @@ def test_parts_of_blocks_have_plain_torchs_bits(architecture: str, way: str, fol
 def test_homes_of_parts_do_not_change_stored_moments(states: str, folder: Path) -> None:
     """Which are rounded by chance, drawn for each unit: other units draw otherwise."""
     model, found = model_of(folder, "qwen3"), []
-    for words in ((*DRIVE, "tiered.unit_buffers=1", ON), RAM):
-        with engine(model, *words, PARTS, f"optim.states={states}", drives=[drive(folder)]) as ours:
+    for words in ((*DRIVE, "tiered.weight_buffers=1", ON), RAM):
+        with engine(model, *words, PARTS, f"optim.moment_dtype={states}", drives=[drive(folder)]) as ours:
             found.append((train(ours, batches(4)), masters(ours)))
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
@@ -89,7 +89,7 @@ def test_a_snapshot_goes_on_in_parts_or_whole(before: tuple[str, ...], folder: P
 def test_pieces_of_a_row_are_computed_with_a_part_that_stays(folder: Path) -> None:
     model, found = model_of(folder, "qwen3"), []
     for more in ((PARTS,), ()):
-        with engine(model, *RAM, ON, "model.mlp_chunk=16", "tiered.unit_buffers=1", *more) as ours:
+        with engine(model, *RAM, ON, "model.mlp_chunk=16", "tiered.weight_buffers=1", *more) as ours:
             names = [unit.name for unit in ours.offloaded.units if unit.is_part]
             assert "model.layers.0.mlp" in names if more else not names
             found.append(train(ours, batches(3)))
@@ -128,7 +128,7 @@ def test_a_recomputation_that_keeps_bare_weights_is_refused(folder: Path, monkey
     monkeypatch.setattr(offloaded_model, "keep_weights", lambda *_: None)
     model = model_of(folder, "qwen3")
     with (
-        engine(model, *RAM, ON, PARTS, "tiered.unit_buffers=2") as ours,
+        engine(model, *RAM, ON, PARTS, "tiered.weight_buffers=2") as ours,
         pytest.raises(UserError, match=r"a checkpointed part of the model runs with 3 .* unit_buffers must be"),
     ):
         train(ours, batches(1))
@@ -138,7 +138,7 @@ def test_drives_move_what_is_planned(folder: Path) -> None:
     """By the kernel's counters: weights of parts that a backward computes again come once more."""
     model, moved = model_of(folder, "qwen3"), {}
     for parts in (True, False):
-        words = ("--params", "nvme", "--ram-fraction", "1", ON, "tiered.unit_buffers=1", *([PARTS] if parts else []))
+        words = ("--params", "nvme", "--ram-fraction", "1", ON, "tiered.weight_buffers=1", *([PARTS] if parts else []))
         with engine(model, *words, drives=[drive(folder)]) as ours:
             train(ours, batches(2))
             ours.synchronize()
@@ -153,7 +153,7 @@ def test_drives_move_what_is_planned(folder: Path) -> None:
 def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -> None:
     """What is away is NaN: code that reads it without calling its module does not train on old weights."""
     model = model_of(folder, "qwen3")
-    with engine(model, *RAM, OFF, PARTS, "tiered.unit_buffers=1") as ours:
+    with engine(model, *RAM, OFF, PARTS, "tiered.weight_buffers=1") as ours:
         mlp = ours.offloaded._module.get_submodule("model.layers.1.mlp")
         gate = mlp.gate_proj.weight
         mlp.down_proj.register_forward_hook(lambda module, given, output: output + gate.sum())
@@ -166,10 +166,10 @@ def test_ranks_that_take_parts_have_the_bits_of_one(tmp_path: Path) -> None:
     """From the drive, read once for both, and from RAM by parts that are gathered."""
     model = model_of(tmp_path, "qwen3")
     drives = (str(drive(tmp_path)),)
-    homes = {"drive": (*DRIVE, "model.offload_activations=nvme"), "RAM": (*RAM, "tiered.take=gather")}
+    homes = {"drive": (*DRIVE, "model.offload_activations=nvme"), "RAM": (*RAM, "tiered.weight_transfer=all_gather")}
 
     def by(ranks: int, *more: str) -> list[Case]:
-        words = (ON, "--dtype", "bf16", "--accumulate", str(2 // ranks), "tiered.unit_buffers=2", *more)
+        words = (ON, "--dtype", "bf16", "--accumulate", str(2 // ranks), "tiered.weight_buffers=2", *more)
         return [
             Case(str(model), (*home, *words), str(tmp_path / f"{name}-{ranks}-{len(more)}"), steps=2, drives=drives)
             for name, home in homes.items()

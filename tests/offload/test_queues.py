@@ -15,15 +15,15 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.offload.device.cuda import CudaDevice
 from offload_trainer.storage.transfer import Future
 
-ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.unit_buffers=2"]
+ALL = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "tiered.weight_buffers=2"]
 HOMES = {
     "resident": ["--params", "gpu"],
-    "in RAM": ["--params", "cpu", "tiered.unit_buffers=2"],
-    "three buffers": ["--params", "cpu", "tiered.unit_buffers=3"],
-    "on the drive": ["--params", "nvme", "tiered.unit_buffers=2"],
+    "in RAM": ["--params", "cpu", "tiered.weight_buffers=2"],
+    "three buffers": ["--params", "cpu", "tiered.weight_buffers=3"],
+    "on the drive": ["--params", "nvme", "tiered.weight_buffers=2"],
     "all on the drive": ALL,
-    "checkpointed": [*ALL, "model.checkpointing=on"],
-    "reentrant": [*ALL, "model.checkpointing=on", REENTRANT],
+    "checkpointed": [*ALL, "model.activation_checkpointing=on"],
+    "reentrant": [*ALL, "model.activation_checkpointing=on", REENTRANT],
 }
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in's queues are for the CPU's memory"),

@@ -34,7 +34,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     model = model_directory(tmp_path / "model", "gpt2")
     (drive := tmp_path / "drive").mkdir()
     words = ["--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.5", "--dtype", "bf16"]
-    words += ["--accumulate", str(MICRO // world), "tiered.take=gather"]
+    words += ["--accumulate", str(MICRO // world), "tiered.weight_transfer=all_gather"]
     case = Case(str(model), tuple(words), str(tmp_path / "out"), steps=STEPS, micro=MICRO, drives=(str(drive),))
     longer = replace(case, steps=STEPS + 1, out=str(tmp_path / "longer"))
     run_ranks([case, longer], count=world, nodes=nodes, folder=tmp_path / "ranks", script=ranked_bytes.__file__)

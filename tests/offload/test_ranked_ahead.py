@@ -13,7 +13,7 @@ from ranked import Case, run_ranks
 from test_ranks import AWAY, DROPOUT
 
 SCRIPT = ranked_ahead.__file__
-FULL = ("tiered.overlap=full", "tiered.unit_buffers=2")
+FULL = ("tiered.overlap=backward", "tiered.weight_buffers=2")
 ON_DRIVES = {
     "weights on the device": ("--params", "gpu", "--optimizer", "nvme"),
     "a third in RAM": ("--params", "cpu", "--optimizer", "nvme", "--ram-fraction", "0.3"),
@@ -34,7 +34,7 @@ def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path)
     """
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
-    words = ("--dtype", "bf16", "optim.clip=2", "--accumulate", "1")
+    words = ("--dtype", "bf16", "optim.max_grad_norm=2", "--accumulate", "1")
     several = [
         Case(
             model,
@@ -46,7 +46,7 @@ def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path)
         )
         for name, home in ON_DRIVES.items()
     ]
-    in_line = (*ON_DRIVES["a third in RAM"], "--dtype", "bf16", "optim.clip=2", "--accumulate", str(count))
+    in_line = (*ON_DRIVES["a third in RAM"], "--dtype", "bf16", "optim.max_grad_norm=2", "--accumulate", str(count))
     alone = replace(several[0], words=(*in_line, "tiered.overlap=off"), out=str(tmp_path / "alone"))
     run_ranks([alone], count=1, folder=tmp_path / "one", script=SCRIPT)
     run_ranks(several, count=count, folder=tmp_path / "ranks", nodes=nodes, script=SCRIPT)
@@ -67,7 +67,7 @@ def test_overflow_and_accumulation(tmp_path: Path) -> None:
     """fp16 that finds its scale, two micro-batches a rank; 8-bit moments, which chance rounds by the step."""
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
-    words = ("--dtype", "fp16", "optim.initial_loss_scale=16777216", "optim.states=8bit", "optim.clip=0")
+    words = ("--dtype", "fp16", "optim.initial_loss_scale=16777216", "optim.moment_dtype=8bit", "optim.max_grad_norm=0")
     home = ON_DRIVES["a third in RAM"]
     case = Case(
         model,

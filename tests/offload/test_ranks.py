@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 COUNT = 3
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-INPUTS = ("model.checkpointing=on", "model.offload_activations=nvme")
+INPUTS = ("model.activation_checkpointing=on", "model.offload_activations=nvme")
 AWAY = (
     "--params",
     "nvme",
@@ -25,7 +25,7 @@ AWAY = (
     "--optimizer",
     "nvme",
     "tiered.checksums=true",
-    "tiered.places=2",
+    "tiered.state_copies=2",
 )
 BEHIND = ("tiered.overlap=forward",)
 HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
@@ -108,7 +108,7 @@ def test_checkpoints_go_between_numbers_of_ranks(tmp_path: Path) -> None:
     """Of 3 ranks to 1, 2 and 4, and back; each number writes one rank's bytes, also while it trains on."""
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
-    frozen = ('model.freeze=["h.1.mlp","wpe"]', "optim.states=8bit")
+    frozen = ('model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit")
     words = ("--params", "gpu", "--dtype", "bf16", *HALF, *frozen)
     drives = (str(tmp_path / "drive"),)
 

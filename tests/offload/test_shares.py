@@ -109,9 +109,9 @@ def test_weights_and_gradients_may_live_elsewhere(
     share: str, elsewhere: str, states: str, folder: Path, tmp_path: Path
 ) -> None:
     """What is updated on the device then travels there and back through buffers."""
-    moments = [f"optim.states={states}"]
+    moments = [f"optim.moment_dtype={states}"]
     expected, state = in_ram(folder, "bf16", True, 1, *moments)
-    words = [*SHARES[share], *ELSEWHERE[elsewhere], *moments, "tiered.unit_buffers=2", "tiered.page_buffers=2"]
+    words = [*SHARES[share], *ELSEWHERE[elsewhere], *moments, "tiered.weight_buffers=2", "tiered.page_buffers=2"]
     with engine(model_in(folder, tied=True), *words, drives=drive_in(folder)) as ours:
         assert train(ours, batches(4)) == expected
         assert saved(ours, tmp_path / "saved") == state
@@ -122,7 +122,7 @@ def test_late_copies_and_reads_change_nothing(
     elsewhere: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
-    words = [*SHARES["all three"], *elsewhere, "tiered.unit_buffers=2"]
+    words = [*SHARES["all three"], *elsewhere, "tiered.weight_buffers=2"]
     with engine(model_in(folder, tied=True), *words, drives=drive_in(folder), device=LateDevice()) as ours:
         assert train(ours, batches(4)) == in_ram(folder, "bf16", True, 1)[0]
 
@@ -157,7 +157,7 @@ def test_streams_that_run_late_change_nothing(
     share: str, elsewhere: list[str], accumulate: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, state = in_ram(folder, "bf16", True, accumulate)
-    words = [*SHARES[share], *elsewhere, "--accumulate", str(accumulate), "tiered.unit_buffers=2"]
+    words = [*SHARES[share], *elsewhere, "--accumulate", str(accumulate), "tiered.weight_buffers=2"]
     with on_streams(monkeypatch, model_in(folder, tied=True), *words, drives=drive_in(folder)) as ours:
         data = batches(4 * accumulate)
         steps = train(ours, data[: 2 * accumulate], accumulate=accumulate)

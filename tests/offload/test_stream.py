@@ -21,13 +21,25 @@ FROZEN = 'model.freeze=["embed_tokens","layers.0."]'
 KINDS = {
     "tied": ("gpt2", True, []),
     "untied": ("gpt2", False, []),
-    "untied, checkpointed": ("qwen3", False, ["model.checkpointing=on"]),
-    "untied, by the module": ("qwen3", False, ["model.checkpointing=off", "tiered.fetch=module"]),
-    "tied, by the module, checkpointed": ("gpt2", True, ["model.checkpointing=on", "tiered.fetch=module"]),
-    "untied, by the module, checkpointed": ("qwen3", False, ["model.checkpointing=on", "tiered.fetch=module"]),
-    "untied, frozen": ("qwen3", False, ["model.checkpointing=off", FROZEN]),
-    "untied, frozen, checkpointed": ("qwen3", False, ["model.checkpointing=on", FROZEN]),
-    "untied, reentrant": ("qwen3", False, ["model.checkpointing=on", REENTRANT]),
+    "untied, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on"]),
+    "untied, by the module": (
+        "qwen3",
+        False,
+        ["model.activation_checkpointing=off", "tiered.fetch_granularity=module"],
+    ),
+    "tied, by the module, checkpointed": (
+        "gpt2",
+        True,
+        ["model.activation_checkpointing=on", "tiered.fetch_granularity=module"],
+    ),
+    "untied, by the module, checkpointed": (
+        "qwen3",
+        False,
+        ["model.activation_checkpointing=on", "tiered.fetch_granularity=module"],
+    ),
+    "untied, frozen": ("qwen3", False, ["model.activation_checkpointing=off", FROZEN]),
+    "untied, frozen, checkpointed": ("qwen3", False, ["model.activation_checkpointing=on", FROZEN]),
+    "untied, reentrant": ("qwen3", False, ["model.activation_checkpointing=on", REENTRANT]),
 }
 
 Event = tuple[str, int | str]
@@ -68,7 +80,7 @@ def third_step(
     patch.setattr(layout, "SMALL", 2000)  # norms stay, embeddings go
     architecture, tied, words = KINDS[kind]
     model = model_directory(folder / "model", architecture, tied=tied)
-    words = ["--params", "cpu", f"tiered.unit_buffers={buffers}", "--accumulate", str(accumulate), *words]
+    words = ["--params", "cpu", f"tiered.weight_buffers={buffers}", "--accumulate", str(accumulate), *words]
     with engine(model, *words) as ours:
         watch = Watch(patch)
         train(ours, batches(3 * accumulate), accumulate=accumulate)

@@ -51,22 +51,22 @@ def drives(folder: Path, count: int) -> list[Path]:
 
 HOMES = {
     "resident": ["--params", "gpu"],
-    "in RAM": ["--params", "cpu", "tiered.unit_buffers=2"],
-    "sums on the device": ["--params", "cpu", "placement.gradients=gpu", "tiered.unit_buffers=2"],
-    "on the drive": ["--params", "nvme", "tiered.unit_buffers=2"],
+    "in RAM": ["--params", "cpu", "tiered.weight_buffers=2"],
+    "sums on the device": ["--params", "cpu", "placement.gradients=gpu", "tiered.weight_buffers=2"],
+    "on the drive": ["--params", "nvme", "tiered.weight_buffers=2"],
     "all on the drive": [
         "--params",
         "nvme",
         "placement.gradients=nvme",
         "--optimizer",
         "nvme",
-        "tiered.unit_buffers=2",
+        "tiered.weight_buffers=2",
     ],
 }
 CHECKPOINTING = {
-    "off": ["model.checkpointing=off"],
-    "reentrant": ["model.checkpointing=on", REENTRANT],
-    "non-reentrant": ["model.checkpointing=on"],
+    "off": ["model.activation_checkpointing=off"],
+    "reentrant": ["model.activation_checkpointing=on", REENTRANT],
+    "non-reentrant": ["model.activation_checkpointing=on"],
 }
 
 
@@ -82,7 +82,7 @@ def test_losses_and_norms_are_plain_torchs(
     wished = [*HOMES[home], *CHECKPOINTING[checkpointing]]
     with engine(model, "--dtype", "fp32", *wished, drives=drives(folder, 1)) as ours:
         steps = train(ours, batches(3))
-        expected, weights = plain(model, 3, "--dtype", "fp32", "model.checkpointing=off")
+        expected, weights = plain(model, 3, "--dtype", "fp32", "model.activation_checkpointing=off")
         for (loss, norm), (right_loss, right_norm) in zip(steps, expected, strict=True):
             assert loss == pytest.approx(right_loss, rel=1e-5)
             assert norm == pytest.approx(right_norm, rel=1e-5)
@@ -154,7 +154,7 @@ def test_accumulation(words: list[str], home: str, folder: Path) -> None:
     "words",
     [
         ['model.freeze=["wte","h.1.mlp"]'],
-        ['model.freeze=["wte","wpe","h.0."]', "model.checkpointing=on", REENTRANT],
+        ['model.freeze=["wte","wpe","h.0."]', "model.activation_checkpointing=on", REENTRANT],
     ],
     ids=["some", "embeddings, reentrant"],
 )
@@ -299,7 +299,7 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
 # -- every wait is needed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [*HOMES.values(), [*HOMES["all on the drive"], "model.checkpointing=on"]])
+@pytest.mark.parametrize("words", [*HOMES.values(), [*HOMES["all on the drive"], "model.activation_checkpointing=on"]])
 def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every transfer completes late and out of order, as on a GPU and a busy drive."""
     monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
@@ -328,7 +328,7 @@ def test_a_snapshot_is_of_its_moment_while_training_goes_on(
     put = TieredSnapshot._put
     monkeypatch.setattr(TieredSnapshot, "_put", lambda *args: (put(*args), time.sleep(0.03)))
     frozen = [*PLACES["all on the drive"], 'model.freeze=["h.1.mlp","wpe"]', "tiered.checksums=true"]
-    words = [*PLACES.get(place, frozen), f"optim.states={states}", "tiered.page_size=8192"]
+    words = [*PLACES.get(place, frozen), f"optim.moment_dtype={states}", "tiered.page_size=8192"]
     with engine(model, *words, drives=drives(folder, 1)) as ours:
         train(ours, batches(8)[:4])
         (tmp_path / "at once").mkdir()
@@ -383,7 +383,7 @@ def test_stored_precision_resumes_exactly_and_homes_do_not_matter(states: str, f
     model = model_directory(folder / "gpt2-True", "gpt2")
     place = folder / f"states {states}"
     place.mkdir()
-    wished = [f"optim.states={states}"]
+    wished = [f"optim.moment_dtype={states}"]
     with engine(model, *PLACES["share 0.25"], *wished, drives=drives(folder, 1)) as ours:
         steps = train(ours, batches(10)[:5])
         ours.snapshot().write(place)
@@ -400,7 +400,7 @@ def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Pat
     """8 bits widened and narrowed again are not what they were."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     stored = []
-    with engine(model, *HOMES["all on the drive"], f"optim.states={states}", drives=drives(folder, 1)) as ours:
+    with engine(model, *HOMES["all on the drive"], f"optim.moment_dtype={states}", drives=drives(folder, 1)) as ours:
         before = skip_last_block(ours, {2, 3, 4})
         for steps in (range(2), range(2, 5), range(5, 6)):
             for step in steps:
@@ -420,7 +420,7 @@ def test_stored_precision_trains_like_fp32(states: str, folder: Path) -> None:
     """The same two rows 40 times, which any AdamW learns by heart."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     losses = []
-    for wished in ([f"optim.states={states}"], []):
+    for wished in ([f"optim.moment_dtype={states}"], []):
         with engine(model, *wished) as ours:
             losses.append([loss for loss, _ in train(ours, batches(1) * 40, lr=2e-3)])
     assert losses[0] != losses[1]
@@ -472,7 +472,9 @@ def change(file: Path, at: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("words", [[], ["tiered.places=2"], ["tiered.checksums=true"], ["optim.states=8bit"]])
+@pytest.mark.parametrize(
+    "words", [[], ["tiered.state_copies=2"], ["tiered.checksums=true"], ["optim.moment_dtype=8bit"]]
+)
 def test_a_changed_page_of_state_is_always_found(words: list[str], folder: Path) -> None:
     """By the next update, and by who reads one weight alone."""
     model = model_directory(folder / "gpt2-True", "gpt2")

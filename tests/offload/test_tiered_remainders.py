@@ -26,8 +26,13 @@ from offload_trainer.telemetry.meters import read_io
 
 pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
-REMAINDERS = "tiered.masters=remainder"
-STATES = [["optim.states=fp32"], ["optim.states=bf16"], ["optim.states=8bit"], ["optim.name=lion", "optim.states=bf16"]]
+REMAINDERS = "tiered.master_format=split"
+STATES = [
+    ["optim.moment_dtype=fp32"],
+    ["optim.moment_dtype=bf16"],
+    ["optim.moment_dtype=8bit"],
+    ["optim.name=lion", "optim.moment_dtype=bf16"],
+]
 
 
 @pytest.fixture
@@ -152,7 +157,7 @@ def test_streams_that_run_late_change_nothing(
     ("words", "read", "written"),
     [
         ([], 10.0, 10.0),
-        (["optim.states=8bit"], 4.1, 4.1),
+        (["optim.moment_dtype=8bit"], 4.1, 4.1),
         (["--params", "nvme"], 12.0, 12.0),
     ],
     ids=["fp32 moments", "8-bit moments", "weights on the drive"],
@@ -164,7 +169,7 @@ def test_bytes_are_the_planned_ones(
     plans: list[Plan] = []
     monkeypatch.setattr(bench_of_engines, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[0])
     model = model_directory(folder / "large", "gpt2", n_embd=256, n_layer=2)  # fields are padded to whole sectors
-    words = [*words, "--optimizer", "nvme", "tiered.page_size=1048576", "tiered.unit_buffers=2", REMAINDERS]
+    words = [*words, "--optimizer", "nvme", "tiered.page_size=1048576", "tiered.weight_buffers=2", REMAINDERS]
     with engine(model, *words, drives=[drive]) as ours:
         trained = sum(unit.trained for unit in ours.offloaded.units)
         train(ours, batches(2))
@@ -185,7 +190,7 @@ def test_bytes_are_the_planned_ones(
 def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
     with DriveLease(drive) as lease:
         (lease.path / "state").write_bytes(bytes(8192))
-        with pytest.raises(UserError, match=r"no masters can be read .* has tiered.masters=remainder"):
+        with pytest.raises(UserError, match=r"no masters can be read .* has tiered.master_format=split"):
             opened(lease.path, mixed=True).__enter__()
 
 
@@ -197,15 +202,15 @@ def test_a_dead_runs_page_files_hold_no_masters(drive: Path) -> None:
     [
         (["--dtype", "fp16"], "--dtype fp16: a remainder is what rounding to bf16 takes away"),
         (["--dtype", "fp32"], "--dtype fp32"),
-        (["tiered.places=2"], "tiered.places=2: weights have one place"),
+        (["tiered.state_copies=2"], "tiered.state_copies=2: weights have one place"),
         (
-            ["--ram-fraction", "0", "tiered.overlap=full"],
-            "tiered.overlap=full: a step that is clipped needs its old weights again",
+            ["--ram-fraction", "0", "tiered.overlap=backward"],
+            "tiered.overlap=backward: a step that is clipped needs its old weights again",
         ),
-        (["tiered.overlap=full"], "tiered.overlap=full: a step that is clipped needs its old weights again"),
+        (["tiered.overlap=backward"], "tiered.overlap=backward: a step that is clipped needs its old weights again"),
     ],
 )
 def test_what_cannot_have_remainders_is_refused(words: list[str], told: str, folder: Path, drive: Path) -> None:
     asked = engine(gpt2(folder), *words, REMAINDERS, drives=[drive])
-    with pytest.raises(UserError, match=f"tiered.masters=remainder with {told}"):
+    with pytest.raises(UserError, match=f"tiered.master_format=split with {told}"):
         asked.__enter__()

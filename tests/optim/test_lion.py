@@ -80,7 +80,7 @@ def test_betas_are_as_asked(model: Path) -> None:
 def test_a_checkpoint_has_one_moment_and_goes_on_elsewhere(
     moments: str, model: Path, drives: list[Path], tmp_path: Path
 ) -> None:
-    words = ["optim.name=lion", f"optim.states={moments}", *RATE]
+    words = ["optim.name=lion", f"optim.moment_dtype={moments}", *RATE]
     (tmp_path / "half").mkdir()
     with engine(model, *words, *HOMES["on two drives and in RAM"], drives=drives) as ours:
         steps = train(ours, batches(8)[:4], lr=3e-3)
@@ -195,8 +195,8 @@ def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
         assert trained(session.model, lambda groups: session.lion(groups, lr=3e-3)) == losses
         masters = dict(session.named_masters())
     assert all(torch.equal(masters[name], weight) for name, weight in expected.named_parameters())
-    with pytest.raises(UserError, match=r"states=8bit with rule=lion.* use bf16"):
-        ot.offload(copy.deepcopy(expected), rule="lion", **keys | {"states": "8bit"})
+    with pytest.raises(UserError, match=r"moment_dtype=8bit with rule=lion.* use bf16"):
+        ot.offload(copy.deepcopy(expected), rule="lion", **keys | {"moment_dtype": "8bit"})
 
 
 def state_bytes(*words: str) -> Iterator[int]:
@@ -230,7 +230,7 @@ def test_the_plan_names_rule_and_betas() -> None:
     [
         (["--engine", "plain"], "optim.name=lion belongs to --engine tiered, not to plain"),
         (["--engine", "deepspeed"], "optim.name=lion belongs to --engine tiered, not to deepspeed"),
-        (["optim.states=8bit"], "it would stand still; use bf16"),
+        (["optim.moment_dtype=8bit"], "it would stand still; use bf16"),
         (["optim.eps=1e-6"], "divides by nothing"),
     ],
 )

@@ -59,7 +59,7 @@ def largest_of_bitsandbytes(model: Path) -> float:
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_rare_ids_make_no_large_update(states: str, kernel: str, model: Path) -> None:
-    with engine(model, *WORDS, f"optim.states={states}", f"optim.kernel={kernel}") as ours:
+    with engine(model, *WORDS, f"optim.moment_dtype={states}", f"optim.kernel={kernel}") as ours:
         largest = largest_update(ours, rare_ids())
     assert largest < (2 if states == "fp32" else 10)
     assert largest < 3 * largest_of_bitsandbytes(model)
@@ -68,7 +68,7 @@ def test_rare_ids_make_no_large_update(states: str, kernel: str, model: Path) ->
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_second_moments_that_were_stored_as_zero_make_no_large_update(states: str, model: Path, tmp_path: Path) -> None:
     """A checkpoint in 8 bits as earlier versions wrote them: what is nearest to zero is zero."""
-    with engine(model, *WORDS, "optim.states=8bit") as ours:
+    with engine(model, *WORDS, "optim.moment_dtype=8bit") as ours:
         largest_update(ours, rare_ids()[:8])
         ours.snapshot().write(tmp_path)
     second, first = (load_file(tmp_path / f"{kind}.safetensors") for kind in ("exp_avg_sq", "exp_avg"))
@@ -77,6 +77,6 @@ def test_second_moments_that_were_stored_as_zero_make_no_large_update(states: st
     save_file(second, tmp_path / "exp_avg_sq.safetensors")
     zero = moments.zero_code(signed=True)
     assert sum(int(((codes == 0) & (first[name] != zero)).sum()) for name, codes in second.items()) > 10
-    with engine(model, *WORDS, f"optim.states={states}", load_weights=False) as ours:
+    with engine(model, *WORDS, f"optim.moment_dtype={states}", load_weights=False) as ours:
         ours.load(tmp_path)
         assert largest_update(ours, rare_ids()[8:10]) < 10

@@ -114,7 +114,9 @@ def planned(gpu: float, *words: str) -> Plan:
 
 def way(plan: Plan) -> tuple[str, int]:
     assert isinstance(plan.sizes, TierSizes)
-    parts = any(note.startswith("tiered.fetch=module: blocks' weights come in parts") for note in plan.notes)
+    parts = any(
+        note.startswith("tiered.fetch_granularity=module: blocks' weights come in parts") for note in plan.notes
+    )
     return "module" if parts else "block", plan.sizes.unit_buffers
 
 
@@ -122,7 +124,7 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
     """Fewer buffers before parts: those move nothing twice."""
     needs = []
     for fetch, count in RUNGS:
-        plan = planned(ROOMY, f"tiered.fetch={fetch}", f"tiered.unit_buffers={count}")
+        plan = planned(ROOMY, f"tiered.fetch_granularity={fetch}", f"tiered.weight_buffers={count}")
         assert way(plan) == (fetch, count)
         needs.append(plan.tiers["gpu"]["need"])
     assert needs[:3] == sorted(needs[:3], reverse=True)
@@ -147,7 +149,7 @@ def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> 
     for gpus, nodes in ((2, 1), (1, 2)):
         config, needs = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus)]), list[int]()
         for fetch, count in RUNGS:
-            asked = [f"tiered.fetch={fetch}", f"tiered.unit_buffers={count}"]
+            asked = [f"tiered.fetch_granularity={fetch}", f"tiered.weight_buffers={count}"]
             one = load_config([*ALWAYS, *AWAY, "--gpus", str(gpus), *asked])
             (plan,) = plan_cluster(one, machine(gpu=ROOMY), str(nodes))
             needs.append(plan.tiers["gpu"]["need"] // gpus)
@@ -168,23 +170,23 @@ def test_a_preset_takes_fewer_buffers_too() -> None:
     def planned(gpu: int, *words: str) -> Plan:
         return plan_elsewhere(load_config(["--model", "gpt2-xl", *AWAY, *words]), machine(gpu=gpu))
 
-    whole, fewer = planned(ROOMY), planned(ROOMY, "tiered.unit_buffers=1")
+    whole, fewer = planned(ROOMY), planned(ROOMY, "tiered.weight_buffers=1")
     found = planned(whole.tiers["gpu"]["need"] - 1)
     assert found.fits
     assert way(found) == ("block", 2)
-    assert found.longest_row == planned(whole.tiers["gpu"]["need"] - 1, "tiered.unit_buffers=2").longest_row
+    assert found.longest_row == planned(whole.tiers["gpu"]["need"] - 1, "tiered.weight_buffers=2").longest_row
     assert way(planned(fewer.tiers["gpu"]["need"])) == ("block", 1)
 
 
 def test_what_is_asked_for_is_not_changed() -> None:
-    least = planned(ROOMY, "tiered.fetch=module", "tiered.unit_buffers=1").tiers["gpu"]["need"]
-    assert not planned(least, "tiered.fetch=block").fits
-    assert not planned(least, "tiered.unit_buffers=3").fits
+    least = planned(ROOMY, "tiered.fetch_granularity=module", "tiered.weight_buffers=1").tiers["gpu"]["need"]
+    assert not planned(least, "tiered.fetch_granularity=block").fits
+    assert not planned(least, "tiered.weight_buffers=3").fits
     assert planned(least).fits
 
 
 def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
-    assert "the block transformer.h.0 alone has" in planned(560 * 10**6, "tiered.fetch=block").too_large
+    assert "the block transformer.h.0 alone has" in planned(560 * 10**6, "tiered.fetch_granularity=block").too_large
     told = planned(510 * 10**6)
     assert not told.fits
     assert told.too_large.startswith("transformer.h.0.attn alone has 33.6 MB of weights")
@@ -201,7 +203,7 @@ def test_one_buffer_is_no_way_ahead() -> None:
     )
     seconds = {}
     for count in (2, 1):
-        wish = load_config([*ALWAYS, *AWAY, "--params", "cpu", "--ram-fraction", "1", f"tiered.unit_buffers={count}"])
+        wish = load_config([*ALWAYS, *AWAY, "--params", "cpu", "--ram-fraction", "1", f"tiered.weight_buffers={count}"])
         plan = plan_elsewhere(wish, replace(machine(gpu=ROOMY), rates=timed))
         seconds[count] = {bound.kind: bound.seconds for bound in plan.forecast.bounds if bound.phase == "forward"}
     assert "turns" not in seconds[2]
@@ -210,6 +212,8 @@ def test_one_buffer_is_no_way_ahead() -> None:
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}')
-    words = ["--model", str(tmp_path), "--scratch", "tiered.fetch=module", "--nvme", "/ssd"]
-    with pytest.raises(UserError, match=r"tiered\.fetch=module: no block of this model is made of modules that need"):
+    words = ["--model", str(tmp_path), "--scratch", "tiered.fetch_granularity=module", "--nvme", "/ssd"]
+    with pytest.raises(
+        UserError, match=r"tiered\.fetch_granularity=module: no block of this model is made of modules that need"
+    ):
         plan_elsewhere(load_config(words), machine(gpu=ROOMY))

@@ -149,7 +149,7 @@ def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
     """Mamba takes tokens one by one: another number of operations for other rows."""
     given = {"model_type": "mamba", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(given))
-    shape = resolve_model(ModelSection(name=str(tmp_path), scratch=True, attention="eager"), seed=0).shape
+    shape = resolve_model(ModelSection(name=str(tmp_path), random_init=True, attention="eager"), seed=0).shape
     assert shape.on_gpu is not None
     block = shape.on_gpu.kinds[0]
     assert block.kept.token > 64 * 2 * 2
@@ -183,7 +183,7 @@ def test_what_cannot_be_counted_is_estimated_and_said(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model_source, "count_activations", fail)
     shape = resolve_model(ModelSection(name="gpt2"), seed=0).shape
     assert shape.on_gpu is None
-    for words in ([], ["model.checkpointing=off"]):
+    for words in ([], ["model.activation_checkpointing=off"]):
         plans = [
             make_plan(wish(*words, "--micro-batch", "8"), one, machine(gpu=80 * 10**9)) for one in (shape, counted)
         ]
@@ -249,7 +249,7 @@ def shape_of(kind: Any) -> ModelShape:
         model = small(kind())
     except Exception as error:  # a package is missing, or keys do not fit each other
         raise AssertionError from error
-    return model_source._shape(model, ModelSection(name="gpt2", scratch=True))
+    return model_source._shape(model, ModelSection(name="gpt2", random_init=True))
 
 
 def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:

@@ -25,7 +25,7 @@ from offload_trainer.run.commands.plan import plan_elsewhere
 from offload_trainer.settings import load_config
 
 WIDE = {"n_positions": 65536, "n_layer": 2, "n_embd": 256, "n_inner": 16384, "n_head": 4}
-ROWS = ["--seq-len", "32768", "--micro-batch", "1", "model.checkpointing=on", "--ram-fraction", "1"]
+ROWS = ["--seq-len", "32768", "--micro-batch", "1", "model.activation_checkpointing=on", "--ram-fraction", "1"]
 
 
 @cache
@@ -120,7 +120,7 @@ def test_pieces_of_blocks_that_are_not_checkpointed_are_computed_twice() -> None
     assert more - inside < 0.001 * inside
     widths = wide().tiled_widths(checkpointing=False)
     assert widths == pytest.approx(2 * 2 * (256 + 16384), rel=0.001)
-    off, on = "model.checkpointing=off", "model.checkpointing=on"
+    off, on = "model.activation_checkpointing=off", "model.activation_checkpointing=on"
     backward = partial(seconds_of_backward, wide())
     flops = wide().backward_flops(seq_len=8192)
     assert backward("model.mlp_chunk=1024", off) / backward(off) == pytest.approx((flops + more) / flops)
@@ -135,12 +135,12 @@ def test_pieces_with_a_norm_behind_them_are_computed_three_times(tmp_path: Path)
     config = {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    shape = with_tiles(resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)).shape
+    shape = with_tiles(resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)).shape
     assert shape.tiles_again == shape.tiles != () == wide().tiles_again
     assert shape.tiled_flops(checkpointing=True) == 2 * 3 * 2 * 64 * 512
     on, off = (
         seconds_of_backward(shape, "model.mlp_chunk=1024", words) - seconds_of_backward(shape, words)
-        for words in ("model.checkpointing=on", "model.checkpointing=off")
+        for words in ("model.activation_checkpointing=on", "model.activation_checkpointing=off")
     )
     assert on == pytest.approx(off)
     assert on > 0

@@ -207,7 +207,7 @@ def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureF
                 "fp16",
                 "--machine",
                 "v100-32gb",
-                "tiered.places=1",
+                "tiered.state_copies=1",
                 *words,
             ]
         )

@@ -70,7 +70,7 @@ def test_only_the_first_micro_batch_hides_and_what_both_ask_of_one_thing_does_no
 def test_the_plan_counts_it_and_says_so() -> None:
     plans = {
         how: make_plan(
-            wish("--ram-fraction", "0.5", "tiered.masters=fp32", f"tiered.overlap={how}"), SHAPES["gpt2"], timed()
+            wish("--ram-fraction", "0.5", "tiered.master_format=fp32", f"tiered.overlap={how}"), SHAPES["gpt2"], timed()
         )
         for how in ("off", "forward")
     }
@@ -186,9 +186,12 @@ def test_full_is_counted_itemised_and_said(share: str, ranks: int) -> None:
     words = ("--ram-fraction", share, "--engine", "tiered")
     plans = {
         how: make_plan(
-            wish(*words, "tiered.masters=fp32", f"tiered.overlap={how}"), SHAPES["gpt2-medium"], timed(), world=ranks
+            wish(*words, "tiered.master_format=fp32", f"tiered.overlap={how}"),
+            SHAPES["gpt2-medium"],
+            timed(),
+            world=ranks,
         )
-        for how in ("forward", "full")
+        for how in ("forward", "backward")
     }
     forward, full = (plan.forecast for plan in plans.values())
     assert full.seconds == forward.seconds
@@ -196,10 +199,10 @@ def test_full_is_counted_itemised_and_said(share: str, ranks: int) -> None:
     assert full.hidden > forward.hidden
     assert full.if_clipped == pytest.approx(full.hidden - forward.hidden)
     assert full.apart == ()
-    second = [item for item in plans["full"].items if item.name == "state of the step before"]
-    assert [item.bytes for item in second] == [item.bytes for item in plans["full"].items if item.name == "state"]
-    said = plans["full"].describe()
+    second = [item for item in plans["backward"].items if item.name == "state of the step before"]
+    assert [item.bytes for item in second] == [item.bytes for item in plans["backward"].items if item.name == "state"]
+    said = plans["backward"].describe()
     assert "go on behind the backward and the next forward" in said
     assert f"takes up to {format_seconds(full.if_clipped)} more" in said
     assert "takes up to" not in plans["forward"].describe()
-    assert [plans[way].to_json()["if_clipped"] for way in ("full", "forward")] == [full.if_clipped, 0.0]
+    assert [plans[way].to_json()["if_clipped"] for way in ("backward", "forward")] == [full.if_clipped, 0.0]

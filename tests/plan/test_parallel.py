@@ -151,7 +151,7 @@ def test_zero_1_scatters_once_a_step() -> None:
 
 def test_tensor_parallel_by_hand() -> None:
     """gpt2-medium: 4 matrices a block, 2 of them by columns; 24 blocks, states of 1024 in bf16."""
-    step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.checkpointing=off")
+    step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.activation_checkpointing=off")
     found = moved(Mode(tensor=8), step)
     each = 2 * 7 / 8 * 2 * (2 * 512) * 1024
     assert columns(SHAPE) == 2
@@ -165,7 +165,7 @@ def test_tensor_parallel_by_hand() -> None:
 
 
 def test_sequence_and_pipeline_by_hand() -> None:
-    step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.checkpointing=off")
+    step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
     found = moved(Mode(sequence=4, data=2), step)
     each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # of queries, as of keys, values and results: 16 heads of 64
     assert found["all-to-alls", "forward"].bytes == pytest.approx(4 * 24 * 4 * each)
@@ -226,7 +226,7 @@ def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() 
 
 def test_seconds_of_products_links_and_bubbles() -> None:
     """Without links that take time, all modes compute as long; a pipeline waits; a slow network is waited for."""
-    words = ("--accumulate", "8", "--micro-batch", "1", "model.checkpointing=off")
+    words = ("--accumulate", "8", "--micro-batch", "1", "model.activation_checkpointing=off")
     step = work(*words, nodes=2)
     free = here(between_gpus=rate(1e20), network=rate(1e20))
     stock = stock_rates(step, free)
@@ -288,13 +288,16 @@ RULED = replace(
 
 
 def chosen(*words: str, shape: ModelShape = RULED, world: int = 4, nodes: int = 1, **links: Rate) -> tuple[int, Plan]:
-    told = ("--engine", "deepspeed", "parallel.tensor=auto", "model.checkpointing=off", *words)
+    told = ("--engine", "deepspeed", "parallel.tensor=auto", "model.activation_checkpointing=off", *words)
     place = here(**links) if links else machine(gpu=80 * GB, ram=500 * GB)
     config, plan = settle_and_plan(wish(*told), shape, place, world=world, nodes=nodes)
     count = tensor_of(config.parallel)
     assert config.parallel.tensor == count
-    assert config.train.micro_batch == plan.micro_batch
-    assert plan.tokens_per_step == config.train.accumulate * plan.micro_batch * plan.seq_len * world // count
+    assert config.train.micro_batch_size == plan.micro_batch
+    assert (
+        plan.tokens_per_step
+        == config.train.gradient_accumulation_steps * plan.micro_batch * plan.seq_len * world // count
+    )
     return count, plan
 
 

@@ -71,14 +71,14 @@ def test_bytes_never_fall_when_layers_are_added() -> None:
         before = 0
         for layers in range(1, 40, 3):
             shape = gpt2_shape(PRESETS["gpt2-medium"] | {"n_layer": layers})
-            config = wish("--params", homes[0], "--optimizer", homes[1], "model.checkpointing=on")
+            config = wish("--params", homes[0], "--optimizer", homes[1], "model.activation_checkpointing=on")
             total = sum(item.bytes for item in make_plan(config, shape, machine(gpu=32 * GB)).items)
             assert total >= before, (homes, layers)
             before = total
 
 
 def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
-    words = ["--nvme", "/ssd", "--optimizer", "nvme", "tiered.masters=fp32"]
+    words = ["--nvme", "/ssd", "--optimizer", "nvme", "tiered.master_format=fp32"]
     config = load_config(words)  # with checkpoints, which go to the output
     shape, apart = SHAPES["gpt2"], machine()
     plan = make_plan(config, shape, apart)
@@ -95,7 +95,7 @@ def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
 
 
 def test_a_plan_that_just_fits_is_refused_with_one_byte_less() -> None:
-    config, shape = wish("--params", "cpu", "--optimizer", "cpu", "tiered.masters=fp32"), SHAPES["gpt2"]
+    config, shape = wish("--params", "cpu", "--optimizer", "cpu", "tiered.master_format=fp32"), SHAPES["gpt2"]
     need = make_plan(config, shape, machine()).tiers["ram"]["need"]
     assert make_plan(config, shape, machine(ram=need)).fits
     assert not make_plan(config, shape, machine(ram=need - 1)).fits
@@ -220,7 +220,7 @@ def test_what_ranks_share_is_in_ram_once() -> None:
 def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
     """With as many micro-batches each; of inputs of blocks each rank has its own. Weights pass through RAM together."""
     away = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "--accumulate", "2")
-    inputs = ("model.checkpointing=on", "model.offload_activations=nvme", "--gpu-fraction", "0")
+    inputs = ("model.activation_checkpointing=on", "model.offload_activations=nvme", "--gpu-fraction", "0")
 
     def moved(world: int, *more: str) -> dict[str, int]:
         words = ("--engine", "tiered", *away, *more)

@@ -81,9 +81,12 @@ def test_the_faster_way_is_taken(links: dict[str, float], parts: bool) -> None:
     (told,) = [note for note in plan.notes if note.startswith("weights: each of 8 GPUs")]
     assert told.endswith("by parts" if parts else "all of it directly")
     assert ("not known" in told) == (not links)
-    assert by_parts(planned(node(**links), "tiered.take=gather"))
-    assert not by_parts(planned(node(**links), "tiered.take=direct"))
-    assert any("(tiered.take=direct)" in note for note in planned(node(**links), "tiered.take=direct").notes)
+    assert by_parts(planned(node(**links), "tiered.weight_transfer=all_gather"))
+    assert not by_parts(planned(node(**links), "tiered.weight_transfer=direct"))
+    assert any(
+        "(tiered.weight_transfer=direct)" in note
+        for note in planned(node(**links), "tiered.weight_transfer=direct").notes
+    )
 
 
 def test_both_numbers_are_the_arithmetics() -> None:
@@ -99,7 +102,7 @@ def test_both_numbers_are_the_arithmetics() -> None:
 
 def test_seconds_and_bytes_of_a_plan() -> None:
     """Forward and backward wait for the weights: what comes from RAM, and the other GPUs' parts behind it."""
-    direct = planned(node(between_gpus=3e11), "tiered.take=direct")
+    direct = planned(node(between_gpus=3e11), "tiered.weight_transfer=direct")
     parts = planned(node(between_gpus=3e11))
     for phase in ("forward", "backward"):
         (whole,) = [one.read for one in direct.traffic if (one.place, one.phase) == ("device", phase)]
@@ -116,17 +119,17 @@ def test_seconds_and_bytes_of_a_plan() -> None:
 def test_without_gpus_it_is_done_where_it_is_asked_for() -> None:
     here = node(gpu=0, all_gather=1e12)
     assert not by_parts(planned(here))
-    assert by_parts(planned(here, "tiered.take=gather"))
-    assert not is_by_parts("gather", here, ranks=1)
+    assert by_parts(planned(here, "tiered.weight_transfer=all_gather"))
+    assert not is_by_parts("all_gather", here, ranks=1)
     assert seconds_of(TransferBytes(10**9, 10**9), here, ranks=2) == pytest.approx(1e9 / 1e11 + 1e9 / 1e12)
     assert seconds_of(TransferBytes(10**9, 10**9), node(gpu=0), ranks=2) is None
 
 
 def test_a_wish_that_says_nothing_is_told() -> None:
     for words, gpus in ((("--params", "gpu"), 8), ((), 1)):
-        plan = planned(node(), *words, "tiered.take=gather", gpus=gpus)
+        plan = planned(node(), *words, "tiered.weight_transfer=all_gather", gpus=gpus)
         assert not by_parts(plan)
-        assert any("tiered.take=gather says nothing here" in note for note in plan.notes)
+        assert any("tiered.weight_transfer=all_gather says nothing here" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -52,7 +52,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
 
 def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
     """Weights and gradients on the drive too: more is read than written."""
-    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "tiered.masters=fp32")
+    words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "tiered.master_format=fp32")
     shape = SHAPES["gpt2-medium"]
     plan = make_plan(wish(*words), shape, timed(matmul=1e18))
     assert plan.forecast.seconds["update"] == pytest.approx(14 * shape.trainable / 0.5e9, rel=0.01)
@@ -65,9 +65,9 @@ def test_compute_counts_the_recomputation() -> None:
     forward = {"blocks": shape.block_flops(seq_len=1024), "head": shape.head_flops()}
     assert forward["head"] == 2 * 50304 * 768
     for words, again in {
-        ("model.checkpointing=off", "model.loss_chunk=4096"): [],
-        ("model.checkpointing=on", "model.loss_chunk=4096"): ["blocks"],
-        ("model.checkpointing=on", "model.loss_chunk=4095"): ["blocks", "head"],
+        ("model.activation_checkpointing=off", "model.loss_chunk=4096"): [],
+        ("model.activation_checkpointing=on", "model.loss_chunk=4096"): ["blocks"],
+        ("model.activation_checkpointing=on", "model.loss_chunk=4095"): ["blocks", "head"],
     }.items():
         seconds = make_plan(wish(*words), shape, timed()).forecast.seconds
         more = sum(forward[part] for part in again) / sum(forward.values())
@@ -83,7 +83,7 @@ def test_what_is_no_product_takes_its_own_time() -> None:
         for part, values in rates.items()
         for phase, value in zip(("forward", "backward"), values, strict=True)
     }
-    words = ("model.checkpointing=on", "model.loss_chunk=4096", "--accumulate", "1", "--micro-batch", "1")
+    words = ("model.activation_checkpointing=on", "model.loss_chunk=4096", "--accumulate", "1", "--micro-batch", "1")
     made = {
         known: make_plan(
             wish(*words), SHAPES["gpt2"], replace(here, rates=replace(here.rates, layers=layers if known else {}))
@@ -156,7 +156,7 @@ def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
     on_gpu, on_cpu = seconds("--gpu-fraction", "0.25")
     assert on_gpu == pytest.approx(whole / 4)
     assert on_cpu == pytest.approx(0.75 * alone, rel=0.01)
-    (narrow,) = seconds("--gpu-fraction", "1", "optim.states=8bit")
+    (narrow,) = seconds("--gpu-fraction", "1", "optim.moment_dtype=8bit")
     assert narrow == pytest.approx(whole * (2 * (4 + 2 + 8 / 256) + 4) / 28)
     (sums,) = seconds("--gpu-fraction", "1", "--accumulate", "2")
     assert sums == pytest.approx(whole * 30 / 28)
@@ -189,10 +189,12 @@ def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
     shape = SHAPES["gpt2-xl"]
     here = replace(machine(gpu=8 * GB), rates=timed().rates, drives=timed().drives)
     config, plan = settle_and_plan(wish("train.tokens_per_step=65536"), shape, here)
-    assert config.train.micro_batch * config.train.accumulate * 1024 == plan.tokens_per_step == 65536
+    assert (
+        config.train.micro_batch_size * config.train.gradient_accumulation_steps * 1024 == plan.tokens_per_step == 65536
+    )
     assert plan.fits
     larger = settle_and_plan(wish("train.tokens_per_step=65536"), shape, replace(here, gpu_bytes=80 * GB))[0]
-    assert larger.train.micro_batch > config.train.micro_batch
+    assert larger.train.micro_batch_size > config.train.micro_batch_size
     asked = wish("--micro-batch", "3")
     assert settle_and_plan(asked, shape, here)[0].train == asked.train
     with pytest.raises(UserError, match="not a multiple"):
@@ -249,7 +251,7 @@ def test_the_update_takes_the_rate_of_its_form_of_moments() -> None:
     machine = replace(timed(), rates=replace(timed().rates, update=rates))
 
     def seconds(states: str, *words: str) -> float:
-        found = make_plan(wish("--ram-fraction", "1", f"optim.states={states}", *words), shape, machine).forecast
+        found = make_plan(wish("--ram-fraction", "1", f"optim.moment_dtype={states}", *words), shape, machine).forecast
         return found.seconds["update"] - UPDATE_START  # type: ignore[operator]
 
     assert seconds("fp32") == pytest.approx(shape.trainable / 1e9)

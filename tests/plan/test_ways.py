@@ -35,7 +35,7 @@ def test_the_fastest_is_taken_and_the_others_stand_beside_it(words: tuple[str, .
     """Each with the seconds that a plan has where it is asked for."""
     plan = planned(*words)
     masters = {REMAINDER: "tiered.overlap=auto"}
-    steps = {one: planned(*words, one, masters.get(one, "tiered.masters=fp32")).forecast.step for one in _ALL}
+    steps = {one: planned(*words, one, masters.get(one, "tiered.master_format=fp32")).forecast.step for one in _ALL}
     assert {one.words: one.seconds for one in plan.ways} == {one: pytest.approx(step) for one, step in steps.items()}
     assert plan.way == way == min(steps, key=lambda one: steps[one] or 0.0)
     assert plan.forecast.step == pytest.approx(steps[way])
@@ -55,7 +55,7 @@ _ALL = (OFF, FORWARD, FULL, REMAINDER)
 
 
 def test_what_gains_less_than_a_twentieth_is_not_taken() -> None:
-    plan = planned(*DRIVES, "tiered.masters=fp32")
+    plan = planned(*DRIVES, "tiered.master_format=fp32")
     steps = {one.words: one.seconds or 0.0 for one in plan.ways}
     assert 0.95 * steps[OFF] < steps[FULL] < steps[OFF]
     assert plan.way == OFF
@@ -70,27 +70,27 @@ def test_two_places_only_where_the_disk_has_room() -> None:
         plan = planned(*BOTH, on=replace(timed(), drives=(replace(drive, free_bytes=free),)))
         assert plan.fits
         assert plan.way == way
-        assert ("auto leaves out tiered.overlap=full: /ssd needs" in plan.describe()) == (way != FULL)
+        assert ("auto leaves out tiered.overlap=backward: /ssd needs" in plan.describe()) == (way != FULL)
 
 
 @pytest.mark.parametrize(
     ("words", "left"),
     [
-        (("tiered.places=1",), {OFF, FORWARD, REMAINDER}),
-        (("tiered.places=2",), {OFF, FORWARD, FULL}),
-        (("tiered.masters=fp32",), {OFF, FORWARD, FULL}),
-        (("tiered.masters=remainder",), {OFF, FORWARD}),
+        (("tiered.state_copies=1",), {OFF, FORWARD, REMAINDER}),
+        (("tiered.state_copies=2",), {OFF, FORWARD, FULL}),
+        (("tiered.master_format=fp32",), {OFF, FORWARD, FULL}),
+        (("tiered.master_format=split",), {OFF, FORWARD}),
         (("tiered.overlap=forward",), {FORWARD, REMAINDER}),
         (("tiered.overlap=off",), {OFF, REMAINDER}),
-        (("tiered.overlap=full",), set()),
+        (("tiered.overlap=backward",), set()),
     ],
 )
 def test_what_is_asked_for_is_not_chosen_otherwise(words: tuple[str, ...], left: set[str]) -> None:
     plan = planned(*BOTH, *words)
     assert {way.words for way in plan.ways} == left
-    if "tiered.masters=remainder" in words:
+    if "tiered.master_format=split" in words:
         assert sizes(plan).remainders
-    elif "tiered.overlap=full" in words:
+    elif "tiered.overlap=backward" in words:
         assert sizes(plan).ahead
     else:
         assert plan.way in left
@@ -122,7 +122,7 @@ def test_what_a_run_does_not_allow_is_left_out_and_named(
 def test_several_ranks_begin_no_step_ahead_unless_they_are_told_to() -> None:
     plan = planned(*BOTH[:4], world=2)
     assert not sizes(plan).ahead
-    assert "auto leaves out tiered.overlap=full with 2 ranks" in plan.describe()
+    assert "auto leaves out tiered.overlap=backward with 2 ranks" in plan.describe()
     assert sizes(planned(*BOTH[:4], FULL, world=2)).ahead
 
 
@@ -144,7 +144,7 @@ def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_t
     plan = planned(*words, on=on)
     assert plan.way == FORWARD
     assert (sizes(plan).overlap, sizes(plan).places, sizes(plan).remainders) == (True, 1, False)
-    in_line = planned(*words, OFF, "tiered.masters=fp32", on=on)
+    in_line = planned(*words, OFF, "tiered.master_format=fp32", on=on)
     assert (plan.items, plan.tiers, plan.traffic) == (in_line.items, in_line.tiers, in_line.traffic)
     said = plan.describe()
     times = next(line for line in said.splitlines() if "offload-train bench" in line)
@@ -159,7 +159,7 @@ def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_t
 
 def test_fewer_bytes_are_taken_where_nothing_fits_without() -> None:
     words = ("--ram-fraction", "1", "--params", "gpu")
-    whole, short = planned(*words, "tiered.masters=fp32"), planned(*words, "tiered.masters=remainder")
+    whole, short = planned(*words, "tiered.master_format=fp32"), planned(*words, "tiered.master_format=split")
     between = (whole.tiers["ram"]["need"] + short.tiers["ram"]["need"]) // 2
     for on in (machine(ram=between), replace(timed(), ram_bytes=between)):
         plan = planned(*words, on=on)
@@ -173,7 +173,7 @@ def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
     """By a plan with as many, which come by accumulation."""
     found = next(one for one in planned(*DRIVES).ways if one.words == way)
     assert found.tokens
-    words = [*DRIVES, way, *(["tiered.masters=fp32"] if way != REMAINDER else [])]
+    words = [*DRIVES, way, *(["tiered.master_format=fp32"] if way != REMAINDER else [])]
     many = planned(*words, "--accumulate", str(round(found.tokens / 128))).forecast
     assert many.step
     assert ((many.seconds["update"] or 0.0) - many.hidden) / many.step == pytest.approx(0.1, rel=0.03)

@@ -48,8 +48,8 @@ def test_what_differs_and_what_it_did(tmp_path: Path) -> None:
     told = rows(one, two)
     assert told["optim.lr"] == ("0.001", "0.002")
     assert told["model.name"] == ("gpt2-xl", "gpt2-xl")  # alike, and worth a line
-    assert told["train.accumulate"] == ("1", "4")
-    assert "optim.clip" not in told  # alike
+    assert told["train.gradient_accumulation_steps"] == ("1", "4")
+    assert "optim.max_grad_norm" not in told  # alike
     assert "save.output" not in told
     assert told["tokens a step"] == ("4.1 k", "16.4 k")
     assert told["training loss"] == ("3.9400", "3.9700")

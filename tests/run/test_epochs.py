@@ -70,7 +70,7 @@ def test_rows_that_a_run_has_visited_count_whatever_its_steps_were(
 
 
 def test_page_files_are_resumed_to_the_same_step(text: Path, tmp_path: Path, drive: Path) -> None:
-    words = [*WORDS, "--data", text, "--epochs", "1", "--nvme", drive, "--ram-fraction", "0", "tiered.places=2"]
+    words = [*WORDS, "--data", text, "--epochs", "1", "--nvme", drive, "--ram-fraction", "0", "tiered.state_copies=2"]
     words += ["--save-every", "0"]
     whole = call(*words, output=tmp_path / "whole")
     call_and_kill(*words, output=tmp_path / "killed", when=lambda lines: len(lines) >= 4, number=KILL, hold=4)

@@ -76,7 +76,7 @@ def by(ranks: int) -> list[str]:
 
 def goes_on(words: Sequence[object], output: Path, *, folder: Path, alone: Run) -> None:
     """By two nodes of one rank, to the end of the run that one rank has made."""
-    nodes = Nodes(*words, *by(2), "tiered.places=2", "--output", output, each=1, folder=folder)
+    nodes = Nodes(*words, *by(2), "tiered.state_copies=2", "--output", output, each=1, folder=folder)
     assert nodes.wait() == [0, 0], nodes.text
     assert "no page files to go on from: this run has 2 nodes" in nodes.text
     assert "resumed from" in nodes.text

@@ -22,11 +22,11 @@ def told(output: Path, *keys: str) -> list[list[float]]:
 def test_lines_say_the_same_but_for_when(drive: Path, tmp_path: Path) -> None:
     """Losses and norms are the same; nothing is hidden in line."""
     found = {}
-    for how in ("off", "forward", "full"):
+    for how in ("off", "forward", "backward"):
         words = ["--nvme", drive, *TINY, *ALL, "--steps", 5, "--save-every", 0, f"tiered.overlap={how}"]
         run = call(*words, output=tmp_path / how)
         assert ("go on behind the next forward" in run.text) <= (how == "forward")
-        assert ("go on behind the backward" in run.text) <= (how == "full")
+        assert ("go on behind the backward" in run.text) <= (how == "backward")
         found[how] = told(run.output, "loss", "grad_norm", "hidden", "phases")
         plan = json.loads((run.output / "plan.json").read_text())
         assert plan["chosen"]["sizes"]["overlap"] == (how != "off")
@@ -40,7 +40,7 @@ def test_lines_say_the_same_but_for_when(drive: Path, tmp_path: Path) -> None:
         assert all(line[2] + line[3]["wait"] > 0 for line in on[1:])
 
 
-@pytest.mark.parametrize("how", ["forward", "full"])
+@pytest.mark.parametrize("how", ["forward", "backward"])
 def test_killed_it_goes_on_as_it_would_have(how: str, drive: Path, tmp_path: Path) -> None:
     words = ["--nvme", drive, *TINY, *ALL, "--steps", 6, "--save-every", 2, f"tiered.overlap={how}"]
     whole = call(*words, output=tmp_path / "whole")

@@ -23,7 +23,7 @@ from offload_trainer.settings import load_config
 from offload_trainer.storage.scratch_dir import DriveLease, dead_runs, folders_in
 
 STEPS = 6
-ALL = [*TINY, "--ram-fraction", "0", "tiered.places=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]
+ALL = [*TINY, "--ram-fraction", "0", "tiered.state_copies=2", "--steps", STEPS, "--save-every", 0, "train.eval_every=2"]
 ALL += ["tiered.page_size=16384"]
 DYING = Path(__file__).parents[1] / "dying.py"
 ROWS = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
@@ -68,10 +68,10 @@ def place(drive: Path, tmp_path: Path) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run that nobody has killed, with pages of one place."""
     output, drive = tmp_path_factory.mktemp("alone") / "run", tmp_path_factory.mktemp("drive")
-    return left(call("--nvme", drive, *ALL, "tiered.places=1", output=output).output)
+    return left(call("--nvme", drive, *ALL, "tiered.state_copies=1", output=output).output)
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "full"])
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize(
     ("where", "number", "step"),
     [("page", 110, None), ("half", 3, 2), ("record", 3, 3), ("line", 4, 3), ("line", 1, None), ("line", 6, 5)],
@@ -109,7 +109,7 @@ def test_killed_again_and_again_also_while_it_begins(place: Path, tmp_path: Path
 def test_blocks_by_the_module_stay_so(place: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
     """Pages are laid out by it: a run that went so goes on so, where nothing is said and all would fit by now."""
     words = ["--nvme", place, *ALL, "--params", "nvme"]
-    killed("record", 3, *words, "tiered.fetch=module", "tiered.unit_buffers=1", output=tmp_path / "run")
+    killed("record", 3, *words, "tiered.fetch_granularity=module", "tiered.weight_buffers=1", output=tmp_path / "run")
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 3
     assert "1 part and" in run.text
@@ -120,9 +120,15 @@ def test_a_loss_scale_and_steps_that_were_skipped_go_on(place: Path, tmp_path: P
     """fp16 whose first steps overflow; 8-bit moments, drawn by the step; and two drives."""
     other = place / "other"
     other.mkdir()
-    more = ["--dtype", "fp16", f"optim.initial_loss_scale={2**40}", "optim.loss_scale_window=2", "optim.states=8bit"]
+    more = [
+        "--dtype",
+        "fp16",
+        f"optim.initial_loss_scale={2**40}",
+        "optim.loss_scale_window=2",
+        "optim.moment_dtype=8bit",
+    ]
     words = ["--nvme", place, "--nvme", other, *ALL, *more, "--steps", 40]
-    whole = left(call(*words, "tiered.places=1", output=tmp_path / "alone").output)
+    whole = left(call(*words, "tiered.state_copies=1", output=tmp_path / "alone").output)
     skipped = [row[-2] for row in whole["steps"]]
     assert {True, False} == set(skipped)
     first = skipped.index(False)
@@ -164,11 +170,11 @@ def test_a_run_that_was_to_end_there_keeps_what_it_finds(place: Path, tmp_path: 
 
 
 REFUSED = [
-    (["tiered.places=1"], "have one place"),
-    (["tiered.places=1", "tiered.masters=remainder"], "remainders of masters .*without its weights"),
+    (["tiered.state_copies=1"], "have one place"),
+    (["tiered.state_copies=1", "tiered.master_format=split"], "remainders of masters .*without its weights"),
     (["--ram-fraction", "0.5"], "keeps some of its state in memory"),
     (["tiered.page_size=65536"], "laid out otherwise .*pages"),
-    (["optim.states=bf16"], "laid out otherwise .*optim.states"),
+    (["optim.moment_dtype=bf16"], "laid out otherwise .*optim.moment_dtype"),
     (["--seed", "1"], "another run: seed: it has 0, this run 1"),
     (["model.freeze=wpe"], "not trained"),
 ]
@@ -344,12 +350,12 @@ def test_where_nothing_is_said_of_places_it_has_those_of_its_files(
     place: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     """What `auto` takes now may be something else than what it took then. Another engine has none."""
-    words = [word for word in ["--nvme", place, *ALL] if word != "tiered.places=2"]
-    killed("record", 3, *words, "tiered.places=2", output=tmp_path / "run")
+    words = [word for word in ["--nvme", place, *ALL] if word != "tiered.state_copies=2"]
+    killed("record", 3, *words, "tiered.state_copies=2", output=tmp_path / "run")
     for engine, places in (("deepspeed", "auto"), ("tiered", 2)):
         wish = load_config(["--engine", engine, "--output", str(tmp_path / "run")])
-        assert _as_left(wish, nodes=1).tiered.places == places
-        assert _as_left(wish, nodes=2).tiered.places == "auto"
+        assert _as_left(wish, nodes=1).tiered.state_copies == places
+        assert _as_left(wish, nodes=2).tiered.state_copies == "auto"
     run = call(*words, output=tmp_path / "run")
     assert gone_on(run) == 3
     assert left(run.output) == alone
@@ -424,10 +430,10 @@ def test_export_of_a_dead_run_needs_no_mixed(place: Path, tmp_path: Path) -> Non
 
 def test_remainders_of_masters_are_nothing_to_export(place: Path, tmp_path: Path) -> None:
     """Small weights stay on the device wherever the others are, so no run's page files are whole with them."""
-    words = ["--nvme", place, *ALL, "tiered.places=1", "tiered.masters=remainder", "--dtype", "bf16"]
+    words = ["--nvme", place, *ALL, "tiered.state_copies=1", "tiered.master_format=split", "--dtype", "bf16"]
     killed("page", 110, *words, output=tmp_path / "run")
     (lease,) = (place / "offload-trainer").iterdir()
-    for source, why in ((tmp_path / "run", "remainders of masters"), (lease, "has tiered.masters=remainder")):
+    for source, why in ((tmp_path / "run", "remainders of masters"), (lease, "has tiered.master_format=split")):
         told = ask("export", source, tmp_path / "hf", "--dtype", "fp32")
         assert told.returncode == 2
         assert why in told.stderr

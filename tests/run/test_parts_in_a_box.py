@@ -19,7 +19,10 @@ def test_a_model_runs_by_the_module_where_it_does_not_fit_by_the_block(box: Path
     inside = ["sh", "-c", f'echo $$ > {box}/cgroup.procs && exec "$@"', "box"]
     (parts,) = long_rows.parts(tmp_path, drive=tmp_path, dtype="fp32", box=inside, only="by the module").values()
     assert parts.code == 0, parts.said[-2000:]
-    assert any(note.startswith("tiered.fetch=module: blocks' weights come in parts") for note in parts.plan["notes"])
+    assert any(
+        note.startswith("tiered.fetch_granularity=module: blocks' weights come in parts")
+        for note in parts.plan["notes"]
+    )
     assert parts.peak <= LIMIT
     assert len(parts.losses) == 2
     assert parts.losses[1] < parts.losses[0]

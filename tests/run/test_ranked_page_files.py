@@ -51,7 +51,7 @@ def killed(moment: str, number: int, *words: object, output: Path, count: int) -
     assert codes == [-9 if one == rank else 69 for one in range(count)], [run.text[-2000:] for run in ended]
 
 
-@pytest.mark.parametrize(("count", "overlap"), [(2, "forward"), (3, "full")])
+@pytest.mark.parametrize(("count", "overlap"), [(2, "forward"), (3, "backward")])
 def test_whichever_rank_is_killed(
     count: int,
     overlap: str,
@@ -72,7 +72,7 @@ def test_whichever_rank_is_killed(
         before = step
     if overlap == "forward":
         _refused_by_another_number(*words, output=output)
-    said_nothing_of_places = [word for word in words if word != "tiered.places=2"]
+    said_nothing_of_places = [word for word in words if word != "tiered.state_copies=2"]
     ended = call_ranks(*said_nothing_of_places, output=output, count=count)
     assert [run.code for run in ended] == [0] * count, ended
     assert gone_on(ended[0]) == before == 4

@@ -202,8 +202,8 @@ def test_resume_with_another_micro_batch_and_other_settings(finished, drive: Pat
     start = finished("tiered").output / "checkpoints/step-00000012"
     words_now = [*words("tiered", drive), "--micro-batch", 1, "--accumulate", 2, "--resume", start]
     run = call(*words_now, output=tmp_path / "out")
-    assert "note: train.micro_batch is 1; step-00000012 was saved with 2" in run.text
-    assert "note: train.accumulate is 2; step-00000012 was saved with 1" in run.text
+    assert "note: train.micro_batch_size is 1; step-00000012 was saved with 2" in run.text
+    assert "note: train.gradient_accumulation_steps is 2; step-00000012 was saved with 1" in run.text
     assert run.text.count("was saved with") == 2
     assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in finished("tiered").steps[12:]]
     for ours, other in zip(run.steps, finished("tiered").steps[12:], strict=True):

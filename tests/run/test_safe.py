@@ -74,7 +74,7 @@ def test_a_model_s_own_code_does_not_run_unasked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(UserError, match="trust_remote_code"):
-        resolve_model(ModelSection(name=str(tmp_path), scratch=True), seed=0)
+        resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
     assert not (tmp_path / "ran").exists()
 
 

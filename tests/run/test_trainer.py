@@ -36,12 +36,12 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
             asked.stop = signal.SIGTERM  # as the handler does
         return answers
 
-    monkeypatch.setattr(trainer, "gather", slowly)
+    monkeypatch.setattr(trainer, "all_gather_object", slowly)
     monkeypatch.setattr(trainer, "_step", lambda job, state, batches: replace(state, step=state.step + 1))
     monkeypatch.setattr(trainer, "_evaluate", lambda job, step: None)
     monkeypatch.setattr(trainer, "_save_if_due", lambda job, state, **why: saved.append((state.step, why["stopping"])))
     job = SimpleNamespace(
-        train=SimpleNamespace(steps=9, micro_batch=1, eval_every=0, sample_every=0),
+        train=SimpleNamespace(steps=9, micro_batch_size=1, eval_every=0, sample_every=0),
         train_rows=SimpleNamespace(train_batches=lambda *_, **__: iter(())),
         engine=SimpleNamespace(rank=0, world=1),
         checkpoints=Unsaved(),

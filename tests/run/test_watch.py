@@ -258,7 +258,7 @@ def test_a_rank_that_hangs_within_the_kernel_is_named_and_killed(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     (told,) = done.stdout.splitlines()
     assert told.startswith("1 rank 0 (process ")
-    assert "placement.hung_seconds=0.2" in told
+    assert "placement.hang_timeout=0.2" in told
 
 
 def test_a_wait_that_goes_on_is_none_that_hangs(

@@ -67,9 +67,9 @@ def save(checkpoints: Checkpoints, made: Any, step: int) -> None:
 
 ENGINES = {
     "plain": ["--engine", "plain"],
-    "fp32": ["--engine", "tiered", "optim.states=fp32"],
-    "bf16": ["--engine", "tiered", "optim.states=bf16"],
-    "8bit": ["--engine", "tiered", "optim.states=8bit"],
+    "fp32": ["--engine", "tiered", "optim.moment_dtype=fp32"],
+    "bf16": ["--engine", "tiered", "optim.moment_dtype=bf16"],
+    "8bit": ["--engine", "tiered", "optim.moment_dtype=8bit"],
     "frozen": ["--engine", "tiered", "model.freeze=[ln_f]"],
 }
 PLANTED = [

@@ -133,9 +133,12 @@ def test_no_case_of_ours_leaves_its_overlap_to_auto() -> None:
     assert all(len(one) == 1 and one[0] != "tiered.overlap=auto" for one in named)
     for cases in (llama_8b.CASES, ways.CASES, {case.name: case.words for case in speed.cases()}):
         told = [
-            way for words in cases.values() for way in ("off", "forward", "full") if f"tiered.overlap={way}" in words
+            way
+            for words in cases.values()
+            for way in ("off", "forward", "backward")
+            if f"tiered.overlap={way}" in words
         ]
-        assert set(told) == {"off", "forward", "full"}
+        assert set(told) == {"off", "forward", "backward"}
         for name, words in cases.items():
             way = next((word.partition("=")[2] for word in words if word.startswith("tiered.overlap=")), None)
             assert way is None or f"overlap {way}" in name

@@ -1,4 +1,4 @@
-"""Probe which modules of a model's blocks can be fetched one child at a time (`tiered.fetch=module`).
+"""Probe which modules of a model's blocks can be fetched one child at a time (`tiered.fetch_granularity=module`).
 
 If attention and MLP of a block use only their own weights, only one of the two needs its weights on the device at any
 time. No list of names tells which modules qualify, because some code reads a child's weight without calling the child

@@ -115,7 +115,7 @@ class WeightPrefetcher:
                 if 1 < several >= self._rings.count(of_blocks=kind) < all_units:
                     raise UserError(
                         f"a block of this model runs with {several} blocks' weights at a time, and another must be on "
-                        f"its way: tiered.unit_buffers must be {several + 1} at least"
+                        f"its way: tiered.weight_buffers must be {several + 1} at least"
                     )
                 self._rings.together[kind] = max(several, self._rings.together[kind])
             module.register_forward_pre_hook(self._before(streamed, saves=not isinstance(module, nn.Embedding)))

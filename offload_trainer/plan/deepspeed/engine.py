@@ -43,8 +43,8 @@ class DeepSpeed:
             mistakes.append(f"DeepSpeed swaps to one drive and {len(place.nvme)} --nvme were given: keep one")
         if self.moments == "8bit" and place.optimizer in ("cpu", "nvme"):
             mistakes.append(
-                f"optim.states=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' 8-bit "
-                "AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
+                f"optim.moment_dtype=8bit with --engine deepspeed and --optimizer {place.optimizer}: bitsandbytes' "
+                "8-bit AdamW runs on the GPU; use --optimizer gpu, or --engine tiered"
             )
         if place.params == "nvme" and self.section.prefetch_bucket_size not in ("auto", 0):
             # Seen with DeepSpeed 0.19.8; docs/log.md has the numbers.
@@ -66,12 +66,12 @@ class DeepSpeed:
         if self.tensor > 1 and self.section.zero_stage not in ("auto", 1):
             mistakes.append(f"parallel.tensor={self.tensor} goes with ZeRO-1: leave deepspeed.zero_stage out")
         if self.tensor > 1 and self.moments == "8bit":
-            mistakes.append(f"parallel.tensor={self.tensor} with optim.states=8bit was never tried: use fp32")
+            mistakes.append(f"parallel.tensor={self.tensor} with optim.moment_dtype=8bit was never tried: use fp32")
         return mistakes
 
     def packages(self) -> list[tuple[str, str]]:
         """(wish, package) of what is not part of every installation."""
-        eight = [("optim.states=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
+        eight = [("optim.moment_dtype=8bit with --engine deepspeed", "bitsandbytes")] if self.moments == "8bit" else []
         return [("--engine deepspeed", "deepspeed"), *eight]
 
     def refuse(self, work: Workload, machine: MachineProfile) -> None:
@@ -104,7 +104,7 @@ class DeepSpeed:
         if work.partition and not work.checkpointing:
             raise UserError(
                 "parallel.partition_activations=true divides what gradient checkpointing keeps, which is off for a "
-                "model of this size: use model.checkpointing=on"
+                "model of this size: use model.activation_checkpointing=on"
             )
         if work.world % self.tensor:
             raise UserError(f"{wish} with {work.world} rank(s): a multiple of {self.tensor} is needed (--gpus)")

@@ -24,7 +24,7 @@ def divisions(train: TrainSection, *, world: int, nodes: int) -> Iterator[tuple[
     for count in range(1, here + 1):
         if here % count:
             continue
-        update = {"micro_batch": train.micro_batch * count} if train.tokens_per_step == "auto" else {}
+        update = {"micro_batch_size": train.micro_batch_size * count} if train.tokens_per_step == "auto" else {}
         yield count, train.model_copy(update=update)
 
 

@@ -104,7 +104,7 @@ class Tiered:
             *self._not_remainders(work),
             *self._not_in_a_session(work),
             *not_in_pieces(work),
-            *not_in_parts(work, self.section.fetch),
+            *not_in_parts(work, self.section.fetch_granularity),
         ]
 
     def _not_in_a_session(self, work: Workload) -> list[str]:
@@ -112,12 +112,12 @@ class Tiered:
         if work.checkpoints is not None:
             return []
         wishes = {
-            "tiered.overlap=full": (
-                self.section.overlap == "full",
+            "tiered.overlap=backward": (
+                self.section.overlap == "backward",
                 "a session knows rates and factor of a step only once its backward is through",
             ),
-            "tiered.masters=remainder": (
-                self.section.masters == "remainder",
+            "tiered.master_format=split": (
+                self.section.master_format == "split",
                 "a session's masters are in fp32, since its weights are in others' hands",
             ),
         }
@@ -125,16 +125,17 @@ class Tiered:
 
     def _not_remainders(self, work: Workload) -> list[str]:
         """Where a master's weight is not bf16, or not at hand as it was when its page is read: one sentence at most."""
-        if self.section.masters != "remainder":
+        if self.section.master_format != "split":
             return []
         reasons = {
             f"--dtype {work.dtype}: a remainder is what rounding to bf16 takes away": work.dtype != "bf16",
             f"{work.world} ranks: each has masters in fp32": work.world > 1,
-            "tiered.places=2: weights have one place": self.section.places == 2,
-            "tiered.overlap=full: a step that is clipped needs its old weights again": self.section.overlap == "full",
+            "tiered.state_copies=2: weights have one place": self.section.state_copies == 2,
+            "tiered.overlap=backward: a step that is clipped needs its old weights again": self.section.overlap
+            == "backward",
         }
         wrong = [reason for reason, here in reasons.items() if here]
-        return [f"tiered.masters=remainder with {'; with '.join(wrong)}; leave it out"] if wrong else []
+        return [f"tiered.master_format=split with {'; with '.join(wrong)}; leave it out"] if wrong else []
 
     def candidates(self, work: Workload, machine: MachineProfile) -> list[TieredCandidate]:
         if work.world > 1 and self.place.gpu_fraction == "auto":
@@ -143,7 +144,7 @@ class Tiered:
         found: list[TieredCandidate] = []
         for placement, gradients in self._homes(work, machine):
             sizes = tier_sizes(work, machine, placement, wish=self.place, tiered=self.section, gradients=gradients)
-            asked = (self.section.take, self.section.overlap == "auto")
+            asked = (self.section.weight_transfer, self.section.overlap == "auto")
             one = TieredCandidate(work, machine, placement, sizes, layouts, *asked)
             if placement.optimizer != "gpu":
                 one = self._with_shares(one)
@@ -377,7 +378,10 @@ class TieredCandidate:
             size, by_parts = self.work.item_bytes, self.sizes.by_parts
             return [describe_take(self.take, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts)]
         if self.take != "auto":
-            return [f"tiered.take={self.take} says nothing here: one rank a node, or weights that do not live in RAM"]
+            return [
+                f"tiered.weight_transfer={self.take} has no effect here: there is one rank per node, or the weights are "
+                "not in RAM"
+            ]
         return []
 
     def tunable(self) -> list[tuple[str, ...]]:
@@ -387,9 +391,9 @@ class TieredCandidate:
             groups.append(("tiered.page_size=2097152", "tiered.page_size=8388608"))
             groups.append(("tiered.page_buffers=4", "tiered.page_buffers=10"))
             if self._fewer_bytes:
-                groups.append(("tiered.masters=remainder",))
+                groups.append(("tiered.master_format=split",))
         if self.placement.params != "gpu":
-            groups.append(("tiered.unit_buffers=2", "tiered.unit_buffers=4"))
+            groups.append(("tiered.weight_buffers=2", "tiered.weight_buffers=4"))
         return groups
 
     @property

@@ -95,7 +95,9 @@ def _page_items(homes: TierMap, sizes: TierSizes, *, tiers: dict[int, str], e: i
         else:
             items.append(Item(tier, "state", held, why))
             if sizes.places > 1:
-                items.append(Item(tier, "state of the step before", held, "each page's second place (tiered.places)"))
+                items.append(
+                    Item(tier, "state of the step before", held, "each page's second place (tiered.state_copies)")
+                )
     is_gpu = tiers[DEVICE] == "gpu"
     routes = [
         (route_of(one.number, one.page, homes, is_gpu=is_gpu), one)

@@ -38,7 +38,7 @@ MOMENTS = {moment.name: moment for moment in (EXP_AVG, EXP_AVG_SQ)}
 class MomentFormat:
     """A storage format of a moment."""
 
-    name: str  # the value of optim.states
+    name: str  # the value of optim.moment_dtype
     dtype: str
     block: int = 0  # number of elements that share a scale; 0: no scales
     stochastic: bool = False  # rounded stochastically, which consumes random bits
@@ -146,7 +146,7 @@ def state_formats() -> tuple[StateFormat, ...]:
 
 @cache
 def state_format(rule: str, moments: str, *, remainders: bool = False) -> StateFormat:
-    """Return the format for optim.name and optim.states.
+    """Return the format for optim.name and optim.moment_dtype.
 
     Raises:
         ValueError: the rule does not support moments in that format.

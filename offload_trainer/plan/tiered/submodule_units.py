@@ -1,4 +1,4 @@
-"""Divide blocks into submodules that are fetched one after the other (`tiered.fetch=module`). Pure arithmetic.
+"""Divide blocks into submodules that are fetched separately (`tiered.fetch_granularity=module`). Pure arithmetic.
 
     model.layers.0   ──> model.layers.0.self_attn, .mlp.gate_proj, .mlp.up_proj, .mlp.down_proj   one after the other
                      ──> the remainder of model.layers.0: norms, routers, vectors                 stays on the device
@@ -73,12 +73,12 @@ def is_divided(shape: ModelShape) -> bool:
 
 
 def not_in_parts(work: Workload, fetch: str) -> list[str]:
-    """Return the mistake of asking for `tiered.fetch=module` if no block can be divided, else an empty list."""
+    """Return the mistake of `tiered.fetch_granularity=module` if no block can be divided, else an empty list."""
     if fetch != "module" or is_divided(work.shape):
         return []
     return [
-        "tiered.fetch=module: no block of this model is made of modules that need their weights one after the other "
-        "and are much smaller than the block, as a trial with a tiny one shows; leave it out"
+        "tiered.fetch_granularity=module: no block of this model is made of modules that need their weights one after "
+        "the other and are much smaller than the block, as a trial with a tiny one shows; leave it out"
     ]
 
 
@@ -92,7 +92,7 @@ def note_of_parts(units: Sequence[Unit]) -> list[str]:
         blocks[unit.within] = blocks.get(unit.within, 0) + unit.elements
     largest = max(parts, key=lambda unit: unit.elements)
     return [
-        f"tiered.fetch=module: blocks' weights come in parts, the largest of which, {largest.name}, has "
+        f"tiered.fetch_granularity=module: blocks' weights come in parts, the largest of which, {largest.name}, has "
         f"{format_count(largest.elements)} parameters of its block's {format_count(blocks[largest.within])}"
     ]
 

@@ -1,7 +1,7 @@
 """What `auto` leaves open of the tiered engine's update: when it runs, how masters are stored. Pure arithmetic.
 
-    off, forward, full      tiered.overlap: in line, behind the next forward, behind the backward too in two places
-    remainder               tiered.masters: fewer bytes a parameter, in one place, and in line or behind the forward
+    off, forward, backward   tiered.overlap: no overlap, with the next forward, with the backward as well (two copies)
+    split                    tiered.master_format: fewer bytes per parameter; one copy; off or forward only
 
 Each is planned in the fastest homes it has, and must gain enough over those before it. No bit depends on it. Where no
 seconds are known, `forward` is taken if drives are used (`TieredCandidate.settled`), since it costs nothing.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from offload_trainer.plan.tiered.engine import WORTH, Tiered
 from offload_trainer.plan.workload import Workload
 
-OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "full"))
-REMAINDER = "tiered.masters=remainder"
+OFF, FORWARD, FULL = (f"tiered.overlap={how}" for how in ("off", "forward", "backward"))
+REMAINDER = "tiered.master_format=split"
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ def asking(engine: Tiered, words: str) -> Tiered:
 def left_open(engine: Tiered, work: Workload) -> Iterator[tuple[str, str]]:
     """Words of what needs a plan of its own and no wish decides, and why it cannot be (nothing where it can)."""
     section = engine.section
-    if section.masters == "auto" and section.overlap != "full" and section.places != 2:
+    if section.master_format == "auto" and section.overlap != "backward" and section.state_copies != 2:
         yield REMAINDER, _why_not(asking(engine, REMAINDER), work)
-    if section.overlap == "auto" and section.places != 1 and section.masters != "remainder":
+    if section.overlap == "auto" and section.state_copies != 1 and section.master_format != "split":
         alone = f"{FULL} with {work.world} ranks: auto takes it for one" if work.world > 1 else ""
         yield FULL, _why_not(asking(engine, FULL), work) or alone
 

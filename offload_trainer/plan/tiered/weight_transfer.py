@@ -21,7 +21,7 @@ from offload_trainer.plan.time.step_time import Bound
 from offload_trainer.units import format_bytes, format_seconds
 
 NCCL_BYTES = 512 << 20  # GPU memory of one communicator's buffers; an assumption
-Take = Literal["auto", "direct", "gather"]
+Take = Literal["auto", "direct", "all_gather"]
 
 
 def even_part(elements: int, *, ranks: int) -> int:
@@ -94,7 +94,7 @@ def is_by_parts(wish: Take, machine: MachineProfile, *, ranks: int) -> bool:
     """Return whether ranks fetch shards and all-gather them. Without a GPU this happens only on request."""
     if ranks == 1 or wish == "direct":
         return False
-    if wish == "gather":
+    if wish == "all_gather":
         return True
     whole, parts = (_of_unit(ALIGN * ranks, machine, ranks=ranks, by_parts=way) for way in (False, True))
     return machine.gpu is not None and whole is not None and parts is not None and parts < whole
@@ -128,7 +128,7 @@ def describe_take(
     for way in (False, True):
         seconds = _of_unit(elements, machine, ranks=ranks, by_parts=way, item_bytes=item_bytes)
         told.append("not known" if seconds is None else format_seconds(seconds))
-    asked = "" if wish == "auto" else f" (tiered.take={wish})"
+    asked = "" if wish == "auto" else f" (tiered.weight_transfer={wish})"
     taken_so = "by parts" if by_parts else "all of it directly"
     return (
         f"weights: each of {ranks} GPUs takes all of the largest unit from RAM, {told[0]}; by parts and all-gather, "

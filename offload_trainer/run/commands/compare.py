@@ -28,7 +28,14 @@ from offload_trainer.telemetry.report import (
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _HOMES = ("params", "optimizer", "gpu_fraction", "ram_fraction", "gradients")
-_TELLING = ("model.name", "model.dtype", "model.checkpointing", "optim.name", "optim.states", "optim.lr")
+_TELLING = (
+    "model.name",
+    "model.dtype",
+    "model.activation_checkpointing",
+    "optim.name",
+    "optim.moment_dtype",
+    "optim.lr",
+)
 _NOT_TOLD = ("save.output", "save.resume", "placement.nvme", "data.cache")  # where things lie changes no number
 
 
@@ -119,7 +126,7 @@ def _compared(directory: Path, name: str, wished: dict[str, Any], plan: dict[str
         on_gpu, in_ram = (homes.pop(f"plan: {name}") for name in ("gpu_fraction", "ram_fraction"))
         homes["plan: ram_fraction"] = None if on_gpu is None or in_ram is None else round(on_gpu + in_ram, 9)
     if "overlap" in plan:
-        homes["plan: tiered.overlap"] = "full" if plan.get("ahead") else "forward" if plan["overlap"] else "off"
+        homes["plan: tiered.overlap"] = "backward" if plan.get("ahead") else "forward" if plan["overlap"] else "off"
     facts = {**wished, **homes, "tokens a step": plan["tokens_per_step"], **_of_plan(plan["plan"])}
     facts |= _of_rows(rows)
     if evaluations:

@@ -110,7 +110,10 @@ def _of_rows(
     """In the largest micro-batches that fit; where the device has no room for the smallest, the first roomier way."""
     how: dict[str, Any] = {"world": world, "nodes": nodes, "saves": False}
     micros = sorted({math.gcd(rows, most * wish.parallel.sequence) for most in _MICRO}, reverse=True)
-    trains = [wish.train.model_copy(update={"micro_batch": micro, "accumulate": rows // micro}) for micro in micros]
+    trains = [
+        wish.train.model_copy(update={"micro_batch_size": micro, "gradient_accumulation_steps": rows // micro})
+        for micro in micros
+    ]
     *larger, smallest = [wish.model_copy(update={"train": train}) for train in trains]
     if some_homes_fit(smallest, layouts, machine, **how):
         for one in larger:
@@ -145,7 +148,7 @@ def _models(config: TrainConfig) -> MemoryFallbacks:
 def _preset(config: TrainConfig) -> ModelShape | None:
     """Of a preset as it is, counted without torch."""
     section = config.model
-    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch == "module"  # with torch
+    looked_at = isinstance(section.mlp_chunk, int) or config.tiered.fetch_granularity == "module"  # with torch
     changed = section.overrides or section.freeze or section.attention != ModelSection().attention
     changed = changed or config.data.packing == "on" or looked_at
     return None if changed else preset_shape(section.name, item_bytes=item_bytes(section.dtype))

@@ -114,7 +114,7 @@ class _Watch:
                 f"rank {found[pid]} (process {pid}) has been in one wait within the kernel for "
                 f"{self._seconds(self._waits[wait]):g} s ({where}), "
                 "as where a driver or a filesystem of a network hangs: it is killed, and the run ends with it "
-                f"(placement.hung_seconds={self._hung:g}). {ON_AGAIN}"
+                f"(placement.hang_timeout={self._hung:g}). {ON_AGAIN}"
             )
             os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOKS * _EVERY)

@@ -45,7 +45,8 @@ class ModelSection(_Section):
     )
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16",
-        description="dtype of weights, activations and gradients; master weights are always fp32 and start from a model "
+        description="dtype of weights, activations and gradients; master weights are always fp32 and start from a "
+        "model "
         "directory's fp32 weights where it has them; optim.moment_dtype sets the moments; the default is fp16 on a GPU "
         "without bf16 units",
     )

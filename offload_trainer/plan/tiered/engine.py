@@ -379,8 +379,8 @@ class TieredCandidate:
             return [describe_take(self.take, largest, self.machine, ranks=ranks, item_bytes=size, by_parts=by_parts)]
         if self.take != "auto":
             return [
-                f"tiered.weight_transfer={self.take} has no effect here: there is one rank per node, or the weights are "
-                "not in RAM"
+                f"tiered.weight_transfer={self.take} has no effect here: there is one rank per node, or the weights "
+                "are not in RAM"
             ]
         return []
 

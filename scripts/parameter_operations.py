@@ -314,7 +314,8 @@ class Sessions(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        layout.SMALL = 0  # small weights are moved as large ones are
+        self.callback(setattr, layout, "SMALL", layout.SMALL)
+        layout.SMALL = 0  # small weights are offloaded as large ones are
         self.parameters: dict[str, tuple[Any, Callable[[], torch.Tensor]]] = {}
         for place, keys in PLACES.items():
             module = nn.Module()

@@ -295,6 +295,8 @@ class OffloadedModel:
     def forward(self, *, then: bool) -> Iterator[None]:
         """Around each forward; `then`: whether a backward follows."""
         keeping = self.activations.forward() if self.activations and then else nullcontext()
+        if self.resident_guard is not None:
+            self.resident_guard.begin_forward()
         with self._passing(backward=False, then=then), keeping:
             yield
         if not then:

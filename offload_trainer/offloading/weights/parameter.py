@@ -269,9 +269,16 @@ def _operation(func: Callable[..., Any]) -> _Operation:
         writes.append((0, "self", False))
     elif plain.endswith("_") and not plain.endswith("__"):
         writes += [(0, word, several) for word in ("self", "input", "tensor") for several in (False, True)]
-    given = inspect.signature(func).parameters if inspect.isfunction(func) else ()
-    asks = tuple((at, word) for at, word in enumerate(given) if word in ("inplace", "max_norm"))
+    asks = tuple((at, word) for at, word in enumerate(_names_of(func)) if word in ("inplace", "max_norm"))
     return _Operation(name, access, tuple(dict.fromkeys(writes)), asks)
+
+
+def _names_of(func: Callable[..., Any]) -> list[str]:
+    """Return the names of a Python function's parameters; none for a builtin or for a wrapper around one."""
+    try:
+        return list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
+    except ValueError:  # Tensor.__ipow__ wraps a builtin that has no signature
+        return []
 
 
 def _schemas(func: Any, name: str) -> Iterable[Any]:

@@ -32,7 +32,8 @@ class ResidentGuard:
         self._renewal = update_progress
         self._away = torch.full((), torch.nan, dtype=weights.dtype, device=place)
         self._parts = _on_the_device(weights, parameters)
-        self._resident_guard: set[int] = set()
+        self._withheld: set[int] = set()
+        self._asked_for: set[int] = set()  # units that a module's call has asked for, ever
 
     def attach(self, wanted: Mapping[nn.Module, Sequence[int]]) -> None:
         """Watch these modules, each with the units that it needs."""
@@ -43,6 +44,7 @@ class ResidentGuard:
 
     def _before(self, units: Sequence[int]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
+            self._asked_for.update(units)
             self.restore(units)
 
         return not_compiled(hook)
@@ -51,17 +53,24 @@ class ResidentGuard:
         """An update has begun: take away what it changes."""
         for unit, parts in self._parts.items():
             if not self._renewal.is_home(unit):
-                self._resident_guard.add(unit)
+                self._withheld.add(unit)
                 for parameter, memory in parts:
                     set_memory(parameter, self._away.expand(memory.shape))
 
     def restore(self, units: Iterable[int]) -> None:
         """These units' parameters have their new values when this returns."""
-        for unit in self._resident_guard.intersection(units) if self._resident_guard else ():
+        for unit in self._withheld.intersection(units) if self._withheld else ():
             self._renewal.wait(unit)
             for parameter, memory in self._parts[unit]:
                 set_memory(parameter, memory)
-            self._resident_guard.discard(unit)
+            self._withheld.discard(unit)
+
+    def begin_forward(self) -> None:
+        """Restore the units that no module's call has ever asked for: code may read their weights directly.
+
+        ProphetNet reads its n-gram embeddings so. The first forward shows which they are, before the first update.
+        """
+        self.restore(self._withheld - self._asked_for)
 
     def give_all_back(self) -> None:
         self.restore(self._parts)

@@ -89,15 +89,18 @@ class CausalLoss(nn.Module):
     none counts. The routers' auxiliary loss is added if the configuration asks for it, as transformers adds it.
 
     Forward args:
-        inputs: int64 [rows, seq_len]. targets: int64 [rows, seq_len], the next tokens; -100 marks targets that do not
-        count. seed: seed all of torch's generators first, so that earlier draws do not influence this forward. count:
-        the number of targets that count. Without it they are counted here, which waits for a GPU. positions: int64
-        [rows, seq_len]; they restart at each document of a packed row, and attention does not cross from
-            one document to the next (packing.py).
+        inputs: int64 [rows, seq_len].
+        targets: int64 [rows, seq_len], the next tokens; -100 marks targets that do not count.
+        seed: seed all of torch's generators first, so that earlier draws do not influence this forward.
+        count: the number of targets that count. Without it they are counted here, which waits for a GPU.
+        positions: int64 [rows, seq_len]; they restart at each document of a packed row, and attention does not cross
+            from one document to the next (packing.py).
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:
-        """Wrap `model`; `chunk` is in tokens. `whole`: compute all logits together, since it does not come apart."""
+        """Wrap `model`; `chunk` is in tokens. `whole` computes all logits together, for a head that needs more than
+        states.
+        """
         super().__init__()
         if getattr(model.config, "z_loss_coefficient", None):
             raise UserError("z_loss_coefficient adds a loss of the logits' size that is not trained here: set it to 0")
@@ -205,5 +208,5 @@ class CausalLoss(nn.Module):
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed over the targets that are counted: fp32 logits [tokens, vocabulary], targets [tokens]."""
+    """Return the cross-entropy summed over targets that count: fp32 logits [tokens, vocabulary], targets [tokens]."""
     return functional.cross_entropy(logits, targets, reduction="sum")

@@ -1,5 +1,4 @@
-"""A check for NaN, infinite or negative values in weights and optimizer state, before saving, exporting and after
-loading.
+"""Checks for NaN, infinite or negative values in weights and optimizer state, on saving, exporting and loading.
 
 A checkpoint with a NaN would in time replace the older checkpoints without one, and a model exported with a NaN outputs
 only NaN.
@@ -11,8 +10,7 @@ import torch
 
 
 def unusable(values: torch.Tensor, *, signed: bool = True) -> str | None:
-    """Describe the invalid elements of `values` (a CPU tensor), or return None if all are valid. Integer codes always
-    are.
+    """Describe the invalid elements of `values` (a CPU tensor); return None if all are valid. Integer codes always are.
 
     `signed=False` is for squares or largest magnitudes, which must not be negative: the next update takes their square
     root or scales by them. The check is one pass at reading speed that allocates nothing: `aminmax` propagates NaN.

@@ -1,5 +1,4 @@
-"""Directories that this program creates, marks as its own, and may therefore remove. All directory removal is done
-here.
+"""Directories that this program creates, marks as its own, and may therefore remove. All directory removal is here.
 
     ScratchDirectory(path, what=...)  a new directory, locked and marked while its process lives, removed on close
     remove_dead(path, what=...)       remove such a directory after its process has died
@@ -225,8 +224,7 @@ def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> Non
 
 
 def is_unfinished(directory: Path) -> bool:
-    """Return whether it is a directory of this user that is empty or contains only an empty mark, so that no work is
-    lost.
+    """Return whether it is this user's directory and is empty or contains only an empty mark, so that no work is in it.
 
     A kill leaves such a directory between its creation and its marking, or between the last two steps of a removal.
     """
@@ -262,11 +260,10 @@ def remove_unfinished(directory: Path) -> bool:
 
 
 def remove(directory: Path, mark: OwnershipMark, *, lock: int = -1) -> None:
-    """Remove a directory that contains `mark`. The mark is removed last, so that an interrupted removal can be
-    repeated.
+    """Remove a directory that contains `mark`.
 
-    `lock` is a descriptor of the mark, which is closed here. Raises NotOwned with the reason, OSError if the filesystem
-    refuses.
+    The mark is removed last, so that an interrupted removal can be repeated. `lock` is a descriptor of the mark, which
+    is closed here. Raises NotOwned with the reason, OSError if the filesystem refuses.
     """
     try:
         inside = _opened(directory, mark)
@@ -283,8 +280,9 @@ def remove(directory: Path, mark: OwnershipMark, *, lock: int = -1) -> None:
 
 
 def _opened(directory: Path, mark: OwnershipMark) -> int:
-    """Return a descriptor of a directory that is this user's and contains `mark`; otherwise raise NotOwned with the
-    reason.
+    """Return a descriptor of a directory that is this user's and contains `mark`.
+
+    Raises NotOwned, with the reason, for any other directory.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -59,11 +59,10 @@ class DriveLease:
         listed: Path | None = None,
         instead: ScratchDirectory | None = None,
     ) -> None:
-        """Create the directory, and remove and report what dead runs of this user have left. Raises TrainerError on
-        failure.
+        """Create the directory, and remove and report what dead runs of this user have left.
 
         `listed` is this run's own list, whose directories are removed too. `instead` is one of them that was taken over
-        and is used in place of a new directory.
+        and is used in place of a new directory. Raises TrainerError if no directory can be created.
         """
         try:
             root = _make_root(drive)
@@ -273,7 +272,10 @@ def _is_dead(folder: Path) -> bool:
 def is_alive(folder: Path) -> bool:
     """Return whether the run that owns these page files lives, that is, holds their lock.
 
-    Raises UserError if that cannot be found out.
+    Raises UserError if that cannot be found out. Prevent other runs from removing these page files for the duration of
+    the context.
+
+    Raises BlockingIOError if their run lives, NoLocks, and OSError.
     """
     try:
         with kept(folder):
@@ -288,7 +290,10 @@ def is_alive(folder: Path) -> bool:
 
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """Inside, no run removes these page files. BlockingIOError where their run lives, NoLocks, OSError."""
+    """Prevent other runs from removing these page files for the duration of the context.
+
+    Raises BlockingIOError if their run lives, NoLocks, and OSError.
+    """
     try:
         lock = open_lock(folder / MARK)
     except FileNotFoundError:

@@ -42,7 +42,7 @@ _PASSING = 64 << 20  # bytes after which written data is synced and dropped from
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a file holds under one name."""
+    """Name, dtype and shape of one tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A finished file: its size, and the CRC-32 of its bytes."""
+    """Size of a finished file and the CRC-32 of its bytes."""
 
     bytes: int
     crc32: int
@@ -84,8 +84,7 @@ def file_of(pieces: Iterable[Piece]) -> WrittenFile:
 
 
 class PlacedWriter:
-    """A writer of parts of tensors at their offsets. Other processes, also on other nodes, may write the rest
-    concurrently.
+    """A writer of parts of tensors at their offsets. Other processes and nodes may write the rest at the same time.
 
     `make` must have written the header and given the file its size. Raises TrainerError if the disk refuses.
     """

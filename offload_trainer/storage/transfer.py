@@ -324,8 +324,7 @@ def async_io_handle(kernel: Any, *, block_bytes: int) -> Callable[[], Any]:
 
 
 class CheckedTransfers:
-    """A wrapper that compares what another implementation reads with what was written, by a checksum of every 4096
-    bytes.
+    """A wrapper that checks what another implementation reads against what was written, by sums of 4096-byte blocks.
 
     It detects blocks that were not written, not read, or changed on the drive. It costs one pass over the bytes each
     way and memory of 1/512 of the file's size. A block that was never written must contain zeros.

@@ -14,7 +14,7 @@ from pathlib import Path
 from offload_trainer.safe_files import open_file
 from offload_trainer.storage.owned_dirs import is_ours, user
 
-MODE = 0o644  # for files that are read back with `open_owned`: a umask of 002 would let the group change them
+MODE = 0o644  # a umask of 002 would let the group change files that `open_owned` reads back
 
 
 def open_owned(path: Path) -> int:

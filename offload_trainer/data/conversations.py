@@ -369,7 +369,7 @@ def _text(content: Any, number: int, *, where: str) -> str:
     return encodable("".join(part["text"] for part in parts), f"message {number}", where=where)
 
 
-# -- what a row should hold --------------------------------------------------------------------------------------------
+# -- strings that a row should contain ---------------------------------------------------------------------------------
 
 
 def texts_in(value: Any, field: str = "") -> Iterator[tuple[str, str]]:

@@ -143,7 +143,7 @@ def _tokenised(
 
 @contextmanager
 def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock during which no other process creates `target`. The lock is released if its process dies.
+    """Wait for a lock on creating `target` and hold it inside the context. The lock is released if its process dies.
 
     Without locks, or if the lock file is another user's, every process does the work.
     """

@@ -68,8 +68,8 @@ def _given_once(name: str) -> torch.Tensor:
 def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, exports: bool) -> str | None:
     """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
 
-    `begins_at` is the step that this start would resume from. `anew` (--fresh) starts a new run. `exports` is whether
-    this run would write final weights. Raises UserError if it would overwrite the weights of another run.
+    `begins_at` is the step that this start would resume from. `anew` is set for `save.resume=never`. `exports` is
+    whether this run would write final weights. Raises UserError if it would overwrite the weights of another run.
     """
     found, place = final_export(output), output / "export"
     if found is None:

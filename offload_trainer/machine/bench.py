@@ -38,15 +38,16 @@ class Budget:
     """Limits on the time and the bytes that a benchmark may spend."""
 
     drive_bytes: int = 3 << 30  # maximum written to each drive in one measurement
-    drive_seconds: float = 8.0  # for each measured rate of a drive
-    try_seconds: float = 2.0  # for each transfer method that is tried
-    layer_seconds: float = 1.0  # for each of attention, values and the loss, in each dtype
+    drive_seconds: float = 8.0  # per measured rate of a drive
+    try_seconds: float = 2.0  # per transfer method that is tried
+    layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
 
     def written(self, *, drives: int, ways: int) -> int:
-        """Return the maximum bytes written to the drives: filling, trying each method, writing alone, reading and
-        writing.
+        """Return the maximum bytes written to the drives.
+
+        They are written when filling the file, trying each method, writing alone, and reading and writing together.
         """
         return (ways + 3) * self.drive_bytes * drives
 
@@ -259,10 +260,10 @@ _Way = tuple[Callable[[DriveFile, int, torch.Tensor], Future], DriveFile, Sequen
 
 
 def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[list[int], float]:
-    """Move pieces in the given directions, alternating, for about `seconds`; return the bytes moved each way and the
-    time.
+    """Move pieces in the given directions, alternating, for about `seconds`.
 
-    A buffer's next transfer waits for its previous one. Each place is used at most once.
+    Returns the bytes moved each way and the time. A buffer's next transfer waits for its previous one. Each place is
+    used at most once.
     """
     moved = [0 for _ in ways]
     futures: list[list[Future | None]] = [[None] * len(buffers) for _, _, buffers in ways]

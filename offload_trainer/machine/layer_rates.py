@@ -23,12 +23,14 @@ VALUES = 16  # times the width: values per token that enter and leave a layer's 
 
 
 def layer_rates(dtype: str, *, gpu: bool, seconds: float) -> dict[str, Rate]:
-    """Return FLOP/s of attention, values/s and logits/s, by `layer_key`, timing each of the three for about `seconds`.
+    """Return FLOP/s of attention, values/s and logits/s, by `layer_key`.
+
+    Each of the three is timed for about `seconds`.
     """
     tokens, width = _TOKENS[gpu], _WIDTH[gpu]
     place = DTYPES[dtype], torch.device("cuda" if gpu else "cpu")
     of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
-    operations = 4.0 * tokens * tokens * width  # of a forward; a backward takes twice as many
+    operations = 4.0 * tokens * tokens * width  # forward operations; a backward takes twice as many
     parts = {
         "attention": (_attention(tokens, width, *place), (operations, 2 * operations), of_layer),
         "values": (_values(tokens, width, *place), (VALUES * tokens * width,) * 2, of_layer),

@@ -111,7 +111,7 @@ def _changed() -> Iterator[dict[str, Any]]:
 
 
 def refuse_unwritable() -> None:
-    """Raise UserError if the cache cannot be written, so that no minutes are spent on measuring in vain."""
+    """Raise UserError if the cache cannot be written; called before minutes are spent on measuring."""
     path = cache_file()
     try:
         make_directories(path.parent)
@@ -187,7 +187,9 @@ def keep_rates(machine: MachineProfile) -> None:
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
-    """Store a run's ratios of measured to predicted seconds, by "engine.phase.bound", for later plans on this machine.
+    """Store a run's ratios of measured to predicted seconds for later plans on this machine.
+
+    Their keys are "engine.phase.bound".
     """
     if not cache_file().exists():
         return

@@ -18,8 +18,9 @@ _EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_exper
 
 
 def products_of(model: PreTrainedModel) -> dict[str, float]:
-    """Return for each parameter the number of products per token that its elements take part in; 0 for biases and
-    norms.
+    """Return for each parameter the number of products per token in which its elements take part.
+
+    It is 0 for biases and norms.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = dict.fromkeys(names.values(), 0.0)

@@ -32,11 +32,10 @@ class InferenceModel:
     tokenizer: Any
 
     def generate(self, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False) -> list[int]:
-        """Return at most `tokens` ids that continue `ids`, stopping at the end of the text; the same seed repeats the
-        result.
+        """Return at most `tokens` ids that continue `ids`, stopping at the end of the text.
 
-        `temperature` 0 always takes the most likely token. `show` prints tokens as they are generated. Raises
-        TrainerError if the model's logits are not finite.
+        The same seed gives the same ids. `temperature` 0 always takes the most likely token. `show` prints tokens as
+        they are generated. Raises TrainerError if the model's logits are not finite.
         """
         config = copy.deepcopy(self.model.generation_config)
         drawn = {"temperature": temperature, "top_k": _LIKELIEST, "top_p": 1.0} if temperature else {}

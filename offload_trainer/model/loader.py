@@ -170,12 +170,13 @@ def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool 
 
 
 def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pieces: bool = False) -> ModelSource:
-    """Find the model that `section.name` refers to. Raises UserError if there is none or a configuration key is
-    unknown.
+    """Find the model that `section.name` refers to.
 
     `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence
     each other is refused. `pieces` is for rows divided among ranks: a model that would compute another result is
     refused.
+
+    Raises UserError for an unknown model or configuration key, and for weights that do not fit.
     """
     directory = None if section.name in PRESETS else _directory(section)
     config = _config(section, directory)
@@ -381,10 +382,9 @@ _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.
 
 
 def spared_names(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters of more than one dimension that get no weight decay: biases, parts of norms, and Mamba's
-    decay.
+    """Return the parameters of more than one dimension that get no weight decay.
 
-    They are recognised by their names and their modules' classes.
+    These are biases, parts of norms, and Mamba's decay, recognised by their names and their modules' classes.
     """
     norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
     names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]

@@ -2,9 +2,9 @@
 
 Logits over a vocabulary of 50,000 take 200 kB per token in fp32, more than anything else in a small batch. The body
 runs once. Then the model's own forward runs for each chunk, with the body replaced by a module that returns the chunk's
-hidden states, so that everything an architecture does after its head (soft-capping, scaling) is transformers' own code.
-With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head needs more
-than the last hidden states, the model runs unchanged with all of its logits.
+hidden states. Everything an architecture does after its head (soft-capping, scaling) is therefore transformers' own
+code. With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head
+needs more than the last hidden states, the model runs unchanged with all of its logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Given(nn.Module):
     def __init__(self, output: Any, body: nn.Module | None) -> None:
         super().__init__()
         self.output = output
-        self._instead_of = (body,)  # in a tuple, so that it is not registered as a submodule
+        self._instead_of = (body,)  # the tuple keeps it from being registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.output
@@ -98,8 +98,9 @@ class CausalLoss(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:
-        """Wrap `model`; `chunk` is in tokens. `whole` computes all logits together, for a head that needs more than
-        states.
+        """Wrap `model`; `chunk` is in tokens.
+
+        `whole` computes all logits together, for a head that needs more than the last hidden states.
         """
         super().__init__()
         if getattr(model.config, "z_loss_coefficient", None):

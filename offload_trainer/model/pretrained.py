@@ -97,15 +97,18 @@ def _read(directory: Path, model: PreTrainedModel, wanted: set[str]) -> Iterator
 
 @dataclass(frozen=True)
 class OpenedWeights:
-    """Open weight files: parameters and saved buffers of a model in their files' dtypes, readable repeatedly in any
-    order.
+    """Open weight files of a model: parameters and saved buffers in their files' dtypes.
+
+    They can be read repeatedly and in any order.
     """
 
     match: _Match
     files: Mapping[Path, TensorFileReader]
 
     def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
-        """Yield the tensors in `wanted` in the order of the files' keys; a group that is merged or split is read once.
+        """Yield the tensors in `wanted` in the order of the files' keys.
+
+        A group of tensors that is merged or split is read once.
         """
         for group, names in self.match.groups:
             if not wanted.isdisjoint(names):

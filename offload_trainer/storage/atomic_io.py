@@ -124,8 +124,7 @@ def copy_tree(source: Path, destination: Path) -> None:
 
 
 def put_in_place(new: Path, final: Path) -> None:
-    """Rename `new`, which is in a scratch directory (`owned_dirs.replacing`), to `final`, replacing any directory
-    there.
+    """Rename `new`, from a scratch directory (`owned_dirs.replacing`), to `final`, replacing any directory there.
 
     Where the filesystem can exchange two names, `final` exists at every moment. Elsewhere the old directory is for an
     instant only in the scratch directory, from which it is restored after a kill. The replaced directory is left in the

@@ -22,7 +22,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's mallopt(3)
 
 
 def return_what_is_freed(*, above: int) -> None:
-    """Make this process return freed blocks larger than `above` bytes to the system immediately.
+    """Make this process return freed blocks of at least `above` bytes to the system immediately.
 
     Works with glibc only. Free memory at the end of the heap is returned from 32 MiB on.
     """

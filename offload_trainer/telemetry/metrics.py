@@ -29,16 +29,15 @@ class StepRecord:
     mfu: Number | None  # None where the device's peak is not known
     # seconds; "wait" is time blocked on an overlapped update, excluded from the phase that waited
     phases: dict[str, Number]
-    # Bytes of this step as counted by the kernel, or None where it does not count. The part of an overlapped update
-    # that runs during another step is counted in that step.
+    # Bytes of this step as counted by the kernel, or None where it does not count. An overlapped update's traffic
+    # during another step is counted in that step.
     nvme_read_bytes: Count | None
     nvme_written_bytes: Count | None
     host_rss_bytes: Count  # peak so far
     device_peak_bytes: Count  # peak so far
     skipped: Flag  # no update was made
     memory: dict[str, Count] = field(default_factory=dict)  # current bytes by tier: "ram", "gpu", "drives" (page files)
-    # so far: how often torch had to free its cached blocks because the device was out of memory
-    allocation_retries: Count = 0
+    allocation_retries: Count = 0  # running total: torch freed its cached blocks because the device was out of memory
     hidden: Number = 0.0  # seconds of an overlapped update that no phase waited for; 0 if unknown
 
     def to_json(self) -> str:

@@ -22,12 +22,12 @@ _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
 
 
 class Screen:
-    """Display of loss, speed, bottleneck and time left: a live line on stderr, or a plain line every twentieth of a
-    run.
+    """Progress of a run: loss, speed, bottleneck and time left, on one live line or as a plain line every 20th.
 
     `total` and `initial` are the steps of the whole run and the steps already done. `bounds` gives the resource that
     each phase waits for, by the plan. `drives` is whether the run keeps state on drives; if not, their traffic is only
-    logs and checkpoints and is not shown. `live` None means `is_live()`. `say` receives plain lines.
+    logs and checkpoints and is not shown. `live` None means `is_live()`. `say` receives the plain lines, at every
+    twentieth of the run.
     """
 
     def __init__(

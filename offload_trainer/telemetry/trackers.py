@@ -5,9 +5,9 @@
                                                             ├─ trackio: its local directory (TRACKIO_DIR)
                                                             └─ mlflow: MLFLOW_TRACKING_URI, else mlflow.db there
 
-Each is an optional extra, and data goes only to trackers named in `save.trackers`. A tracker that cannot start is an
-error that prevents the run. One that fails later is dropped with one message, and never stops or slows the training. A
-resumed run continues the tracker's same run: trackers.json in the run directory holds each tracker's run id.
+Each is an optional extra, and records are sent only to the trackers in `save.trackers`. A tracker that cannot start is
+an error that prevents the run. One that fails later is dropped with one message, and never stops or slows the training.
+A resumed run continues the tracker's same run: trackers.json in the run directory holds each tracker's run id.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def refuse_missing(names: Sequence[str]) -> None:
             ) from error
 
 
-# -- what each calls the run -----------------------------------------------------------------------------------------
+# -- ids of the run in the trackers ----------------------------------------------------------------------------------
 
 _FILE = "trackers.json"
 
@@ -185,7 +185,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-# -- the four --------------------------------------------------------------------------------------------------------
+# -- the trackers ----------------------------------------------------------------------------------------------------
 
 
 def _import_tensorboard() -> Any:
@@ -207,8 +207,7 @@ def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
 
 def _import_wandb() -> Any:
     import wandb
-    # noqa: F401 - fails for a local directory named wandb, which can be imported too but has neither
-    from wandb import Settings, init
+    from wandb import Settings, init  # noqa: F401 - a local directory wandb/ could be imported, but lacks both
 
     return wandb
 
@@ -282,7 +281,7 @@ class _Kind:
     imported: Callable[[], object]
     # second argument: the tracker's id of this run from before, or None
     begin: Callable[[Tracked, str | None], _Tracker]
-    fix: str  # what the user can do if it cannot start
+    fix: str  # advice for the user if it cannot start
 
 
 _KINDS = {

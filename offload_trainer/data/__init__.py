@@ -1,8 +1,7 @@
-"""Text to training rows: documents -> tokens, once, in a cached token file -> fixed rows in a seeded order.
+"""Training data: text or conversations are tokenised once into a cached token file and read as fixed rows.
 
-sources.find_sources     paths the user gave   -> files
-documents.read_documents a file                -> documents -> pieces.Cutter -> pieces of text
-conversations, answers   lines of JSON         -> ids, and which of them are learned; marked_rows.RowMaker -> rows
-prepare.prepare_tokens   pieces, tokenizer     -> tokenfile.TokenFile (memory-mapped ids)
-rows.RowReader           ids, DataState        -> Batch, each with the state to resume from
+sources.find_sources      paths from the user     -> files documents.read_documents  a file                  ->
+documents -> chunked_tokenize.TextSplitter -> pieces of text conversations, loss_mask  lines of JSON           -> ids
+with a loss mask; packing.RowMaker -> rows prepare.prepare_tokens    pieces, tokenizer       -> tokenfile.TokenFile (ids
+read on demand) rows.RowReader            ids, DataState          -> Batch, each with the state to resume from
 """

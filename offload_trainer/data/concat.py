@@ -1,6 +1,6 @@
-"""Several token files as one: their ids follow each other in the given order, as if they lay in one file.
+"""Several token files read as one: their ids follow each other in the given order, as in a single file.
 
-So rows cross from one file into the next as they cross from document to document, and no token at a file's end is lost.
+Rows cross from one file into the next as they do from document to document, and no token at a file's end is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload_trainer.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """Ids of several files of one dtype. What not all files say, or say alike, is None."""
+    """Ids of several token files of one dtype. An attribute on which the files disagree, or that one lacks, is None."""
 
     files: tuple[TokenFile, ...]
 
@@ -40,16 +40,16 @@ class TokenShards:
 
     @property
     def row_length(self) -> None:
-        """Ids of several files are never in rows: a file of rows stands for itself."""
+        """None: several files are never files of rows (`joined` refuses those)."""
 
     @property
     def packed(self) -> bool:
-        """See there."""
+        """False, since several files are never files of rows."""
         return False
 
     @property
     def summary(self) -> None:
-        """See there."""
+        """None, since several files are never files of rows."""
 
     @property
     def text_bytes(self) -> int | None:
@@ -65,7 +65,7 @@ class TokenShards:
         return sum(map(len, self.files))
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` ids from `start` on, in the files' dtype. Raises as `TokenFile.read`."""
+        """Return `count` ids from `start` on, in the files' dtype. Raises as `TokenFile.read`."""
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
         parts = []
         for file, end in zip(self.files, accumulate(map(len, self.files)), strict=True):
@@ -80,7 +80,11 @@ Tokens = TokenFile | TokenShards
 
 
 def joined(files: Sequence[TokenFile]) -> Tokens:
-    """The files as one. UserError where they differ in dtype, tokenizer or vocabulary; what one does not say fits."""
+    """Return the files as one sequence of ids.
+
+    Raises UserError if they differ in dtype, tokenizer, vocabulary or end-of-text (a file that does not state a value
+    fits any), or if one of several files holds rows of conversations.
+    """
     for what in ("dtype", "tokenizer", "vocabulary", "end_of_text"):
         said = {str(getattr(file, what)): file.path for file in files if getattr(file, what) is not None}
         if len(said) > 1:

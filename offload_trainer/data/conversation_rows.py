@@ -1,4 +1,4 @@
-"""Lines of JSON that hold conversations -> rows of a token file.
+"""Conversion of conversations in lines of JSON to the rows of a token file.
 
 records ── Example ── AnswerEncoder ── RowMaker (── Packer) ──> marked ids
 """
@@ -22,9 +22,9 @@ from offload_trainer.data.tokenfile import TokenWriter
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_count
 
-# Raise it when the same conversations and template give other rows than before.
+# Increase it when the same conversations and template give other rows than before.
 _VERSION = 2
-_BATCH = 256  # conversations that the tokenizer gets at a time
+_BATCH = 256  # conversations per tokenizer call
 _SECONDS_BETWEEN_REPORTS = 5.0
 
 PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
@@ -32,18 +32,19 @@ PLAIN_TEMPLATE = Path(__file__).parent / "builtin" / "chat_template.jinja"
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How conversations become rows."""
+    """Settings of the conversion of conversations to rows."""
 
-    form: str  # of the lines: conversations.py
-    everything: bool  # whether all tokens are learned, or answers alone
-    length: int  # of a row, in tokens
-    packed: bool  # several in a row
+    form: str  # name of the lines' form, see conversations.py
+    everything: bool  # train on all tokens, not only on answers
+    length: int  # row length in tokens
+    packed: bool  # put several conversations in a row
 
     def key(self, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-        """All that the rows depend on beside the lines and the tokenizer's ids."""
+        """Return everything that the rows depend on except the lines and the tokenizer's ids."""
         template = hashlib.blake2b(repr(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
         wish = asdict(self)
-        packed = ["packed"] if wish.pop("packed") else []  # files of rows that are not keep their names
+        # omit the key for unpacked rows, so that their existing cache files keep their names
+        packed = ["packed"] if wish.pop("packed") else []
         return [_VERSION, *wish.values(), template, *packed]
 
 
@@ -56,9 +57,10 @@ def write_rows(
     end_of_text: int | None,
     say: Callable[[str], None],
 ) -> None:
-    """Write the rows of all records, and the writer's summary; `tokenizer` has its chat template.
+    """Write the rows of all records and set the writer's summary; `tokenizer` must have its chat template.
 
-    UserError, with file and line, for a record that is no conversation, and where nothing is learned in any.
+    Raises UserError, with file and line, for a record that is not a conversation, and if no conversation has a learned
+    token.
     """
     encoder = AnswerEncoder(tokenizer, everything=wish.everything, end_of_text=end_of_text)
     pad = next((id_ for id_ in (tokenizer.pad_token_id, end_of_text) if id_ is not None), 0)
@@ -78,7 +80,7 @@ def write_rows(
     if not writer.tokens:
         raise UserError(_nothing_learned(maker.counts, wish.length))
     rows = writer.tokens // wish.length
-    writer.write([pad | NOT_LEARNED])  # a row ends with the token behind it
+    writer.write([pad | NOT_LEARNED])  # the last row needs one token after it as its last target
     told = [maker.counts.told(rows=rows, length=wish.length), *encoder.unsaid.told()]
     writer.summary = "; ".join(told)
 
@@ -88,7 +90,7 @@ def _packed(packer: Packer, ids: np.ndarray | None) -> np.ndarray | None:
 
 
 def _nothing_learned(counts: Counts, length: int) -> str:
-    """Return why no conversation has made a row, and what to do."""
+    """Return why no conversation has produced a row, and what to do."""
     without = (
         f"{counts.unanswered} have no answer to learn (a message from the assistant, without 'weight': 0 or 'train': "
         "false)"
@@ -104,7 +106,7 @@ def _nothing_learned(counts: Counts, length: int) -> str:
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
-    """Give a tokenizer without a chat template a plain one, which its exports then have too."""
+    """Set a plain chat template on a tokenizer without one. Exports of the model then contain it too."""
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN_TEMPLATE.read_text()
         say('note: the tokenizer has no chat template: turns become "User: ..." and "Assistant: ...", a line each')

@@ -1,12 +1,12 @@
-"""Lines of JSON -> conversations: which of the published forms a file has, and what one line of it says.
+"""Parsing of conversations: detect which published form a file of JSON lines has, and parse one line of it.
 
-chat      {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}
-sharegpt  {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
-alpaca    {"instruction": ..., "input": ..., "output": ...}, or another name for each: `_QUESTIONS`, `_ANSWERS`
-pairs     {"prompt": ..., "completion": ...}      two strings, or two lists of messages
+chat      {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]} sharegpt  {"conversations": [{"from":
+"human", "value": ...}, {"from": "gpt", "value": ...}, ...]} alpaca    {"instruction": ..., "input": ..., "output":
+...}, or another name for each: `_QUESTIONS`, `_ANSWERS` pairs     {"prompt": ..., "completion": ...}      two strings,
+or two lists of messages
 
-The first three take "system" and "tools", and the third takes "history", as LLaMA-Factory, Axolotl and TRL do. Forms of
-those projects that are not for this kind of training are refused by what they are (`_OTHERS`).
+The first three accept "system" and "tools", and the third accepts "history", as in LLaMA-Factory, Axolotl and TRL.
+Forms of those projects for other kinds of training are refused with a message that names them (`_OTHERS`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GOOD_AND_BAD = (
     "answers marked as good or bad (KTO), which TRL trains on: docs/integrations.md. To train on the good ones, give "
     "these alone, without the mark"
 )
-# Fields that tell a form which is not trained on here, what it is, and what to do.
+# Fields that identify a form for another kind of training: the fields, what the form is, and what to do.
 _OTHERS = (
     (("chosen", "rejected"), _PREFERENCES),
     (("chosen_response", "rejected_response"), _PREFERENCES),
@@ -55,14 +55,15 @@ _OTHERS = (
     (("segments",), "segments without a template: give 'prompt' and 'completion', or 'messages'"),
     (("prompt",), "prompts without answers: give each its answer, as 'completion' (plain text) or 'response' (chat)"),
 )
-_NO_LOSS_HERE = ("train_detail", "training_detail")  # parts of an answer that are learned, in Axolotl's form
-# All that is read of a table beside its columns of strings.
+# Axolotl's fields for training on parts of an answer, which is not supported here
+_NO_LOSS_HERE = ("train_detail", "training_detail")
+# All columns read from a table in addition to its string columns.
 COLUMNS = (
     *dict.fromkeys(key for keys in (*_KEYS.values(), *(keys for keys, _ in _OTHERS)) for key in keys),
     *(*_QUESTIONS, "input", *_ANSWERS, *_SYSTEM, "history", "tools", "label", "chat_template_kwargs"),
     *_MEDIA,
 )
-# Fields about a record, which nobody expects in a row.
+# Metadata fields, which are not expected in a row.
 _ABOUT = frozenset(
     (
         *("id", "uid", "uuid", "guid", "idx", "index", "hash", "source", "dataset", "subset", "split", "origin", "url"),
@@ -91,12 +92,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """One line: messages, whose answers from number `first` on are learned; or, of plain strings, `pair`.
+    """One line of a file: messages, whose answers from index `first` on are learned, or a `pair` of plain strings.
 
-    `texts` are all strings of the line that a row is expected to hold, each with its field.
+    `texts` are all strings of the line that a row is expected to contain, each as (field, string).
     """
 
-    where: str  # file and line
+    where: str  # file and line, for error messages
     messages: tuple[Message, ...] = ()
     first: int = 0
     tools: tuple[Any, ...] | None = None
@@ -105,9 +106,9 @@ class Example:
 
 
 def form_of_files(sources: Sequence[Path], *, form: str, text_field: str) -> str:
-    """`TEXT`, or the form of conversation that all `sources` have, by the first line of each; `form` but for "auto".
+    """Return `form`, or if it is "auto" the form that the first line of each file shows: a conversation form or `TEXT`.
 
-    UserError where they differ, or hold a form that is not trained on here.
+    Raises UserError if the files differ or have a form that is not trained on here.
     """
     found = {source: _form_of_file(source, form=form, text_field=text_field) for source in sources}
     kinds = list(dict.fromkeys(found.values()))
@@ -137,11 +138,11 @@ def _form_of_file(source: Path, *, form: str, text_field: str) -> str:
         raise UserError(f"{where}: it may be read as {' or as '.join(fitting)}: say which with data.format=NAME")
     if not fitting:
         _refuse_other(record, where=where)
-    return fitting[0] if fitting else TEXT  # the text's reader then says what is missing
+    return fitting[0] if fitting else TEXT  # the text reader then reports what is missing
 
 
 def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
-    """Return what one line says. UserError, with file and line, for a line of another form."""
+    """Parse one line. Raises UserError, with file and line, for a line of another form."""
     if form == "alpaca" and not _asks_and_answers(record):
         _refuse_other(record, where=where)
         raise UserError(
@@ -177,9 +178,9 @@ def example_of(record: dict[str, Any], *, form: str, where: str) -> Example:
 
 
 def _refuse_other(record: dict[str, Any], *, where: str, form: str | None = None) -> None:
-    """UserError for a line of a known form that is not trained on here, or that holds more than text.
+    """Raise UserError for a line of a form that is not trained on here, or that holds more than text.
 
-    `form`: the form whose fields the line has, so that only what is added to those tells another form.
+    If the line has the fields of `form`, a "prompt" field alone does not make it a prompt without an answer.
     """
     for keys, told in _OTHERS:
         if all(record.get(key) is not None for key in keys) and (form is None or keys != ("prompt",)):
@@ -217,7 +218,7 @@ def _alpaca(record: dict[str, Any], *, where: str) -> tuple[Message, ...]:
 
 
 def _only(record: dict[str, Any], names: Sequence[str], *, where: str) -> str | None:
-    """Return which of several names of one field is there; None for none. UserError for several."""
+    """Return which of several names of one field is present, or None. Raises UserError for several."""
     there = [name for name in names if record.get(name) not in (None, "")] or [n for n in names if n in record][:1]
     if len(there) > 1:
         raise UserError(
@@ -227,7 +228,7 @@ def _only(record: dict[str, Any], names: Sequence[str], *, where: str) -> str | 
 
 
 def _pair(record: dict[str, Any], *, where: str) -> tuple[str, str] | None:
-    """Return a prompt and its completion where they are plain strings, None where they are lists of messages."""
+    """Return a prompt and its completion if they are plain strings, None if they are lists of messages."""
     if isinstance(record["prompt"], list) and isinstance(record["completion"], list):
         return None
     unused = [key for key in (*_SYSTEM, "tools") if record.get(key)]
@@ -240,7 +241,7 @@ def _pair(record: dict[str, Any], *, where: str) -> tuple[str, str] | None:
 
 
 def _messages(record: dict[str, Any], field: str, *, where: str) -> tuple[Message, ...]:
-    """Return the messages of a field, each with `role` and `content`; ShareGPT's names for those are taken too."""
+    """Return the messages of a field, each with `role` and `content`; ShareGPT's key names are accepted too."""
     value = record[field]
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else json_kind(value)
@@ -288,7 +289,10 @@ def _whether_learned(turn: Message) -> Message:
 
 
 def _with_arguments(calls: Any, number: int, *, where: str) -> list[Any]:
-    """Return calls of tools with their arguments as objects, which templates expect; published files have JSON."""
+    """Return tool calls with their arguments as objects, which templates expect.
+
+    Published files have the arguments as JSON text.
+    """
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(f"{where}: 'tool_calls' of message {number} is no list of objects")
     return [call | {"function": _parsed_arguments(call["function"])} if "function" in call else call for call in calls]
@@ -300,12 +304,12 @@ def _parsed_arguments(function: Any) -> Any:
     try:
         found = json_in(function["arguments"])
     except ValueError:
-        return function  # the template may print it as it is
+        return function  # the template may print the string unchanged
     return function | {"arguments": found} if isinstance(found, dict) else function
 
 
 def _called(value: Any, number: int, *, where: str) -> list[Any]:
-    """Return the calls that LLaMA-Factory's form has as JSON: {"name": ..., "arguments": ...}, or a list of those."""
+    """Parse LLaMA-Factory's calls in JSON: {"name": ..., "arguments": ...}, or a list of those."""
     found = _parsed_json(value, f"message {number}, a {_CALL},", where=where)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -314,7 +318,7 @@ def _called(value: Any, number: int, *, where: str) -> list[Any]:
 
 
 def _system(record: dict[str, Any], messages: Sequence[Message], *, where: str) -> tuple[Message, ...]:
-    """Return the system prompt that a line has beside its messages. It is left out where they begin with one."""
+    """Return the system prompt that a line has in a separate field, or nothing if its messages begin with one."""
     field = _only(record, _SYSTEM, where=where)
     if field is None or record[field] in (None, "") or messages[0]["role"] == "system":
         return ()
@@ -322,7 +326,7 @@ def _system(record: dict[str, Any], messages: Sequence[Message], *, where: str) 
 
 
 def _tools(record: dict[str, Any], *, where: str) -> tuple[Any, ...] | None:
-    """Return the tools of a line, given as a list or as JSON, each in the form that templates expect."""
+    """Return a line's tools, which are a list or JSON text, each in the form that templates expect."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         tools = _parsed_json(tools, "'tools'", where=where)
@@ -353,7 +357,7 @@ def _list_or_nothing(record: dict[str, Any], name: str, *, where: str) -> list[A
 
 
 def _text(content: Any, number: int, *, where: str) -> str:
-    """Return a message's text, in one string or in parts."""
+    """Return a message's text, which may be one string or a list of text parts."""
     if content is None:
         raise UserError(f"{where}: message {number} has no content; where it is empty, say so with an empty string")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -365,11 +369,11 @@ def _text(content: Any, number: int, *, where: str) -> str:
     return encodable("".join(part["text"] for part in parts), f"message {number}", where=where)
 
 
-# -- what a row should hold --------------------------------------------------------------------------------------------
+# -- strings that a row should contain ---------------------------------------------------------------------------------
 
 
 def texts_in(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each string of a line that is not empty, with its field; fields about the line itself are left out."""
+    """Yield each non-empty string of a line with its field; metadata fields are left out."""
     if isinstance(value, str):
         if value.strip():
             yield field, value

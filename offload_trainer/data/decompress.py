@@ -1,6 +1,6 @@
-"""A file's bytes in order, unpacked as they are read where its name ends as those of packed files do.
+"""Reading of plain and compressed files as one stream of bytes; the suffix determines the decompressor.
 
-NAME.jsonl.zst ── _Seen ── decompressor ──> bytes          all bytes of the file itself go by `seen`
+NAME.jsonl.zst ── _Seen ── decompressor ──> bytes          `seen` is called with all bytes of the file itself
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _DAMAGED = (EOFError, zlib.error, lzma.LZMAError)
 
 
 def packing_of(path: Path) -> str:
-    """Its last suffix where that is of a packed file, else nothing."""
+    """Return the path's last suffix in lower case if it is that of a compressed file, else ""."""
     return path.suffix.lower() if path.suffix.lower() in PACKED else ""
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what the text is: NAME.jsonl.gz -> .jsonl."""
+    """Return the suffix of the content: NAME.jsonl.gz -> .jsonl."""
     return (path.with_suffix("") if packing_of(path) else path).suffix.lower()
 
 
 def refuse_without_library(path: Path) -> None:
-    """UserError where a library is missing that a file of this name is read with."""
+    """Raise UserError if the library that reads files of this name is not installed."""
     if path.suffix.lower() in (".parquet", ".arrow", ".zst") and not is_installed("pyarrow"):
         raise UserError(lacks(str(path), "pyarrow"))
 
 
 class _Seen(io.RawIOBase):
-    """A file whose bytes somebody sees as they are read."""
+    """A file that passes the bytes to a callback as they are read."""
 
     def __init__(self, file: BinaryIO, seen: Callable[[bytes], object]) -> None:
         self._file, self._seen = file, seen
@@ -56,7 +56,7 @@ class _Seen(io.RawIOBase):
 
 
 class _Arrows(io.RawIOBase):
-    """pyarrow's stream of unpacked bytes as one of Python's."""
+    """pyarrow's stream of decompressed bytes as a Python raw stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -72,22 +72,22 @@ class _Arrows(io.RawIOBase):
 
 @contextmanager
 def opened(path: Path, *, seen: Callable[[bytes], object]) -> Iterator[BinaryIO]:
-    """The bytes of `path`, unpacked. Once all are read, `seen` has had every byte of the file.
+    """Open `path` for reading its decompressed bytes. On exit, `seen` has been called with every byte of the file.
 
-    OSError where it cannot be read, UserError where it is no regular file or cannot be unpacked.
+    Raises OSError if it cannot be read, UserError if it is not a regular file or cannot be decompressed.
     """
     with open_given(path) as file:
         raw: Any = io.BufferedReader(_Seen(file, seen), 1 << 18)
         try:
             yield _unpacked(raw, packing_of(path))
-            while raw.read(1 << 18):  # what a decompressor needed no more
+            while raw.read(1 << 18):  # bytes that the decompressor did not need
                 pass
         except _DAMAGED as error:
             raise _damaged(path, error) from error
         except OSError as error:
             if error.errno is not None:
                 raise
-            raise _damaged(path, error) from error  # of a decompressor
+            raise _damaged(path, error) from error  # an OSError without errno comes from a decompressor
 
 
 def _unpacked(raw: io.BufferedReader, packing: str) -> BinaryIO:

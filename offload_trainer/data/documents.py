@@ -1,4 +1,4 @@
-"""Files -> documents -> pieces of text, in bounded memory.
+"""Readers of text, JSON lines and tables as documents, in pieces of text, with bounded memory.
 
 A text file is one document. Each line of a jsonl file and each row of a table is a document.
 """
@@ -19,7 +19,7 @@ from offload_trainer.data.tables import TABLES, read_rows
 from offload_trainer.errors import UserError
 from offload_trainer.units import format_bytes
 
-LINE_BYTES = 1 << 26  # of a jsonl line, which is in memory whole, several times over
+LINE_BYTES = 1 << 26  # limit for a jsonl line, which is in memory whole, several times over
 _BLOCK = 1 << 18
 _BOM = b"\xef\xbb\xbf"
 
@@ -27,14 +27,14 @@ _BOM = b"\xef\xbb\xbf"
 def read_documents(
     source: Path, *, text_field: str, cutter: TextSplitter, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[Piece]:
-    """Stream a file's documents. Together, a document's pieces are exactly its text; empty documents are left
-    out.
+    """Yield the pieces of a file's documents. A document's pieces together are exactly its text.
 
     A text file is one document. Each line of a ``.jsonl`` file and each row of a table is one document: the string in
-    its `text_field`. Blank lines are skipped, and so is a byte-order mark. `seen` is called with all bytes of the file.
+    its `text_field`. Empty documents, blank lines and a byte-order mark are skipped. `seen` is called with all bytes of
+    the file.
 
-    Raises UserError with file and line: not UTF-8, not JSON, longer than `LINE_BYTES`, no such field, a field that is
-    not a string.
+    Raises UserError with file and line for text that is not UTF-8, a line that is not a JSON object or longer than
+    `LINE_BYTES`, and a field that is missing or not a string.
     """
     try:
         if holds_records(source):
@@ -49,7 +49,7 @@ def read_documents(
 
 def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    line, column, done = 1, 0, 0  # lines; bytes of the last one, and of all, that are decoded
+    line, column, done = 1, 0, 0  # line number; bytes decoded of the current line, and in total
     first = True
     with opened(source, seen=seen) as file:
         while True:
@@ -70,17 +70,17 @@ def _text_blocks(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[s
 
 
 def holds_records(source: Path) -> bool:
-    """Whether a file has lines of JSON or rows of a table, and not one text."""
+    """Return whether a file holds lines of JSON or rows of a table instead of one text."""
     return kind_of(source) == ".jsonl" or source.suffix.lower() in TABLES
 
 
 def read_records(
     source: Path, *, wanted: Collection[str], strings: bool = False, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Stream the objects of a ``.jsonl`` file or the rows of a table: (file and line, as messages name them; the
-    object). Of a table's columns only the `wanted`, and with `strings` all columns of strings.
+    """Yield the objects of a ``.jsonl`` file or the rows of a table, each as (file and line, object).
 
-    Raises UserError as `read_documents`.
+    Of a table, only the columns in `wanted` are read, and with `strings` also all columns of strings. Raises UserError
+    as `read_documents`.
     """
     try:
         if source.suffix.lower() in TABLES:
@@ -93,7 +93,7 @@ def read_records(
 
 
 def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[str, str]]:
-    """The lines that are not blank, each with where it is."""
+    """Yield the lines that are not blank, each as (file and line, text)."""
     number = done = 0
     with opened(source, seen=seen) as file:
         while raw := file.readline(LINE_BYTES + 1):
@@ -115,7 +115,7 @@ def _lines(source: Path, *, seen: Callable[[bytes], object]) -> Iterator[tuple[s
 
 
 def _object(line: str, *, where: str) -> dict[str, Any]:
-    """A line's JSON object, or a UserError that says what is there instead."""
+    """Return the JSON object in a line. Raises UserError for anything else."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -130,7 +130,7 @@ def _object(line: str, *, where: str) -> dict[str, Any]:
 
 
 def _field(record: dict[str, Any], name: str, *, where: str) -> str:
-    """The string in an object's field, or a UserError that says what is there instead."""
+    """Return the string in a field of an object. Raises UserError if the field is missing or not a string."""
     if name not in record:
         near = get_close_matches(name, record, n=1)
         fix = near[0] if near and near[0].isprintable() else "NAME"
@@ -143,7 +143,7 @@ def _field(record: dict[str, Any], name: str, *, where: str) -> str:
 
 
 def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
-    """The string in a field that is there. UserError for anything else."""
+    """Return the string in a field that exists. Raises UserError for any other type."""
     text = record[name]
     if not isinstance(text, str):
         raise UserError(f"{where}: field {name!r} holds {json_kind(text)}, where a string is needed")
@@ -151,12 +151,12 @@ def string_in(record: dict[str, Any], name: str, *, where: str) -> str:
 
 
 def named_fields(record: dict[str, Any]) -> str:
-    """The keys of an object, for a message."""
+    """List the first keys of an object for an error message."""
     return ", ".join(repr(key)[1:-1][:40] for key in list(record)[:20]) or "none at all"
 
 
 def json_in(text: object) -> Any:
-    """Return what a string of a user's file says as JSON. ValueError for anything that is no JSON."""
+    """Parse a string from a user's file as JSON. Raises ValueError if it is not JSON."""
     try:
         return json.loads(text)  # type: ignore[arg-type]
     except (TypeError, RecursionError) as error:
@@ -164,15 +164,16 @@ def json_in(text: object) -> Any:
 
 
 def json_kind(value: object) -> str:
-    """Return what a value is in JSON's words: "a string", "null"."""
+    """Name the JSON type of a value for a message: "a string", "null"."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), f"a value of type {type(value).__name__}")  # of a table's column
+    # a type that only a table's column can have
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")
 
 
 def encodable(text: str, what: str, *, where: str) -> str:
-    """The text, or a UserError where JSON spelled half a character in it."""
+    """Return the text. Raises UserError if it contains half a surrogate pair, which JSON escapes can spell."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -185,7 +186,10 @@ def _where(source: Path, line: int) -> str:
 
 
 def _not_utf8(source: Path, line: int, error: UnicodeDecodeError, *, column: int, before: int) -> UserError:
-    """Return what to say of `error`, in bytes behind the first `column` of `line` and `before` of the whole text."""
+    """Return the UserError for a decoding error.
+
+    `column` is the number of bytes decoded before it in `line`, and `before` the number in the whole text.
+    """
     good = error.object[: error.start]
     ended = good.rfind(b"\n") + 1
     place = len(good) - ended if ended else column + len(good)

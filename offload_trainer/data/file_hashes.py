@@ -1,8 +1,8 @@
-"""What a text is: the sum of each file's bytes, computed when it is first seen and when it may have changed.
+"""Hashes of text files, remembered from one run to the next and recomputed when a file may have changed.
 
-A file is read again unless its size, its times of change and its inode are those of the last time, and it had been left
-alone for two seconds then: within one tick of the clock a second change would look like the first. The time that counts
-is the inode's (ctime), which no program can set back.
+A file is read again unless its size, modification times, inode and device equal the remembered ones and it had not
+changed for two seconds when it was hashed: a second change within one clock tick would leave the same times. The
+inode's ctime is compared too, since no program can set it back.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BLOCK = 1 << 24
 
 
 def new_sum() -> Any:
-    """An empty sum: `update` it with bytes, take its `hexdigest`."""
+    """Return an empty hash object; call its `update` with bytes, then `hexdigest`."""
     return hashlib.blake2b(digest_size=16)
 
 
 def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], None]) -> list[str]:
-    """The sum of each file. `memory`: a file that remembers them from one run to the next; any may be lost.
+    """Return the hash of each file. `memory` is the file that caches hashes between runs; losing it costs only time.
 
     Raises UserError for a file that cannot be read.
     """
@@ -50,12 +50,12 @@ def source_sums(sources: Sequence[Path], *, memory: Path, say: Callable[[str], N
             memory.parent.mkdir(parents=True, exist_ok=True)
             write_text(memory, json.dumps(about), mode=MODE)
         except OSError:
-            pass  # then they are computed again
+            pass  # without the cache the hashes are computed again next time
     return [about[str(source.resolve())]["sum"] for source in sources]
 
 
 def _is_known(then: Any, now: dict[str, int]) -> bool:
-    """Whether a remembered sum is still of this file."""
+    """Return whether a remembered hash still belongs to this file."""
     if not isinstance(then, dict) or not isinstance(then.get("sum"), str) or not isinstance(then.get("at"), int):
         return False
     alike = all(then.get(key) == value for key, value in now.items())
@@ -85,7 +85,7 @@ def _sum(path: Path) -> str:
 
 
 def _remembered(memory: Path) -> dict[str, Any]:
-    """What was written there, or nothing where it cannot be read: it only saves time."""
+    """Return the remembered hashes, or nothing if they cannot be read."""
     try:
         return parsed(file_bytes(memory, opener=open_owned), dict[str, Any])
     except (FileNotFoundError, ValueError):

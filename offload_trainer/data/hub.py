@@ -1,4 +1,4 @@
-"""A data set of the hub by its name: `datasets` fetches it, and its Arrow files are read as any others.
+"""Data sets on the Hugging Face hub: `datasets` downloads them, and their Arrow files are read like local ones.
 
 hub:OWNER/NAME   hub:OWNER/NAME:SPLIT   hub:OWNER/NAME/CONFIGURATION:SPLIT
 """
@@ -20,9 +20,9 @@ _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.\[\]%:+-]+))?")
 
 @cache
 def hub_files(wish: str) -> tuple[Path, ...]:
-    """The files in `datasets`' cache that hold the split, `train` where none is named; fetched if they are not there.
+    """Return the files in `datasets`' cache that hold the split (`train` by default), downloading them if needed.
 
-    Raises UserError for what is no such name, without `datasets`, and where the data set cannot be had.
+    Raises UserError for an invalid name, if `datasets` is not installed, and if the data set cannot be loaded.
     """
     found = _NAME.fullmatch(wish.removeprefix(HUB))
     if found is None:
@@ -37,7 +37,8 @@ def hub_files(wish: str) -> tuple[Path, ...]:
 
     try:
         loaded = datasets.load_dataset(name, configuration, split=split or "train")
-    except Exception as error:  # of the hub, of the network, of what the data set holds: all the user's to mend
+    # the hub, the network and the data set's content fail in many ways, all of them for the user to fix
+    except Exception as error:
         raise UserError(
             f"{wish} is not to be had: {one_line(error)}. Check the name, configuration, split and network, or "
             f"fetch it elsewhere with hf download --repo-type dataset {name} --local-dir data, then --data data"

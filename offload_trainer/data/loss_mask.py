@@ -1,16 +1,16 @@
-"""Conversations -> ids, each with whether it is one of an answer's: by the tokenizer's chat template, whatever it is.
+"""Tokenisation of conversations with a loss mask: render the tokenizer's chat template and find the answers' tokens.
 
-    template with {% generation %}     transformers says which tokens its blocks made
-    any other                          the text of a conversation, cut where it ends before an answer and after it:
+    template with {% generation %}     transformers reports which tokens its generation blocks produced
+    any other template                 render prefixes of the conversation and cut its text around each answer:
 
-        <user>Why?<end><assistant> │ Because.<end> │ <user>...        the line's messages up to an answer, with the
-        ──── not an answer ─────── │ ── answer ─── │                  generation prompt, are how the text begins
+        <user>Why?<end><assistant> │ Because.<end> │ <user>...        the text of the messages before an answer, with
+        ──── not an answer ─────── │ ── answer ─── │                  the generation prompt, is a prefix of the text
 
-An answer ends with what ends a turn, since a model has to write that; white space behind it is no part of one.
+An answer includes the text that ends its turn, since a model has to generate that. White space after it is excluded.
 
-A template decides what it prints. Text of a line that is not in the result is counted by field. A message of which
-nothing is printed, calls of tools or descriptions of tools that are not printed are refused: what is left would teach
-another answer, or the answer to another question.
+A template may drop text of a line. Fields whose text is missing from the result are counted. A message of which nothing
+is printed, tool calls or tool descriptions that are not printed are errors: the rest would teach another answer, or the
+answer to another question.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from offload_trainer.data.documents import json_in
 from offload_trainer.errors import UserError
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PIECES = re.compile(r"\n|</?\w+>")  # templates may change what is between these: thoughts move, lines are stripped
-_NAMED, _WHERE = 12, 120  # fields that are named; characters of a place that are shown
+_PIECES = re.compile(r"\n|</?\w+>")  # templates may change the text between these: reasoning moves, lines are stripped
+_NAMED, _WHERE = 12, 120  # number of fields named in a summary; characters shown of a file and line
 _OWN_TEMPLATE = "give data.chat_template=FILE with a template that prints"
 
-Span = tuple[int, int]  # characters, from and to
+Span = tuple[int, int]  # characters [from, to)
 
 
 class Encoded(NamedTuple):
-    """A conversation's ids, and of each whether it is learned."""
+    """A conversation's ids, and for each id whether it counts in the loss."""
 
     ids: list[int]
     counted: list[bool]
@@ -45,11 +45,11 @@ class Encoded(NamedTuple):
 
 @dataclass
 class OmittedText:
-    """What the lines have that no row says, and rows that teach to say nothing."""
+    """Text of the lines that is in no row, and the number of learned answers that are empty."""
 
-    fields: dict[str, int] = field(default_factory=dict)  # conversations, by field
-    first: dict[str, str] = field(default_factory=dict)  # the file and line of the first of them
-    empty: int = 0  # answers
+    fields: dict[str, int] = field(default_factory=dict)  # number of conversations, by field
+    first: dict[str, str] = field(default_factory=dict)  # file and line of the first of them, by field
+    empty: int = 0  # number of empty learned answers
 
     def add(self, fields: set[str], *, where: str) -> None:
         for name in sorted(fields):
@@ -57,7 +57,7 @@ class OmittedText:
             self.first.setdefault(name, where)
 
     def told(self) -> list[str]:
-        """Return a sentence for each, for a summary."""
+        """Return one sentence for each finding, for a summary."""
         named = sorted(self.fields, key=lambda name: -self.fields[name])[:_NAMED]
         found = [f"{name[:60]!r} in {self.fields[name]} (first: {self.first[name][-_WHERE:]})" for name in named]
         more = [f"{len(self.fields) - len(named)} more fields"] * (len(self.fields) > len(named))
@@ -66,10 +66,13 @@ class OmittedText:
 
 
 class AnswerEncoder:
-    """Renders with `tokenizer`, whose `chat_template` is set, and says what of it is answers."""
+    """A renderer of conversations with `tokenizer`, whose `chat_template` is set, that marks the tokens of answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool, end_of_text: int | None) -> None:
-        """`everything`: all tokens are learned. `end_of_text` is put behind a pair of plain strings, and learned."""
+        """Set up the encoder. Raises UserError if the tokenizer is not a fast one.
+
+        `everything` marks all tokens as learned. `end_of_text` is appended to a pair of plain strings and learned.
+        """
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path} does not say which text its tokens are of (it has no "
@@ -80,7 +83,10 @@ class AnswerEncoder:
         self._marks = bool(_MARKED.search(str(tokenizer.chat_template or "")))
 
     def encode(self, examples: Sequence[Example]) -> Iterator[Encoded]:
-        """Of each example. UserError, with file and line, where the template refuses one or tells no answers apart."""
+        """Yield the ids and the loss mask of each example.
+
+        Raises UserError, with file and line, if the template refuses an example or its answers cannot be located.
+        """
         rendered = [self._rendered(example) for example in examples]
         found = self._tokenizer(
             [text for text, _ in rendered],
@@ -119,7 +125,10 @@ class AnswerEncoder:
         return text, [self._answer(example, text, number) for number in answers]
 
     def _look_for_losses(self, example: Example, text: str) -> None:
-        """Count the fields whose text is not all in `text`. UserError where a message or tools are not there at all."""
+        """Count the fields whose text is not all in `text`.
+
+        Raises UserError if the whole content of a message or all the tools are missing.
+        """
         lost = {name for name, said in example.texts if not _holds(text, said)}
         self.unsaid.add(lost, where=example.where)
         for number, message in enumerate(example.messages, 1) if lost else ():
@@ -138,7 +147,10 @@ class AnswerEncoder:
             )
 
     def _refuse_unprinted_calls(self, example: Example, text: str) -> None:
-        """UserError for calls of tools that the template does not print: it is asked with names that it cannot know."""
+        """Raise UserError for tool calls that the template does not print.
+
+        The calls are rendered with unique function names, which can only be in the text if the template prints them.
+        """
         names = {n: f"offload_trainer_{n}" for n, message in enumerate(example.messages) if message.get("tool_calls")}
         messages = [
             _with_calls_of(message, names[n]) if n in names else message for n, message in enumerate(example.messages)
@@ -154,7 +166,7 @@ class AnswerEncoder:
     def _render(
         self, example: Example, messages: Sequence[Message], *, prompt: bool = False, tools: bool = True
     ) -> str:
-        """Return the text of messages. `prompt`: with what asks for an answer behind them; `tools`: with those."""
+        """Render messages to text, with the generation prompt at the end if `prompt`, and with the tools if `tools`."""
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -169,7 +181,7 @@ class AnswerEncoder:
         return text
 
     def _marked(self, example: Example) -> list[Span]:
-        """What the template's generation blocks made."""
+        """Return the character spans that the template's generation blocks produced."""
         found = self._tokenizer.apply_chat_template(
             list(example.messages),
             tools=None if example.tools is None else list(example.tools),
@@ -182,7 +194,7 @@ class AnswerEncoder:
         return [(start, end) for one, (start, end) in zip(mask, offsets, strict=True) if one and end > start]
 
     def _answer(self, example: Example, text: str, number: int) -> Span:
-        """Where in `text` the answer that is message `number` lies."""
+        """Return the character span in `text` of the answer in message `number`."""
         until = self._render(example, example.messages[: number + 1])
         before = self._before(example, until, number)
         said = str(example.messages[number].get("content") or "").strip()
@@ -197,10 +209,13 @@ class AnswerEncoder:
         )
 
     def _before(self, example: Example, until: str, number: int) -> str:
-        """How `until`, the text to the end of message `number`, begins: all that is no part of that answer."""
+        """Return the prefix of `until` that is not part of the answer.
+
+        `until` is the text up to and including message `number`.
+        """
         if number:
             before = self._render(example, example.messages[:number], prompt=True)
-            # A template may ask for an answer by nothing.
+            # A template may have an empty generation prompt.
             return before if until.startswith(before) else self._render(example, example.messages[:number])
         asking = self._render(example, example.messages[:1], prompt=True).removeprefix(until)
         return until[: until.find(asking) + len(asking)] if asking in until else ""
@@ -217,7 +232,7 @@ def _content(message: Message) -> str:
 
 
 def _with_calls_of(message: Message, name: str) -> Message:
-    """Return the message with each of its calls made one of the function `name`."""
+    """Return a copy of the message in which each tool call is to the function `name`."""
     calls = [
         call | {"function": call["function"] | {"name": name}}
         if isinstance(call.get("function"), dict)
@@ -228,7 +243,10 @@ def _with_calls_of(message: Message, name: str) -> Message:
 
 
 def _holds(text: str, said: str, *, any_piece: bool = False) -> bool:
-    """Return whether all of `said` is in `text`, or any piece of it, as it is or as JSON spells it."""
+    """Return whether `text` contains all of `said`, or with `any_piece` at least one piece of it.
+
+    A piece may be in the text verbatim or as JSON escapes it.
+    """
     if (said := said.strip()) in text:
         return True
     if said[:1] in ("{", "[") and not any_piece:
@@ -246,7 +264,10 @@ def _holds(text: str, said: str, *, any_piece: bool = False) -> bool:
 
 
 def _end_of_said(text: str, until: str, said: str, *, start: int) -> int | None:
-    """The end of an answer that `text` has without what `until` had before its words, as thoughts of earlier turns."""
+    """Return the end of an answer in `text`, or None.
+
+    `text` may lack what precedes the answer's words in `until`, since templates drop the reasoning of earlier turns.
+    """
     place, last = text.find(said, start), until.rfind(said)
     if not said or place < 0 or last < 0:
         return None
@@ -256,13 +277,16 @@ def _end_of_said(text: str, until: str, said: str, *, start: int) -> int | None:
 
 
 def _without_space(answer: str, said: str) -> int:
-    """Its length without white space behind what ends a turn; white space that itself ends it belongs to it."""
+    """Return the answer's length without trailing white space after the end of its turn.
+
+    White space that itself ends the turn is part of the answer.
+    """
     stripped = answer.rstrip()
     return len(answer) if stripped.endswith(said) and said else len(stripped)
 
 
 def _inside(offsets: Sequence[Any], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens have a character in one of `spans`, which are in order and apart."""
+    """Return for each token whether it overlaps one of `spans`, which are in order and disjoint."""
     counted, rest = [], list(spans)
     for start, end in offsets:
         while rest and rest[0][1] <= start:

@@ -1,11 +1,11 @@
-"""Several texts in shares of their own: in each epoch of a run a share of the rows is each one's, to the row.
+"""Mixtures of several texts: in each epoch every text supplies a fixed share of the rows, exact to the row.
 
-    rows     0 .. T, those to train on, one text's behind the other's; then V rows for validation, drawn from all
-    epoch    T places, of which text i has m_i = T * weight_i / all weights, rounded so that they are T together
-    place    -> by the run's order, text i and k below m_i -> the text's own row number epoch * m_i + k, in epochs and
-                an order of its own: a small text comes around more often, and of a large one each epoch has other rows
+    rows     0 .. T-1 are for training, one text's after the other's; then V rows for validation, drawn from all texts
+    epoch    T places, of which text i has m_i = T * weight_i / sum of weights, rounded so that they sum to T
+    place    -> by the run's shuffle, text i and k < m_i -> the text's own row number epoch * m_i + k, in its own epochs
+                and shuffles: a small text repeats more often, and a large one supplies other rows in each epoch
 
-All of it is computed from a row's place in the run, so resuming needs that number alone.
+All of it is computed from a row's position in the run, so a run needs only that number to resume.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload_trainer.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Rows of one text: numbers `first` and so on in it."""
+    """`count` rows of one text, from its row number `first` on."""
 
     tokens: Tokens
     first: int
@@ -34,7 +34,10 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class MixedTokens:
-    """Token files whose rows are numbered as above; ids are read a row at a time. What they do not all say is None."""
+    """Token files read as one sequence of rows in the numbering above; ids are read one row at a time.
+
+    An attribute on which the files disagree, or that one lacks, is None.
+    """
 
     files: tuple[Tokens, ...]
     train: tuple[_Part, ...]
@@ -75,7 +78,7 @@ class MixedTokens:
         return sum(part.count for part in (*self.train, *self.validation)) * self.seq_len + 1
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """The ids of one row and the one behind it. Raises as `TokenFile.read`."""
+        """Return the ids of one row and the one id after it. Raises as `TokenFile.read`."""
         row, inside = divmod(start, self.seq_len)
         assert inside == 0, start
         assert count == self.seq_len + 1, count
@@ -84,7 +87,7 @@ class MixedTokens:
             part, number = _found(self.train, row)
         else:
             held_out = sum(part.count for part in self.validation)
-            # So that the first of them, which evaluations take, are of all texts.
+            # Shuffled, so that the first rows, which evaluations use, come from all texts.
             part, number = _found(self.validation, order(row - trained, held_out, seed=0, epoch=0, shuffle=True))
         return part.tokens.read((part.first + number) * self.seq_len, count)
 
@@ -94,7 +97,7 @@ class MixedTokens:
 
 
 def _found(parts: Sequence[_Part], number: int) -> tuple[_Part, int]:
-    """The part that has the row of this number of all, and the row's in it."""
+    """Return the part that contains the row with this overall number, and the row's number in the part."""
     for part in parts:
         if number < part.count:
             return part, number
@@ -103,7 +106,7 @@ def _found(parts: Sequence[_Part], number: int) -> tuple[_Part, int]:
 
 
 class Shares:
-    """Which rows an epoch has: rows[i] of text i there are, weights[i] how often it comes beside the others."""
+    """The rows of an epoch: `rows[i]` is the number of rows that text i has, `weights[i]` its relative share."""
 
     def __init__(self, rows: Sequence[int], weights: Sequence[float]) -> None:
         self.rows, self._starts = tuple(rows), [0, *accumulate(rows)]
@@ -111,18 +114,19 @@ class Shares:
         self._ends = list(accumulate(self.counts))
 
     def row(self, position: int, *, seed: int) -> int:
-        """The number of the row, of all texts', at this place of the run."""
+        """Return the number, counted over all texts, of the row at this position of the run."""
         epoch, place = divmod(position, self._ends[-1])
         place = order(place, self._ends[-1], seed=seed, epoch=epoch, shuffle=True)
         text = bisect_right(self._ends, place)
         own = epoch * self.counts[text] + place - (self._ends[text] - self.counts[text])
         around, place = divmod(own, self.rows[text])
-        # An order of its own for each text and each time around, which no epoch of the run has.
+        # A separate shuffle for each text and each pass over it. Negative, so that it differs from every epoch of the
+        # run.
         drawn = -1 - (around * len(self.rows) + text)
         return self._starts[text] + order(place, self.rows[text], seed=seed, epoch=drawn, shuffle=True)
 
     def told(self, names: Sequence[str]) -> str:
-        """Which part of an epoch is whose, and how often its rows come around."""
+        """Describe each text's share of an epoch and how often its rows repeat."""
         total = self._ends[-1]
         parts = [
             f"{name} {count / total:.1%} of the rows, each {count / rows:.3g} times"
@@ -132,7 +136,7 @@ class Shares:
 
 
 def _divided(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` in these shares: whole numbers, the largest remainders rounded up. Where they are alike the first."""
+    """Divide `total` by the weights into whole numbers, rounding up the largest remainders; on ties the first."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     rest = sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])
@@ -144,9 +148,9 @@ def _divided(total: int, weights: Sequence[float]) -> list[int]:
 def mixed(
     files: Sequence[Tokens], weights: Sequence[float], *, names: Sequence[str], seq_len: int, validation: float
 ) -> MixedTokens:
-    """The texts as one, the last share `validation` of the rows of each held out.
+    """Return the texts as one mixture, with the last share `validation` of each text's rows held out.
 
-    UserError where they are not of one kind, or one of them has not a row for each use.
+    Raises UserError if they are not of one kind, or a text has too few rows.
     """
     for what in ("dtype", "row_length", "packed"):
         if len(said := {str(getattr(file, what)): name for file, name in zip(files, names, strict=True)}) > 1:

@@ -1,4 +1,4 @@
-"""Any place of a shuffled order, computed directly."""
+"""A pseudo-random permutation that can be evaluated at any index without computing the rest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _ROUNDS = 8
 
 
 def order(index: int, count: int, *, seed: int, epoch: int, shuffle: bool) -> int:
-    """The row at place `index` of an epoch: a permutation of range(count) drawn from seed and epoch.
+    """Return the row at place `index` of an epoch, by a permutation of range(count) determined by seed and epoch.
 
-    O(1) in time and memory: a balanced Feistel network permutes the next power of four, and a value outside
-    range(count) is permuted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", 2002), under 4 times on average. Same result on every machine and version.
+    It takes O(1) time and memory: a balanced Feistel network permutes the next power of four, and a value outside
+    range(count) is permuted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002), under 4 times on average. The result is the same on every machine and version.
     """
     assert 0 <= index < count
     if not shuffle:

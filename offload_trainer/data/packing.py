@@ -1,11 +1,11 @@
-"""Conversations -> rows of one length, each whole in a row, and what of a row is learned.
+"""Rows of fixed length from encoded conversations, with one or several conversations in a row, marked for the loss.
 
-    row      id id id id ... | pad pad                     a conversation in a row of its own
-    packed   id id id id | id id | id id id ... | pad pad  as many as have room
+    row      id id id id ... | pad pad                     one conversation per row
+    packed   id id id id | id id | id id id ... | pad pad  as many conversations as fit
 
-An id's upper bit says that it is not learned, the one below it that a conversation or the padding begins with it. Every
-conversation has a token that is learned and padding has none, so both can be told apart. A file of rows is a file of
-ids, read at any place.
+The top bit of an id means that the id is not learned, the bit below it that a conversation or the padding begins there.
+Every conversation has a learned token and padding has no learned token, so the two can be told apart. A file of rows is
+an ordinary file of ids.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from offload_trainer.units import format_count
 NOT_LEARNED = 1 << 31
 BEGINS = 1 << 30
 IDS = BEGINS - 1
-_OPEN = 64  # rows that are being filled at a time
+_OPEN = 64  # rows being filled at the same time
 
 
 def padding_of(marks: np.ndarray) -> np.ndarray:
     """Return the number of padding tokens at the end of each row of marked ids, shape [rows, tokens].
 
-    Files of unpacked rows that were made before padding was marked count none.
+    It is 0 for files of unpacked rows that were written before padding was marked.
     """
     places = np.arange(marks.shape[1])
     last = np.where(marks & BEGINS, places, 0).max(axis=1)
@@ -37,19 +37,19 @@ def padding_of(marks: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Counts:
-    """What became of the conversations that were given."""
+    """Statistics on the conversations of a file."""
 
     conversations: int = 0
     tokens: int = 0
     longest: int = 0
-    learned: int = 0  # tokens, of those that are in rows
-    cut: int = 0  # conversations
+    learned: int = 0  # learned tokens in rows
+    cut: int = 0  # number of conversations cut to the row length
     cut_off: int = 0  # their tokens that are in no row
     left_out: int = 0  # conversations whose answers are all cut off
     unanswered: int = 0  # conversations that have no answer to learn
 
     def told(self, *, rows: int, length: int) -> str:
-        """In a line, of so many rows."""
+        """Return a one-line summary for a file of `rows` rows of `length` tokens."""
         kept = self.tokens - self.cut_off
         parts = [
             f"{self.conversations} conversations, {format_count(self.tokens)} tokens, {self.learned / kept:.0%} of "
@@ -67,25 +67,25 @@ class Counts:
 
 
 class RowMaker:
-    """Takes conversations one by one and gives their rows: uint32 of `length`, marked as above."""
+    """Converts conversations one by one into uint32 rows of `length`, marked as described above."""
 
     def __init__(self, length: int, *, pad: int) -> None:
-        """`pad` fills up what is left of a row."""
+        """Set the row length in tokens and the id `pad` that fills the rest of a row."""
         self.counts = Counts()
         self._length, self._pad = length, pad
 
     def row_of(self, encoded: Encoded) -> np.ndarray | None:
-        """The conversation in a row of its own; None where nothing is learned in its first `length` tokens."""
+        """Return a row with this conversation alone, or None if nothing is learned in its first `length` tokens."""
         ids = self.cut(encoded)
         if ids is None:
             return None
         return np.concatenate([ids, _padding(self._length - len(ids), pad=self._pad)])
 
     def cut(self, encoded: Encoded) -> np.ndarray | None:
-        """Its first `length` tokens, marked; None where nothing is learned in them."""
+        """Return the conversation's first `length` tokens, marked, or None if nothing is learned in them."""
         count, used = len(encoded.ids), min(len(encoded.ids), self._length)
         learned = np.asarray(encoded.counted[:used], dtype=bool)
-        learned[:1] = False  # nothing comes before it that it could follow from
+        learned[:1] = False  # the first token has no context to be predicted from
         if not learned.any():
             if any(encoded.counted):
                 self.counts.left_out += 1
@@ -105,7 +105,7 @@ class RowMaker:
 
 @dataclass(eq=False)
 class _Row:
-    """Marked ids of conversations, one behind the other."""
+    """Marked ids of conversations, concatenated."""
 
     parts: list[np.ndarray] = field(default_factory=list)
     used: int = 0
@@ -116,14 +116,17 @@ class _Row:
 
 
 class Packer:
-    """Lays marked conversations out in rows, each in the row with the least room that has enough (best fit)."""
+    """Packs marked conversations into rows, each into the row with the least sufficient room (best fit)."""
 
     def __init__(self, length: int, *, pad: int) -> None:
         self._length, self._pad = length, pad
         self._open: list[_Row] = []
 
     def add(self, ids: np.ndarray) -> np.ndarray | None:
-        """Takes at most `length` ids. Gives a row that is complete: full, or the fullest where too many are open."""
+        """Add a conversation of at most `length` ids.
+
+        Returns a row that is complete, if any: a full one, or the fullest one if too many are open.
+        """
         first = ids[:1] | np.uint32(BEGINS)
         row = max((r for r in self._open if r.used + len(ids) <= self._length), key=lambda r: r.used, default=None)
         if row is None:
@@ -137,7 +140,7 @@ class Packer:
         return self._closed(fullest)
 
     def rest(self) -> list[np.ndarray]:
-        """The rows that are still open, in the order in which they were begun."""
+        """Return the rows that are still open, in the order in which they were started."""
         return [self._closed(row) for row in self._open]
 
     def _closed(self, row: _Row) -> np.ndarray:
@@ -146,7 +149,7 @@ class Packer:
 
 
 def _padding(count: int, *, pad: int) -> np.ndarray:
-    """Return `count` padding ids, marked as a segment of their own."""
+    """Return `count` padding ids, marked as a separate segment."""
     ids = np.full(count, pad | NOT_LEARNED, dtype=np.uint32)
     ids[:1] |= np.uint32(BEGINS)
     return ids

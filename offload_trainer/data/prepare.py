@@ -1,10 +1,10 @@
-"""What the user named -> one token file: a ``.bin`` as it is, text tokenised once and kept in the cache.
+"""Preparation of the run's token file: text is tokenised once into the cache, and a ``.bin`` file is used unchanged.
 
     find_sources -> read_documents -> batches of pieces -> tokenizer -> TokenWriter -> cache/NAME-KEY.bin
                     read_records ──> conversations -> rows (conversation_rows.py)
 
-The key hashes everything that the ids depend on, the text's own bytes too, so a changed text, field or tokenizer is
-another file.
+The key is a hash of everything that the ids depend on, including the text's bytes, so a changed text, field or
+tokenizer leads to another file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.storage.locks import NoLocks, turn
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-# Raise it when the same text and tokenizer give other ids than before.
+# Increase it when the same text and tokenizer give other ids than before.
 FORMAT = 2
 BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
 SECONDS_BETWEEN_REPORTS = 5.0
-_LONGEST = 86400.0  # seconds that another process may take for the same text
+_LONGEST = 86400.0  # seconds to wait for another process that tokenises the same text
 
 Found = TypeVar("Found")
 
@@ -54,15 +54,16 @@ def prepare_tokens(
     cache: Path,
     say: Callable[[str], None],
 ) -> Tokens:
-    """The token file or files of `section.path`, all of whose ids are below `vocabulary`, the model's number of ids.
+    """Return the token file or files of `section.path`, with all ids below `vocabulary`, the model's number of ids.
 
-    Text becomes ``cache/NAME-KEY.bin``, or is found there and not tokenised again. Each document, the last
-    one too, is followed by end-of-text, if the tokenizer has one. Special tokens that are spelled out in the
-    text become their ids, as transformers does it. Of several processes that prepare the same text one does the work,
-    and the others wait for it; where the cache's filesystem has no locks, each does it.
+    Text is tokenised into ``cache/NAME-KEY.bin``, unless that file exists. Each document, including the last, is
+    followed by end-of-text if the tokenizer has one. Special tokens spelled out in the text become their ids, as in
+    transformers. If several processes prepare the same text, one does the work and the others wait for it; where the
+    cache's filesystem has no locks, each does it.
 
-    Raises UserError: what `find_sources` and `read_documents` raise, no text, a tokenizer or a token file
-    that does not fit the model or each other. TrainerError: the drive is full, or the text changed meanwhile.
+    Raises UserError for the errors of `find_sources` and `read_documents`, for empty text, and for a tokenizer or token
+    files that do not fit the model or each other. Raises TrainerError if the drive is full or the text changed
+    meanwhile.
     """
     sources = find_sources(section.path, say=say)
     fingerprint = tokenizer_fingerprint(tokenizer)
@@ -103,12 +104,12 @@ def _tokenised(
     cache: Path,
     say: Callable[[str], None],
 ) -> TokenFile:
-    """The file of these sources in the cache, made where it is not there; None: of text, else of `rows`."""
+    """Return the cached token file of these sources, creating it if needed; `rows` is None for plain text."""
     fingerprint, separator = tokenizer_fingerprint(tokenizer), end_of_text(tokenizer)
     name = _stem(section.path[0])
     memory = cache / f"{name}-{_digest([str(source.resolve()) for source in sources])}.sums.json"
     sums = source_sums(sources, memory=memory, say=say)
-    # What the bytes are read as belongs to them: the same may be a text or lines of JSON.
+    # The key includes how the bytes are read: the same bytes may be a text or lines of JSON.
     content = [section.text_field, fingerprint, separator, [source.suffix.lower() for source in sources]]
     if rows is not None:
         content = [fingerprint, separator, *rows.key(tokenizer)]
@@ -142,9 +143,9 @@ def _tokenised(
 
 @contextmanager
 def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
-    """Wait until no other process makes `target`; inside, none begins to. A process that dies gives its lock back.
+    """Wait for a lock on creating `target` and hold it inside the context. The lock is released if its process dies.
 
-    Where there are no locks, or the lock file is another user's, every process does the work.
+    Without locks, or if the lock file is another user's, every process does the work.
     """
 
     def waiting(_: str) -> None:
@@ -155,14 +156,14 @@ def _only_writer(target: Path, *, say: Callable[[str], None]) -> Iterator[None]:
             target.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(turn(target.with_suffix(".lock"), say=waiting, patience=_LONGEST))
         except (OSError, NoLocks):
-            pass  # a directory that cannot be written is refused by the writer
+            pass  # if the directory cannot be written, the writer reports it
         yield
 
 
 def _checked(
     tokens: TokenFile, *, fingerprint: str, vocabulary: int, seq_len: int, say: Callable[[str], None]
 ) -> TokenFile:
-    """A ``.bin`` that the user named, if tokenizer, model and rows are its own."""
+    """Return a ``.bin`` file named by the user if it fits the tokenizer, the model and the row length."""
     path = tokens.path
     if tokens.row_length not in (None, seq_len):
         raise UserError(
@@ -176,7 +177,7 @@ def _checked(
         )
     if tokens.assumed:
         say(f"{path}: {tokens.assumed}")
-    # A matching sidecar says how many ids there are; without one, only the ids themselves do.
+    # A matching sidecar states the vocabulary; without one, only the ids themselves show it.
     if tokens.tokenizer is None or tokens.vocabulary is None:
         needed = tokens.largest_id() + 1
     else:
@@ -190,7 +191,7 @@ def _checked(
 
 
 def _refuse_other_rows(tokens: TokenFile, *, packing: bool) -> None:
-    """UserError for a file of rows that `data.packing` does not fit."""
+    """Raise UserError for a file of rows that does not match `data.packing`."""
     if tokens.row_length is not None and tokens.packed != packing:
         holds, key = ("several in a row", "on") if tokens.packed else ("each in a row of its own", "off")
         raise UserError(
@@ -199,17 +200,17 @@ def _refuse_other_rows(tokens: TokenFile, *, packing: bool) -> None:
 
 
 def _digest(content: object) -> str:
-    """16 hex digits of it."""
+    """Hash JSON-serialisable content to 16 hex digits."""
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 def _stem(path: str) -> str:
-    """What a person recognises a cached file by."""
+    """Return a readable name for a cached file, made from the source's name."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).resolve().stem)[:40].strip("-") or "text"
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text, without what a tokenizer adds around one."""
+    """Return the ids of a text without the special tokens that a tokenizer adds around it."""
     ids: list[int] = _encode_all(tokenizer, [text])[0]
     return ids
 
@@ -221,9 +222,9 @@ def _encode_all(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
 def _of_all(
     sources: Sequence[Path], *, sums: Sequence[str], read: Callable[..., Iterator[Found]], writer: TokenWriter
 ) -> Iterator[Found]:
-    """Yield what `read` finds in the files; TrainerError behind a file that is not the one whose sum was taken.
+    """Yield what `read` finds in the files. Raises TrainerError after a file whose hash is not the `sums` entry.
 
-    `writer` is told which share of the bytes has been read, without the block that is being looked at.
+    Sets `writer.share` to the share of the bytes read before the current block.
     """
     total, done = sum(source.stat().st_size for source in sources), 0
     for source, expected in zip(sources, sums, strict=True):
@@ -251,7 +252,7 @@ def _write_text(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
 ) -> None:
-    """The documents' ids, one after another."""
+    """Write the documents' ids, one document after another."""
     cutter = TextSplitter(partial(_encode, tokenizer))
     read = partial(read_documents, text_field=text_field, cutter=cutter)
     pieces = _of_all(sources, sums=sums, read=read, writer=writer)
@@ -274,7 +275,7 @@ def _tokenise(
     total: int,
     say: Callable[[str], None],
 ) -> int:
-    """Write the pieces' ids. Returns the UTF-8 bytes of text in them."""
+    """Write the pieces' ids. Returns the number of UTF-8 bytes of their text."""
     done = 0
     begin = reported = time.monotonic()
     for batch in _batches(pieces):
@@ -298,7 +299,7 @@ def _tokenise(
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Enough pieces at a time for a tokenizer with many threads, few enough for little memory."""
+    """Group pieces into batches: large enough for a multi-threaded tokenizer, small enough for memory."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:

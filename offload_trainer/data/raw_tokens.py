@@ -1,7 +1,7 @@
-"""Token files that say nothing of themselves: raw ids and no sidecar, as nanoGPT and others write them.
+"""Detection of the dtype of raw token files without a sidecar, as nanoGPT and others write them.
 
-scan        one pass over the file -> a sum of each block, and the largest value at each place of eight bytes
-bare_dtype  those                  -> uint16 or uint32, or a refusal of what cannot be told apart
+scan        one pass over the file -> the CRC-32 of each block, and the largest value at each 16-bit place of 8 bytes
+bare_dtype  the result             -> uint16 or uint32, or UserError if they cannot be told apart
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from offload_trainer.errors import TrainerError, UserError
 
-BLOCK = 1 << 20  # bytes that have one CRC-32
+BLOCK = 1 << 20  # bytes covered by one CRC-32
 _CHUNK = 16 * BLOCK
 _PAGE = 4096  # values
-# The upper half of an id is at most this, in every vocabulary of up to 2^20 ids.
+# The upper half of an id is at most this in every vocabulary of up to 2^20 ids.
 _UPPER = 15
-_TELLING = 32  # ids of uint32 from which the pattern is no accident
+_TELLING = 32  # number of uint32 ids from which the pattern is not a coincidence
 _FOREIGN = {
     b"\x93NUMPY": "NumPy's .npy: write its ids alone: numpy.load(FILE).tofile('ids.bin')",
     b"PK\x03\x04": "a zip archive (torch.save, .npz): write its ids alone, as uint16 or uint32",
@@ -31,7 +31,7 @@ _FOREIGN = {
 
 
 class Scan(NamedTuple):
-    """What one pass over a file finds."""
+    """Result of one pass over a file."""
 
     sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes
     lanes: tuple[int, int, int, int]  # the largest 16-bit value at each place of every 8 bytes
@@ -39,7 +39,7 @@ class Scan(NamedTuple):
 
 
 def scan(path: Path, file: BinaryIO, *, size: int) -> Scan:
-    """Read all of `file` (`size` bytes, a multiple of 2). TrainerError where it cannot be read to its end."""
+    """Read all of `file` (`size` bytes, a multiple of 2). Raises TrainerError if it cannot be read to its end."""
     sums: list[int] = []
     lanes = np.zeros(4, dtype=np.uint16)
     largest = seen = 0
@@ -58,7 +58,10 @@ def scan(path: Path, file: BinaryIO, *, size: int) -> Scan:
 
 
 def _largest_at_each_place(halves: np.ndarray) -> np.ndarray:
-    """The largest value at each place of every four; rows of a page at a time, which processors do at once."""
+    """Return the largest value at each place of every four.
+
+    Rows of 4096 values are reduced first, so that the reduction is vectorised.
+    """
     whole = len(halves) // _PAGE * _PAGE
     rest = np.zeros(_PAGE, dtype=np.uint16)
     rest[: len(halves) - whole] = halves[whole:]
@@ -68,10 +71,10 @@ def _largest_at_each_place(halves: np.ndarray) -> np.ndarray:
 
 
 def bare_dtype(path: Path, found: Scan, *, size: int) -> str:
-    """Which of uint16 and uint32 the ids of a file without a sidecar are.
+    """Return whether the ids of a file without a sidecar are uint16 or uint32.
 
-    The upper halves of uint32 ids are 0 to 15, and they are every second value of the file; in a file of uint16 every
-    second id is an id like its neighbours. Raises UserError where the values fit both, or are of 64 bits.
+    The upper halves of uint32 ids are 0 to 15, and they are every second 16-bit value of the file. In a file of uint16,
+    every second value is an id like its neighbours. Raises UserError if the values fit both, or look like 64-bit ids.
     """
     low, high = max(found.lanes[0::2]), max(found.lanes[1::2])
     say = "say which with data.token_dtype=uint16 or uint32"
@@ -88,7 +91,7 @@ def bare_dtype(path: Path, found: Scan, *, size: int) -> str:
 
 
 def refuse_foreign(path: Path, head: bytes) -> None:
-    """UserError for a file that begins as other formats do."""
+    """Raise UserError for a file that begins with the magic bytes of another format."""
     for magic, what in _FOREIGN.items():
         if head.startswith(magic):
             told = what.replace("FILE", str(path))

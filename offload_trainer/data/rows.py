@@ -1,9 +1,9 @@
-"""Tokens -> rows of fixed length -> batches, in an order of which any place can be computed directly.
+"""Batches of fixed-length rows from token files, in a shuffled order in which any position is computed directly.
 
     position in the run -> epoch and place in it -> row -> tokens[row * L : row * L + L + 1]
 
-So the whole state of the data is one number, resuming reads nothing again, and the rows of a step do not
-depend on how they are divided over ranks and accumulation. Neither do the seeds of their forwards.
+The whole state of the data is therefore one number, and resuming reads nothing again. The rows of a step and the seeds
+of their forwards do not depend on how they are divided over ranks and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from offload_trainer.data.order import order
 from offload_trainer.data.packing import BEGINS, IDS, NOT_LEARNED, padding_of
 from offload_trainer.errors import TrainerError, UserError
 
-IGNORED = -100  # a target that is not counted in the loss: torch's and transformers' number for it
+IGNORED = -100  # a target that is not counted in the loss; the same value as in torch and transformers
 
 
 @dataclass(frozen=True)
 class DataState:
-    """Where a run stands: `position` rows were consumed since its first step, by all ranks together."""
+    """Position of a run: the number of rows consumed since its first step, by all ranks together."""
 
     position: int = 0
 
@@ -42,8 +42,8 @@ class DataState:
 class Rows(NamedTuple):
     """`inputs` and `targets`, int64 [rows, seq_len]; a target is the token after its input.
 
-    `positions`, of the same shape, restart at 0 with each document, where the documents of a row are kept apart.
-    `padding` is the number of inputs, in all rows together, that only fill up rows of conversations.
+    `positions`, of the same shape, restart at 0 with each document if the documents of a row are kept apart. `padding`
+    is the number of inputs, over all rows, that only fill up rows of conversations.
     """
 
     inputs: torch.Tensor
@@ -54,9 +54,9 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The fields of `Rows`; targets may be IGNORED; `state` is where to resume once used.
+    """One micro-batch: the fields of `Rows`, the state to resume from after it, and a seed; targets may be IGNORED.
 
-    `seed` is of all that chance decides in a training forward (dropout, router noise).
+    `seed` determines everything random in a training forward (dropout, router noise).
     """
 
     inputs: torch.Tensor
@@ -68,18 +68,18 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """The inputs that are not padding."""
+        """Number of inputs that are not padding."""
         return self.inputs.numel() - self.padding
 
     @property
     def counted(self) -> int:
-        """Targets that are counted in the loss."""
+        """Number of targets that are counted in the loss."""
         return int((self.targets != IGNORED).sum())
 
     def piece(self, number: int, *, of: int) -> Batch:
-        """Of each row its piece `number` of so many of equal length, whose tokens keep their positions in the row.
+        """Return piece `number` of `of` equal pieces along the sequence; its tokens keep their positions in the row.
 
-        What chance decides in it is its own.
+        Each piece gets a different seed.
         """
         if of == 1:
             return self
@@ -95,16 +95,17 @@ class Batch:
         )
 
     def arguments(self, place: torch.device, *, training: bool) -> tuple[Any, ...]:
-        """What a loss (model/loss.py) is called with, on `place`: inputs, targets, seed, count, positions."""
+        """Return the arguments of a loss (model/loss.py) on device `place`: inputs, targets, seed, count, positions."""
         positions = None if self.positions is None else self.positions.to(place)
         seed = self.seed if training else None
         return self.inputs.to(place), self.targets.to(place), seed, self.counted, positions
 
 
 def weights_in_step(counts: Sequence[int]) -> list[float]:
-    """Of micro-batches that count so many targets each, their mean losses' weights in the mean over the step's targets.
+    """Return the weight of each micro-batch's mean loss in the mean over the step's targets.
 
-    They are `counts` over their mean: 1.0, exactly, where all count the same. TrainerError where nothing is counted.
+    `counts` are the counted targets of the micro-batches. The weights are `counts` over their mean, exactly 1.0 if all
+    are equal. Raises TrainerError if nothing is counted.
     """
     total = sum(counts)
     if not total:
@@ -113,21 +114,21 @@ def weights_in_step(counts: Sequence[int]) -> list[float]:
 
 
 class Split(NamedTuple):
-    """Row numbers for training, and those for validation behind them."""
+    """Row numbers for training, and those for validation after them."""
 
     train: range
     validation: range
 
 
 def split_rows(token_count: int, *, seq_len: int, validation: float) -> Split:
-    """Divide the rows of a token file: the last share `validation` of them, at least one if above 0, is held
-    out.
+    """Divide the rows of a token file into training rows and, at the end, a share `validation` of held-out rows.
 
-    A row needs `seq_len` tokens and the one after, which is the next row's first: (token_count - 1) //
-    seq_len rows; tokens behind the last are not used. No token that validation predicts is one that training
-    predicts: the last training row's last target is the first validation row's first input.
+    There is at least one held-out row if `validation` is above 0. A row needs `seq_len` tokens and the one after, which
+    is the next row's first: there are (token_count - 1) // seq_len rows, and tokens after the last are not used. No
+    token is predicted in both training and validation: the last training row's last target is the first validation
+    row's first input.
 
-    Raises UserError where no row is left to train on.
+    Raises UserError if no row is left to train on.
     """
     rows = (token_count - 1) // seq_len
     held_out = max(1, int(rows * validation)) if validation > 0 else 0
@@ -142,16 +143,18 @@ def split_rows(token_count: int, *, seq_len: int, validation: float) -> Split:
 
 
 def forward_seed(seed: int, *, first: int) -> int:
-    """The seed of the forward of the micro-batch whose first row is number `first` of the run, over all ranks.
+    """Return the seed of the forward of the micro-batch whose first row is number `first` of the run, over all ranks.
 
-    It needs no history, and is the same whichever rank and engine the rows come to.
+    It depends on no history and is the same on every rank and engine.
     """
     return int.from_bytes(hashlib.blake2b(f"forward {seed} {first}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def positions_of(begins: np.ndarray) -> np.ndarray:
-    """bool [rows, tokens], where a document begins -> int64, each token's place in its document, or since the row's
-    beginning.
+    """Return each token's position in its document, int64 [rows, tokens].
+
+    `begins`, bool of the same shape, marks where documents begin. Tokens before the first mark count from the row's
+    start.
     """
     places = np.arange(begins.shape[1])
     found: np.ndarray = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
@@ -159,7 +162,7 @@ def positions_of(begins: np.ndarray) -> np.ndarray:
 
 
 class RowReader:
-    """Batches from the rows `rows` of a token file. It holds no position: the caller's `DataState` does."""
+    """Reads batches from the rows `rows` of a token file. The caller's `DataState` holds the position."""
 
     def __init__(
         self,
@@ -172,9 +175,11 @@ class RowReader:
         shuffle: bool = False,
         apart: int | None = None,
     ) -> None:
-        """`vocabulary`: ids must be below it, or reading them raises TrainerError. `apart`: the id that ends a document
-        of text, where each is to be by itself; rows of conversations say that themselves. Shuffled rows of a mixture
-        come in its shares, in place of each once an epoch.
+        """Set up the reader.
+
+        Reading an id that is not below `vocabulary` raises TrainerError. `apart` is the id that ends a document of
+        text, if documents are to be kept apart; rows of conversations are marked already. If `shuffle` is set, the rows
+        of a mixture come by its shares instead of each once an epoch.
         """
         assert not len(rows) or 0 <= rows[0] <= rows[-1] < (len(tokens) - 1) // seq_len
         self._tokens = tokens
@@ -187,10 +192,10 @@ class RowReader:
         self._shares = tokens.shares if shuffle and isinstance(tokens, MixedTokens) else None
 
     def train_batches(self, state: DataState, *, micro_batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """This rank's micro-batches from `state` on, epoch after epoch, without end.
+        """Yield this rank's micro-batches from `state` on, epoch after epoch, without end.
 
-        Each takes the next micro_batch * world rows of the order, and the rank its own micro_batch of those;
-        so two ranks see in a step what one rank sees that accumulates twice, and draw the same dropout.
+        Each step takes the next micro_batch * world rows of the order, and this rank takes its micro_batch of those.
+        Two ranks therefore see in a step what one rank sees that accumulates twice, with the same dropout.
         """
         assert 0 <= rank < world
         position = state.position
@@ -202,7 +207,7 @@ class RowReader:
             yield Batch(**rows._asdict(), state=DataState(position), seed=seed)
 
     def validation_batches(self, *, micro_batch: int, limit: int) -> Iterator[Batch]:
-        """The first `limit` rows in the file's order, the same each time; the last batch may be smaller.
+        """Yield the first `limit` rows in the file's order, the same each time; the last batch may be smaller.
 
         `state` counts the rows of this pass.
         """
@@ -212,7 +217,7 @@ class RowReader:
             yield Batch(**self.rows_at(some)._asdict(), state=DataState(start + len(some)))
 
     def rows_at(self, indices: Sequence[int]) -> Rows:
-        """The rows with these numbers, counted from the file's beginning."""
+        """Return the rows with these numbers, counted from the file's beginning."""
         length = self._seq_len
         block = np.stack([self._tokens.read(i * length, length + 1) for i in indices]).astype(np.int64)
         marks, padding = None, 0

@@ -1,4 +1,4 @@
-"""Paths that a user gives -> files to read. What would be trained on as it should not be is refused by name."""
+"""Resolution of the data paths that a user names to files; unsuitable files are refused with what to do."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from offload_trainer.errors import UserError
 from offload_trainer.safe_files import file_bytes, one_line, open_given, parsed
 
 BUILTIN_CORPUS = Path(__file__).parent / "builtin" / "corpus.txt"
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # packed as well
-_HEAD = 1 << 16  # bytes that a file is judged by
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl")  # also when compressed
+_HEAD = 1 << 16  # bytes by which a file's format is judged
 
 _LINES = 'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {rows}]" < FILE > data.jsonl'
 _TABLE = "a table must become lines of JSON: "
@@ -53,16 +53,16 @@ _MAGIC = {
 
 
 def find_sources(paths: Sequence[str], *, say: Callable[[str], None] = lambda _: None) -> list[Path]:
-    """The files that `paths` stand for: in the given order, a directory's own files sorted by path.
+    """Return the files for `paths`: in the given order, a directory's files sorted by path.
 
-    ``builtin`` is the text that ships with the package. A directory gives its .txt, .md and .jsonl files, packed ones
-    too, and its tables (.parquet, .arrow), at any depth, hidden ones and what lies behind linked directories excepted;
-    one that `datasets` saved gives the files that it names, and ``hub:NAME`` those that it fetches. A file named itself
-    may have any suffix that is not another format's. Either all are text, or all are ``.bin`` token files. A path given
-    twice is read twice.
+    ``builtin`` is the text that ships with the package. A directory stands for its .txt, .md and .jsonl files, also
+    compressed, and its tables (.parquet, .arrow), at any depth. Hidden files and linked directories are skipped. A
+    directory written by `datasets` stands for the files that it lists, and ``hub:NAME`` for those that are downloaded.
+    A file that is named itself may have any suffix except that of another format. Either all are text, or all are
+    ``.bin`` token files. A path that is named twice is read twice.
 
-    Raises UserError: paths that do not exist (all of them), a directory without text, .bin beside text, a file that is
-    no text.
+    Raises UserError for paths that do not exist (naming all of them), a directory without text, .bin files mixed with
+    text, and a file that is not text.
     """
     if not paths:
         raise UserError(
@@ -96,19 +96,19 @@ def _named(path: str) -> tuple[Path, ...]:
 
 
 def _hub(name: str) -> str:
-    """What to do about a path that is not there; it may be meant as a data set's name on the hub."""
+    """Return advice for a path that does not exist; it may be meant as the name of a data set on the hub."""
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).parent.exists():
         return f"correct the path; if it is a data set of the hub: --data hub:{name}"
     return "correct the path"
 
 
 def is_read(path: Path) -> bool:
-    """Whether a directory's file is one of those that are read, by its name."""
+    """Return whether files of this name in a directory are read."""
     return kind_of(path) in TEXT_SUFFIXES or path.suffix.lower() in TABLES
 
 
 def _saved_by_datasets(directory: Path) -> list[Path] | None:
-    """The files of a directory that `save_to_disk` made, in their order; None for any other."""
+    """Return the files of a directory written by `save_to_disk`, in their order, or None for any other directory."""
     if (directory / "dataset_dict.json").is_file():
         splits = _object_in(directory / "dataset_dict.json").get("splits")
         told = " or ".join(f"--data {printable(directory / str(name))}" for name in splits or ["SPLIT"])
@@ -127,7 +127,7 @@ def _saved_by_datasets(directory: Path) -> list[Path] | None:
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. UserError for anything else."""
+    """Return the object in a JSON file. Raises UserError for anything else."""
     try:
         return parsed(file_bytes(path, links=True), dict[str, Any])
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 
 def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
-    """A directory's text files, sorted by their path inside it."""
+    """Return a directory's text files, sorted by their path inside it."""
     if (saved := _saved_by_datasets(directory)) is not None:
         return saved
     inside = [
@@ -159,7 +159,7 @@ def _text_files(directory: Path, *, say: Callable[[str], None]) -> list[Path]:
 
 
 def printable(path: Path | str) -> str:
-    """A path as it may stand in a message: names of files may steer a terminal."""
+    """Return a path for a message, escaped if it has unprintable characters, which could control a terminal."""
     return str(path) if str(path).isprintable() else ascii(str(path))
 
 
@@ -168,7 +168,7 @@ def _first(names: list[str]) -> str:
 
 
 def _refuse_other(path: Path) -> None:
-    """UserError where a named file is not text, or text in a form that is not meant to be trained on."""
+    """Raise UserError if a named file is not text, or is in a form that is not meant to be trained on."""
     suffix = path.suffix.lower()
     if suffix == ".bin":
         return

@@ -1,6 +1,6 @@
-"""Rows of Parquet and Arrow files (as `datasets` saves them) as records, a few at a time, through pyarrow.
+"""Rows of Parquet and Arrow files (as `datasets` saves them), read a few at a time as records through pyarrow.
 
-In memory is one row group of a Parquet file, or one batch of an Arrow file, of the columns that are read.
+Memory holds one row group of a Parquet file, or one batch of an Arrow file, limited to the columns that are read.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from offload_trainer.errors import UserError
 from offload_trainer.safe_files import open_given
 
 TABLES = (".parquet", ".arrow")
-_ROWS = 256  # made into records at a time
+_ROWS = 256  # converted to records at a time
 _BLOCK = 1 << 20
 
 
 def read_rows(
     source: Path, *, wanted: Collection[str], strings: bool = False, seen: Callable[[bytes], object]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and row, as messages name them; the record) of each row.
+    """Yield (file and row, record) for each row.
 
-    Of its columns those that are `wanted`, with `strings` those of strings too, or all where there is none of these:
-    what is missing is then said beside what is there. Nothing that is null is inside a column's values. `seen` has
-    every byte of the file, at the end.
+    The columns read are those in `wanted` and, with `strings`, those of strings; if there are none, all are read, so
+    that an error can list what is present. Nulls inside a column's values are left out. `seen` is called with every
+    byte of the file at the end.
 
-    UserError for what is no such file. OSError where it cannot be read.
+    Raises UserError for a file of another format, OSError if it cannot be read.
     """
     import pyarrow
 
     name = str(source) if str(source).isprintable() else ascii(str(source))
     number = 0
-    open_given(source).close()  # pyarrow would wait for a pipe
+    open_given(source).close()  # refuse a pipe, on which pyarrow would block
     try:
         for batch in _batches(source, partial(_chosen, wanted=wanted, strings=strings)):
             for start in range(0, batch.num_rows, _ROWS):
@@ -79,7 +79,7 @@ def _chosen(schema: Any, *, wanted: Collection[str], strings: bool) -> list[str]
 
 
 def _without_nulls(value: Any) -> Any:
-    """A table gives each of its messages every field that any of them has; those that say nothing are left out."""
+    """Remove null fields of nested objects: a table gives each message every field that any message has."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""How many bytes of text a token stands for: bits per byte are of the very tokens that were predicted."""
+"""The number of text bytes that each token stands for, used to report the loss in bits per byte."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for bytes that no other token holds
+_ONE_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's tokens for single bytes that no other token covers
 
 
 class TokenBytes:
-    """UTF-8 bytes by id, as they lie in a running text; each id is looked at when it first occurs.
+    """UTF-8 bytes per token id in running text; each id is examined when it first occurs.
 
-    End-of-text stands for none. A byte-level tokenizer's tokens say their bytes themselves; of others, what a token
-    adds to the decoded text that goes before it counts, a word's leading space with the word.
+    End-of-text counts 0 bytes. The tokens of a byte-level tokenizer show their bytes. For other tokenizers, a token
+    counts the bytes that it adds to the decoded text before it, so a word's leading space counts with the word.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -27,7 +27,10 @@ class TokenBytes:
         self._known: dict[int, int | None] = {}
 
     def of(self, ids: torch.Tensor) -> int | None:
-        """Of all `ids` together; None where one stands for text that is not known (an unknown word, no such id)."""
+        """Return the bytes of all `ids` together.
+
+        Returns None if the text of one is not known (an unknown word, an invalid id).
+        """
         found, counts = ids.unique(return_counts=True)
         total = 0
         for id_, count in zip(found.tolist(), counts.tolist(), strict=True):
@@ -62,7 +65,7 @@ class TokenBytes:
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether each letter of a token stands for a byte (GPT-2's way), as its decoder says."""
+    """Return whether each letter of a token stands for a byte (GPT-2's way), judged by the tokenizer's decoder."""
     if not tokenizer.is_fast:
         return hasattr(tokenizer, "byte_decoder")
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}

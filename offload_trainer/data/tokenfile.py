@@ -1,11 +1,11 @@
-"""Token files: nanoGPT's ``.bin`` (raw little-endian ids, nothing else) and a JSON sidecar about them.
+"""Token files: nanoGPT's ``.bin`` (raw little-endian ids, nothing else) with a JSON sidecar that describes them.
 
     TokenWriter   ids -> NAME.bin.<random>.tmp -> fsync -> NAME.bin, then NAME.bin.json in the same way
-    TokenFile     NAME.bin + NAME.bin.json -> stretches of ids, each block compared with its sum when first read
+    TokenFile     NAME.bin + NAME.bin.json -> ranges of ids; each block's CRC-32 is checked when it is first read
 
-The sidecar comes last, so a pair either is complete or has no sidecar, whenever the process is killed; the temporary
-file that it leaves is removed by the next writer. Ids are read, not memory-mapped: a file that is cut short under a
-mapping kills the process without a word.
+The sidecar is written last, so after a kill a pair is either complete or has no sidecar; the next writer removes the
+temporary file that is left. Ids are read with pread, not memory-mapped: truncation of a mapped file kills the process
+without a message.
 """
 
 from __future__ import annotations
@@ -45,52 +45,52 @@ _RESTORE = f"it has changed since the run opened it. Put back what it was, and {
 
 
 def sidecar_path(path: Path) -> Path:
-    """``NAME.bin`` -> ``NAME.bin.json``."""
+    """Return the sidecar's path: ``NAME.bin`` -> ``NAME.bin.json``."""
     return path.with_name(path.name + ".json")
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a writer finished `path`: the sidecar is its last act."""
+    """Return whether a writer finished `path`: it writes the sidecar last."""
     return path.exists() and sidecar_path(path).exists()
 
 
 def refuse_not_owned(path: Path) -> None:
-    """UserError where a token file of the cache, or its sidecar, is there and may be another user's work."""
+    """Raise UserError if a token file of the cache or its sidecar exists and another user may have written it."""
     for one in (path, sidecar_path(path)):
         if is_there(one):
             _opened(one, owned=True).close()
 
 
 def said_tokenizer(path: Path) -> str | None:
-    """The fingerprint of the tokenizer that a token file says it was made with; None where it says none."""
+    """Return the fingerprint of the tokenizer that a token file states it was made with, or None."""
     sidecar = sidecar_path(path)
     return _read_sidecar(sidecar).get("tokenizer") if is_there(sidecar) else None
 
 
 def id_dtype(vocabulary: int) -> np.dtype:
-    """The narrowest of uint16 and uint32 (little-endian) that holds the ids below `vocabulary`."""
+    """Return the narrower of uint16 and uint32 (little-endian) that holds the ids below `vocabulary`."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Ids of uint16 or uint32 in a file. What the file does not say is None."""
+    """Ids of uint16 or uint32 in a file. An attribute that the file does not state is None."""
 
     path: Path
     file: BinaryIO
     dtype: np.dtype
     tokens: int
-    text_bytes: int | None  # UTF-8 bytes of the text, end-of-text not counted
+    text_bytes: int | None  # UTF-8 bytes of the text, without end-of-text
     tokenizer: str | None  # fingerprint
     vocabulary: int | None
     end_of_text: int | None
-    sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, by the sidecar or as they were when it was opened
-    largest: int | None = None  # the largest id, if all were looked at
-    row_length: int | None = None  # of marked ids in rows of so many (packing.py)
-    packed: bool = False  # whether a row holds several, each by itself
-    summary: str | None = None  # what became of the conversations in it
-    assumed: str | None = None  # what no sidecar vouches for
-    _checked: set[int] = field(default_factory=set, repr=False)  # blocks that were compared with their sums
+    sums: tuple[int, ...]  # CRC-32 of each BLOCK bytes, from the sidecar or computed when the file was opened
+    largest: int | None = None  # the largest id, if all were scanned
+    row_length: int | None = None  # if set, the file holds rows of this many marked ids (packing.py)
+    packed: bool = False  # a row may hold several conversations, which do not attend to each other
+    summary: str | None = None  # statistics of the conversations in it
+    assumed: str | None = None  # the assumption made if the file has no sidecar
+    _checked: set[int] = field(default_factory=set, repr=False)  # blocks whose CRC-32 has been checked
 
     def __len__(self) -> int:
         return self.tokens
@@ -105,12 +105,15 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path, *, dtype: str = "auto", owned: bool = False) -> TokenFile:
-        """Open a token file. One whose sums no sidecar has is read once, all of it.
+        """Open a token file. If no sidecar has its checksums, all of it is read once.
 
-        `dtype`: uint16 or uint32 for a file without a sidecar; auto: as its values show. `owned`: of the cache, where
-        others may write too, and refused unless it is this user's (storage/trusted_files.py). Raises UserError: an
-        unreadable sidecar, no tokens, a size that is not what the sidecar says or that is not whole ids, another
-        `dtype` than the sidecar's, or, without one, ids that may be either or are neither.
+        `dtype` is uint16 or uint32 for a file without a sidecar; "auto" detects it from the values. `owned` is for a
+        file of the cache, where others may write too: it is refused unless it is this user's
+        (storage/trusted_files.py).
+
+        Raises UserError for an unreadable sidecar, an empty file, a size that differs from the sidecar or is not a
+        whole number of ids, and a `dtype` other than the sidecar's. Without a sidecar, also for ids whose dtype cannot
+        be determined.
         """
         sidecar = sidecar_path(path)
         fields = _read_sidecar(sidecar, owned=owned) if is_there(sidecar) else {}
@@ -155,9 +158,9 @@ class TokenFile:
         )
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` ids from `start` on, in the file's dtype.
+        """Return `count` ids from `start` on, in the file's dtype.
 
-        Raises TrainerError where the file was cut short since it was opened, or holds other bytes than were written.
+        Raises TrainerError if the file was truncated since it was opened, or its bytes do not match their CRC-32.
         """
         assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
         first, last = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
@@ -191,7 +194,7 @@ class TokenFile:
         return data
 
     def largest_id(self) -> int:
-        """As the scan found it, or else read all of it, 16 M ids at a time."""
+        """Return the largest id, from the scan if there was one; otherwise read the whole file, 16 M ids at a time."""
         if self.largest is not None:
             return self.largest
         starts = range(0, self.tokens, _SCAN_TOKENS)
@@ -237,10 +240,9 @@ def _opened(path: Path, *, owned: bool) -> BinaryIO:
 
 
 class TokenWriter:
-    """Stream ids into `path`. As a context manager it commits at the end, or, on any exception, leaves
-    nothing.
+    """Writes a stream of ids to `path`. As a context manager it commits at the end; after an exception no file is left.
 
-    Raises TrainerError where the drive does not take them, with what was written and what is free.
+    Raises TrainerError if the drive refuses, with the bytes written and the free space.
     """
 
     def __init__(
@@ -253,17 +255,17 @@ class TokenWriter:
         row_length: int | None = None,
         packed: bool = False,
     ) -> None:
-        """`row_length`: the ids are marked, and in rows of so many, `packed` or not (packing.py)."""
+        """If `row_length` is set, the ids are marked and in rows of that length, `packed` or not (packing.py)."""
         self.path = path
         self.tokens = 0
-        self.text_bytes: int | None = None  # these two are set by whoever knows them, before the end
+        self.text_bytes: int | None = None  # the caller may set these two before the end
         self.summary: str | None = None
-        self.share = 0.0  # of the text that has been read, as far as its reader says
+        self.share = 0.0  # share of the text that has been read, set by its reader
         self._tokenizer, self._vocabulary, self._end_of_text = tokenizer, vocabulary, end_of_text
         self._row_length, self._packed = row_length, packed
         self._dtype = np.dtype("<u4") if row_length else id_dtype(vocabulary)
         self._sums: list[int] = []
-        self._block = b""  # what the next sum is of
+        self._block = b""  # bytes that are not yet covered by a CRC-32
         self._file: BinaryIO
 
     def __enter__(self) -> TokenWriter:
@@ -278,12 +280,12 @@ class TokenWriter:
         return self
 
     def write(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append ids, each below `vocabulary` but for its marks."""
+        """Append ids, each below `vocabulary` except for the marks in its upper bits."""
         data = np.asarray(ids, dtype=self._dtype).tobytes()
         try:
             self._file.write(data)
         except OSError as error:
-            self.tokens += len(ids)  # of which some did not fit
+            self.tokens += len(ids)  # upper bound: some of these ids did not fit
             raise self._failed(error) from error
         self.tokens += len(ids)
         self._block += data
@@ -312,12 +314,12 @@ class TokenWriter:
             "end_of_text": self._end_of_text,
             **({"row_length": self._row_length, "summary": self.summary} if self._row_length else {}),
             **({"packed": True} if self._packed else {}),
-            "crc32": self._sums + ([zlib.crc32(self._block)] if self._block else []),  # of each MiB
+            "crc32": self._sums + ([zlib.crc32(self._block)] if self._block else []),  # one for each MiB
         }
         content = (json.dumps(fields) + "\n").encode()
         sidecar = sidecar_path(self.path)
-        # A sidecar of other content must not stand beside the new ids even for a moment. An equal one may:
-        # that is another process preparing the same text, which must not lose its finished pair.
+        # A sidecar with other content must never exist next to the new ids, even for a moment. An equal one may:
+        # another process is preparing the same text, and its finished pair must not be lost.
         if is_there(sidecar) and not _holds(sidecar, content):
             sidecar.unlink()
         _publish(self._file, self.path)
@@ -329,7 +331,7 @@ class TokenWriter:
             _discard(temporary)
 
     def _failed(self, error: OSError) -> TrainerError:
-        _discard(self._file)  # before looking at what is free
+        _discard(self._file)  # remove the file first, so that the free space includes it
         made = self.tokens * self._dtype.itemsize
         free = shutil.disk_usage(self.path.parent).free
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -354,27 +356,31 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _open_temporary(path: Path) -> BinaryIO:
-    """A new file beside `path`, its own for each process, so that renaming it is atomic; locked while it is written."""
+    """Create and lock a new file next to `path` with a unique name.
+
+    Each process has its own, so that renaming it to `path` is atomic.
+    """
     while True:
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-        file = open(temporary, "xb", opener=partial(os.open, mode=MODE))  # noqa: SIM115 - closed by whoever writes
-        with contextlib.suppress(OSError):  # a filesystem without locks: then no one else gets one either
+        file = open(temporary, "xb", opener=partial(os.open, mode=MODE))  # noqa: SIM115 - closed by the caller
+        with contextlib.suppress(OSError):  # without locks no other process can lock it either
             fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:  # else another process took it for dead before it was locked
+        if os.fstat(file.fileno()).st_nlink:  # otherwise another process removed it as abandoned before it was locked
             return file
         file.close()
 
 
 def remove_dead(directory: Path) -> None:
-    """Remove unfinished token files whose writers are gone: ours, plain files of such a name, and not locked."""
+    """Remove temporary token files whose writers are gone: this user's regular files with such a name and no lock."""
     for path in directory.iterdir():
         if not _TEMPORARY.search(path.name):
             continue
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # not ours, a link, or gone meanwhile
+        except OSError:  # another user's, a link, or gone meanwhile
             continue
-        with open(descriptor, "rb") as file, contextlib.suppress(OSError):  # locked: its writer lives
+        # OSError: the file is locked, so its writer lives
+        with open(descriptor, "rb") as file, contextlib.suppress(OSError):
             about = os.fstat(descriptor)
             if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -382,7 +388,7 @@ def remove_dead(directory: Path) -> None:
 
 
 def _publish(file: BinaryIO, path: Path) -> None:
-    """Make `file`, and then its name `path`, last through a power cut."""
+    """Sync `file` to the disk, rename it to `path`, and sync the directory."""
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
@@ -390,9 +396,9 @@ def _publish(file: BinaryIO, path: Path) -> None:
 
 
 def _discard(file: BinaryIO) -> None:
-    """Close, and remove unless it was published."""
+    """Close the file and remove it unless it was published."""
     try:
         file.close()
     except OSError:
-        pass  # a full drive refuses the last flush as well, and its error is already on its way
+        pass  # the last flush fails too on a full drive, and the first error is already propagating
     Path(file.name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A name -> a transformers tokenizer, and what a token file must know of it."""
+"""Loading and saving of transformers tokenizers, and the facts about them that a token file records."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BUILTIN_TOKENIZER = Path(__file__).parent / "builtin" / "tokenizer"
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load ``builtin`` (no network), a directory's, or a hub id's tokenizer.
+    """Load a tokenizer: ``builtin`` (without network), a directory's, or that of a hub id.
 
-    Raises UserError where there is none, or it cannot be had.
+    Raises UserError if it does not exist or cannot be loaded.
     """
     directory = BUILTIN_TOKENIZER if name == "builtin" else Path(name).expanduser()
     is_directory = directory.is_dir()
@@ -34,16 +34,19 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         tokenizer = AutoTokenizer.from_pretrained(
             directory if is_directory else _downloaded(name), trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # tokenizer files fail in many ways, and all of them are the user's to mend
+    except Exception as error:  # tokenizer files fail in many ways, all of them for the user to fix
         raise UserError(_why_not(name, is_directory=is_directory, error=error)) from error
-    # From a directory with only a model's config.json, transformers makes a tokenizer that knows no words.
+    # From a directory with only a model's config.json, transformers makes a tokenizer without a vocabulary.
     if vocabulary_size(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(_why_not(name, is_directory=is_directory, error=None))
     return tokenizer
 
 
 def _downloaded(name: str) -> str:
-    """The hub's files of that name, in one request: where there is no network, transformers tries file after file."""
+    """Download the tokenizer files of a hub id and return their directory.
+
+    One request suffices: without a network, transformers would try file after file.
+    """
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.py"])
@@ -65,9 +68,9 @@ def _why_not(name: str, *, is_directory: bool, error: Exception | None) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits that differ wherever two tokenizers could give different ids for the same text.
+    """Return 16 hex digits that differ whenever two tokenizers could give different ids for the same text.
 
-    Truncation and padding are left out: they are a call's settings, which transformers stores in the backend.
+    Truncation and padding are excluded: they are settings of a call that transformers stores in the backend.
     """
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -78,10 +81,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write what loads this tokenizer again, and, for other programs, what else the directory it came from has of it.
+    """Write the files that load this tokenizer again, and copy the source directory's other tokenizer files.
 
-    tokenizer.json is transformers' own: beside some config.json it loads another tokenizer than the directory's file
-    says, and that one is what the model is trained with.
+    tokenizer.json is written by transformers: with some config.json files it loads another tokenizer than the
+    directory's tokenizer.json describes, and the loaded one is what the model is trained with. The copied files are for
+    other programs.
     """
     tokenizer.save_pretrained(directory)
     for name in _OTHERS_READ if tokenizer.name_or_path else ():
@@ -91,12 +95,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id and one; more than `len` where a vocabulary has holes."""
+    """Return the largest id plus one; this exceeds `len(tokenizer)` if the vocabulary has gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def read_template(path: Path) -> str:
-    """A chat template's text. UserError where it cannot be read."""
+    """Return the text of a chat template file. Raises UserError if it cannot be read."""
     try:
         return file_bytes(path, links=True).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -107,5 +111,5 @@ def read_template(path: Path) -> str:
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id that ends a document, if the tokenizer has one."""
+    """Return the id that ends a document, or None for a tokenizer without one."""
     return tokenizer.eos_token_id

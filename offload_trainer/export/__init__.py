@@ -1,4 +1,4 @@
-"""Weights out: a checkpoint, a dead run's page files or a live engine become what other programs load.
+"""Export of weights from a checkpoint, a dead run's page files or a live engine to formats of other programs.
 
-sources ──weights in the model's names──> directory (safetensors, as on the hub), card, or gguf
+sources ──weights by the model's names──> directory (safetensors in the hub's layout), model card, or gguf
 """

@@ -1,9 +1,9 @@
-"""A stream of weights becomes a directory that transformers, vLLM and llama.cpp's converter load.
+"""Export to a directory of safetensors that transformers, vLLM and llama.cpp's converter can load.
 
-    weights in the model's names ──saving_groups──> as on the hub ──> 16 or 32 bits ──> shards, index, card
+    weights by the model's names ──saved_groups──> hub layout ──> 16 or 32 bits ──> shards, index, card
 
-One tensor is in memory at a time (a group of them, where transformers holds fused what lies apart on the hub). The
-directory is written under a hidden name and renamed when it is whole.
+One tensor is in memory at a time, or one group of tensors where transformers fuses tensors that are separate on the
+hub. The directory is written under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from offload_trainer.storage.owned_dirs import replacing
 from offload_trainer.storage.tensorfile import SAFETENSORS_DTYPES, TensorEntry, TensorFileWriter
 from offload_trainer.units import format_bytes
 
-EXPORT = "the export to"  # what its workplace is for
-_SAMPLE = 32  # tensors that --check compares
+EXPORT = "the export to"  # purpose written in the scratch directory's mark
+_SAMPLE = 32  # number of groups of tensors that --check compares
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written, and how many of its tensors were read back and compared."""
+    """The size of an export, and how many of its tensors were read back and compared."""
 
     bytes: int
     compared: int
@@ -50,11 +50,11 @@ def write_model(
     replace: bool = False,
     check: bool = False,
 ) -> Written:
-    """Write the weights of `source` in `dtype`, its buffers in their own; with `check` read them back.
+    """Write the weights of `source` in `dtype` and its buffers in their dtypes; with `check` read them back.
 
     Raises UserError for a destination that is not empty (unless `replace`), too little space, or values that do not fit
-    fp16, naming each weight and its largest value, and TrainerError where the disk refuses or the check fails; nothing
-    is left of it then.
+    fp16, naming each weight and its largest value. Raises TrainerError if the disk refuses or the check fails. After an
+    error no partial export is left.
     """
     destination = destination.resolve()
     groups = _by_completion(saved_groups(list(source.shapes), source.model), list(source.shapes))
@@ -81,7 +81,7 @@ def write_model(
 
 
 def _entries(source: Source, groups: Sequence[Group], *, dtype: str) -> list[TensorEntry]:
-    """What the files will hold, in order."""
+    """Return the entries of the files in order."""
     return [
         TensorEntry(name, source.buffers[kept].dtype if kept in source.buffers else DTYPES[dtype], shape)
         for group in groups
@@ -91,13 +91,13 @@ def _entries(source: Source, groups: Sequence[Group], *, dtype: str) -> list[Ten
 
 
 def _by_completion(groups: Sequence[Group], order: Sequence[str]) -> list[Group]:
-    """The groups in the order in which their last source comes."""
+    """Sort the groups by when their last source tensor arrives."""
     place = {name: number for number, name in enumerate(order)}
     return sorted(groups, key=lambda group: max(place[name] for name in group.sources))
 
 
 def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Iterator[NamedTensor]:
-    """What the groups make of the stream; a tensor that comes before its group's turn is held."""
+    """Yield the converted tensors of each group; tensors that arrive before their group's turn are buffered."""
     held: dict[str, torch.Tensor] = {}
     stream = iter(weights)
     for group in groups:
@@ -109,7 +109,7 @@ def _converted(weights: Iterable[NamedTensor], groups: Sequence[Group]) -> Itera
 
 
 def check_destination(destination: Path, total: int, *, replace: bool = False) -> None:
-    """UserError where something is there already, or `total` bytes are not free."""
+    """Raise UserError if the destination is in use or `total` bytes are not free."""
     if destination.exists() and not replace and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination}: already holds something; name another")
     try:
@@ -172,10 +172,10 @@ def _shards(entries: Sequence[TensorEntry], limit: int) -> list[list[TensorEntry
 
 
 def check_export(directory: Path, source: Source, *, groups: Sequence[Group], entries: Sequence[TensorEntry]) -> int:
-    """Compare what was written with its source, through safetensors' own reader; returns the tensors compared.
+    """Compare an export with its source through safetensors' own reader; return the number of tensors compared.
 
-    Every name, dtype and shape, and the bytes of a sample: the first, the last and others evenly between. Raises
-    TrainerError naming what differs.
+    It compares every name, dtype and shape, and the values of a sample: the first, the last and others evenly between.
+    Raises TrainerError that names the differences.
     """
     held: dict[str, Path] = {}
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""Carry out the export command: from a source to a directory of safetensors shards or one GGUF file."""
+"""The export command: write the weights of a source to a directory of safetensors shards or one GGUF file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The weights that a run leaves in its own directory where it makes no checkpoints.
+"""Final weights in the run directory, written at the end of a run that makes no checkpoints.
 
-    RUN/export/        fp32, as transformers lays them out
-    RUN/export.json    after which step, and what they belong to; written before export/ takes its name
+    RUN/export/        fp32, in transformers' layout
+    RUN/export.json    the step, the run and its identity; written before export/ gets its name
 
-A next start neither overwrites them nor trains a finished run once more.
+A later start neither overwrites them nor trains a finished run again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from offload_trainer.export.sources import FINAL_RECORD, FinalExport, NamedTenso
 from offload_trainer.plan.shape import Weight
 from offload_trainer.storage.atomic_io import write_text
 
-_SECTIONS = ("model", "data", "optim", "train")  # of the configuration: what the weights depend on
-# ... but for these
+_SECTIONS = ("model", "data", "optim", "train")  # sections of the configuration on which the weights depend
+# keys of these sections on which the weights do not depend
 _ASIDE = {
     *("data.cache", "model.checkpointing_variant", "optim.kernel", "train.eval_every", "train.eval_rows"),
-    "train.epochs",  # a run keeps the steps that they made
+    "train.epochs",  # the run records the resulting steps
     *("train.sample_every", "train.sample_prompt", "train.sample_tokens"),
 }
 
@@ -35,9 +35,10 @@ _ASIDE = {
 def write_final(
     weights: Iterator[NamedTensor], layout: Sequence[Weight], output: Path, *, record: RunRecord, step: int
 ) -> Path:
-    """Write a live engine's masters, which come in the order of `layout` with the fixed ones last; returns where.
+    """Write a live engine's master weights and return the directory.
 
-    Raises TrainerError where there is no room or the disk refuses.
+    They come in the order of `layout`, with the frozen ones last. Raises TrainerError if there is no room or the disk
+    refuses.
     """
     order = sorted(layout, key=lambda weight: not weight.trainable)
     told = f"the run after step {step}"
@@ -55,7 +56,7 @@ def write_final(
     try:
         write_text(output / FINAL_RECORD, json.dumps(kept, indent=1))
         write_model(live.with_buffers(), place, dtype="fp32", replace=True)
-    except UserError as error:  # too late for a refusal
+    except UserError as error:  # at this point a run has ended, so it is no longer a configuration error
         raise TrainerError(str(error)) from error
     return place
 
@@ -65,10 +66,10 @@ def _given_once(name: str) -> torch.Tensor:
 
 
 def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, exports: bool) -> str | None:
-    """What to say where the same run has ended here already, and left its weights; None where there is work to do.
+    """Return a message if this run has already ended here and left its weights, or None if there are steps to train.
 
-    `begins_at`: the step that this start would go on from. `anew`: it is meant to begin anew. `exports`: it would leave
-    weights of its own. UserError where it would overwrite what another has left.
+    `begins_at` is the step that this start would resume from. `anew` is set for `save.resume=never`. `exports` is
+    whether this run would write final weights. Raises UserError if it would overwrite the weights of another run.
     """
     found, place = final_export(output), output / "export"
     if found is None:
@@ -91,7 +92,7 @@ def done_before(output: Path, record: RunRecord, *, begins_at: int, anew: bool, 
 
 
 def _differences(found: FinalExport, record: RunRecord) -> list[str]:
-    """The keys in which an earlier run was another."""
+    """Return the keys in which the configuration or identity of an earlier run differs."""
     then, now = found.run.config, json.loads(json.dumps(record.run["config"]))
     keys = [f"{section}.{key}" for section in _SECTIONS for key in _unequal(then.get(section, {}), now[section])]
     keys = [key for key in keys if key not in _ASIDE]

@@ -61,10 +61,12 @@ def write_gguf(
     """Write `weights` as a GGUF file, with one tensor in memory at a time.
 
     Args:
-        weights: whole fp32 tensors on the CPU, tied ones once, in the order of `shapes`. destination: the file to
-        create. shapes: shape of each weight. model: directory with config.json and the tokenizer. dtype: one of DTYPES.
-        Vectors, norms, learned positions and routers stay f32. In a q8_0 file, matrices whose rows
-            are not a multiple of 32 are f16.
+        weights: whole fp32 tensors on the CPU, tied ones once, in the order of `shapes`.
+        destination: the file to create.
+        shapes: shape of each weight.
+        model: directory with config.json and the tokenizer.
+        dtype: one of DTYPES. Vectors, norms, learned positions and routers stay f32. In a q8_0 file, matrices whose
+            rows are not a multiple of 32 are f16.
         read: return a weight again. If given, the file is compared with the weights before it gets its name.
 
     Raises:

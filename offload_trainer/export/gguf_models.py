@@ -1,4 +1,4 @@
-"""List the models that llama.cpp computes as transformers does, with llama.cpp's names and required metadata.
+"""The models that llama.cpp computes as transformers does, with llama.cpp's names and required metadata.
 
 Names and fixed values follow https://github.com/ggml-org/llama.cpp (convert_hf_to_gguf.py and conversion/).
 """
@@ -112,7 +112,7 @@ def _attention_problems(config: Config, architecture: Architecture) -> list[str]
 
 
 def add_model(writer: gguf.GGUFWriter, config: Config) -> None:
-    """Sizes and constants, as metadata."""
+    """Add the model's sizes and constants to the metadata."""
     if config["model_type"] == "gpt2":
         _add_gpt2(writer, config)
     else:

@@ -1,12 +1,13 @@
-"""A SentencePiece tokenizer of BPE (Llama 2's, Mistral's) as what llama.cpp's own such tokenizer needs of it.
+"""Conversion of SentencePiece BPE tokenizers (Llama 2's, Mistral's) to the token scores that llama.cpp needs.
 
-llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_spm_session`) begins with a text's characters and joins, again and again,
-the two neighbours that make the token with the highest score, the leftmost of equals; what is no token then is said by
-bytes. A tokenizer.json holds no scores, but the order of its merges, and that is all that scores are for. So a token's
-score is minus the place of its first merge, where the merges are all pairs of tokens that make a token.
+llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_spm_session`) starts with a text's characters. It repeatedly joins the
+two neighbours that make the token with the highest score, the leftmost of equals; what is then no token is written as
+bytes. A tokenizer.json has no scores but an ordered list of merges, and scores only define such an order. A token's
+score is therefore minus the position of its first merge. This requires that the merges are all pairs of tokens that
+make a token.
 
-Apart they are where one token can be made of two overlapping pairs at once ("xx", "x", "xx"): transformers takes the
-pair whose merge comes first, llama.cpp and SentencePiece the leftmost.
+The results differ where a token can be made of two overlapping pairs at the same time ("xx", "x", "xx"): transformers
+takes the pair whose merge comes first, llama.cpp and SentencePiece the leftmost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from offload_trainer.errors import UserError
 
-_SPACE = "▁"  # U+2581, what stands for a space in a token
+_SPACE = "▁"  # U+2581, which represents a space in a token
 _REPLACED = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, _REPLACED]}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -28,14 +29,14 @@ FIRST_ONLY = (
 
 
 def is_pieces(content: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json is one of SentencePiece's BPE: its unknown characters are bytes."""
+    """Return whether a tokenizer.json is a SentencePiece BPE, which writes unknown characters as bytes."""
     return content["model"]["type"] == "BPE" and bool(content["model"].get("byte_fallback"))
 
 
 def space_before(content: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Whether a text begins with a space that it does not have, and where llama.cpp does that differently.
+    """Return whether the tokenizer prepends a space to a text, and a note if llama.cpp does that differently.
 
-    UserError for a tokenizer.json that does anything else to a text.
+    Raises UserError for a tokenizer.json that changes text in any other way.
     """
     normalizer, pre = content.get("normalizer"), content.get("pre_tokenizer")
     if pre is None and normalizer == _PREPENDED:
@@ -57,15 +58,15 @@ def _metaspace(pre: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scores(content: Mapping[str, Any], *, rows: int) -> list[float]:
-    """Of each token, 0 for those that nothing is joined to.
+    """Return the score of each token; it is 0 for tokens that no merge produces.
 
-    UserError where llama.cpp would join what this tokenizer does not, or in another order.
+    Raises UserError if llama.cpp would join other pairs than this tokenizer, or in another order.
     """
     model = content["model"]
     odd = [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(name)]
     if odd or model.get("ignore_merges"):
         raise UserError(f"llama.cpp knows no {', '.join(odd) or 'ignore_merges'} of a SentencePiece tokenizer")
-    vocabulary: dict[str, int] = model["vocab"]  # added tokens are cut out of a text before anything is joined
+    vocabulary: dict[str, int] = model["vocab"]  # added tokens are cut out of a text before any merge
     _refuse_gaps(vocabulary)
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     if set(pairs) != (joined := set(_pairs(vocabulary))):
@@ -84,7 +85,7 @@ def scores(content: Mapping[str, Any], *, rows: int) -> list[float]:
 
 
 def _refuse_gaps(vocabulary: Mapping[str, int]) -> None:
-    """UserError where a character or a byte of a text could not be said."""
+    """Raise UserError if some character or byte of a text could not be encoded."""
     if len(held := {text for text in vocabulary if _BYTE.fullmatch(text)}) != 256:
         raise UserError(f"the tokenizer falls back to bytes, and has tokens for {len(held)} of 256")
     known = {letter for text in vocabulary for letter in text} | set(vocabulary)
@@ -95,7 +96,7 @@ def _refuse_gaps(vocabulary: Mapping[str, int]) -> None:
 
 
 def _pairs(vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """All that join two tokens to one."""
+    """Yield all pairs of tokens whose concatenation is a token."""
     for text in vocabulary:
         for cut in range(1, len(text)):
             if text[:cut] in vocabulary and text[cut:] in vocabulary:
@@ -103,7 +104,10 @@ def _pairs(vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def kind_of(text: str, kind: str, *, unknown: str | None) -> str:
-    """llama.cpp's type of a token: bytes and the unknown one have types of their own in SentencePiece."""
+    """Return llama.cpp's type of a token: in SentencePiece, bytes and the unknown token have separate types.
+
+    Raises UserError for an added token that contains the space symbol.
+    """
     if kind == "USER_DEFINED" and _SPACE in text:
         raise UserError(f"the added token {text!r} holds SentencePiece's sign of a space, which stays one in llama.cpp")
     if text == unknown:

@@ -1,4 +1,4 @@
-"""Map a model's parameters to the tensors of a GGUF file: names, shapes, types, bytes and layout."""
+"""The mapping from a model's parameters to the tensors of a GGUF file: names, shapes, types, bytes and layout."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pieces(name: str, tensor: torch.Tensor, *, config: Config) -> list[tuple[str
     if name.endswith(".experts.down_proj"):
         return [(f"{name}.weight", tensor)]
     if module.endswith(".shared_expert_gate"):
-        return [(name, tensor.squeeze(0))]  # one output: a vector
+        return [(name, tensor.squeeze(0))]  # one output, so a vector
     return [(name, tensor)]
 
 

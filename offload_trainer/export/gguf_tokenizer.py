@@ -1,4 +1,4 @@
-"""Write a tokenizer into the metadata of a GGUF file, and refuse it if llama.cpp would split text differently.
+"""Conversion of a tokenizer to GGUF metadata; a tokenizer is refused if llama.cpp would split text differently.
 
 Names and splitting rules follow https://github.com/ggml-org/llama.cpp (src/llama-vocab.cpp).
 """
@@ -107,7 +107,7 @@ def _add_pieces(writer: gguf.GGUFWriter, content: dict[str, Any], tokens: list[t
 
 
 def _other_ends(model: Path, end: int, *, config: Config) -> dict[str, int]:
-    """Return the tokens other than end-of-text that end a generation, by llama.cpp's roles for them.
+    """Return the tokens other than end-of-text that end a generation, by llama.cpp's names for their roles.
 
     transformers reads them from generation_config.json, or from config.json without it. It allows any number, a GGUF
     file at most three in total.
@@ -128,7 +128,7 @@ def _other_ends(model: Path, end: int, *, config: Config) -> dict[str, int]:
 
 
 def _splitting(content: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json, or raise UserError if it has none."""
+    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json. Raises UserError if it has no equivalent."""
     model, pre = content["model"], content.get("pre_tokenizer") or {}
     plain = {
         "type": "BPE",
@@ -159,7 +159,7 @@ def _splitting(content: dict[str, Any]) -> str:
 
 
 def _added_around(file: Path, special: Mapping[str, int]) -> tuple[bool, bool]:
-    """Whether the tokenizer puts its begin-of-text before a text, and its end-of-text after it."""
+    """Return whether the tokenizer adds its begin-of-text before a text, and whether its end-of-text after it."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
@@ -173,7 +173,10 @@ def _added_around(file: Path, special: Mapping[str, int]) -> tuple[bool, bool]:
 
 
 def _tokens(content: dict[str, Any], *, rows: int) -> list[tuple[str, str]]:
-    """(text, type) of every row of the embedding; rows without a token are named as llama.cpp's converter does."""
+    """Return (text, type) of every row of the embedding.
+
+    Rows without a token get the names that llama.cpp's converter uses.
+    """
     tokens = {number: (text, "NORMAL") for text, number in content["model"]["vocab"].items()}
     for added in content.get("added_tokens") or []:
         text = added["content"]
@@ -187,7 +190,10 @@ def _tokens(content: dict[str, Any], *, rows: int) -> list[tuple[str, str]]:
 
 
 def _special_tokens(named: dict[str, Any], tokens: list[tuple[str, str]], *, config: Config) -> dict[str, int]:
-    """Ids by role: what tokenizer_config.json names, else config.json; UserError where nothing ends a text."""
+    """Return special token ids by role, as named by tokenizer_config.json or else config.json.
+
+    Raises UserError if no token ends a text.
+    """
     ids = {text: number for number, (text, _) in enumerate(tokens)}
     special = {}
     for role in ("bos", "eos", "unk", "pad"):
@@ -196,6 +202,6 @@ def _special_tokens(named: dict[str, Any], tokens: list[tuple[str, str]], *, con
         number = ids.get(text, numbers[0] if isinstance(numbers, list) else numbers)
         if number is not None and 0 <= number < len(tokens):
             special[role] = number
-    if "eos" not in special:  # llama.cpp would end texts at id 11
+    if "eos" not in special:  # llama.cpp would otherwise end texts at id 11
         raise UserError("neither the tokenizer nor config.json names an end of text; give the tokenizer an eos_token")
     return special

@@ -1,4 +1,4 @@
-"""Write the model card (README.md) of exported weights: model, data, settings, and the recorded numbers."""
+"""The model card (README.md) of exported weights: model, data, settings, and the recorded numbers."""
 
 from __future__ import annotations
 

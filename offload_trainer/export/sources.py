@@ -1,9 +1,9 @@
-"""Where exported weights come from.
+"""Sources of weights for an export: a checkpoint, a dead run's page files, or a run's final weights.
 
-A run's newest checkpoint, a checkpoint, the page files of a run that died, or what a run without checkpoints left:
+A run directory stands for its newest checkpoint, or for the final weights of a run without checkpoints:
 
-    RUN/export/        fp32, as transformers lays them out
-    RUN/export.json    after which step, and what they belong to; written before export/ takes its name
+    RUN/export/        fp32, in transformers' layout
+    RUN/export.json    the step, the run and its identity; written before export/ gets its name
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from offload_trainer.storage.scratch_dir import PAGES, dead_runs, is_alive, kept
 from offload_trainer.storage.tensorfile import TensorFileReader
 
 NamedTensor = tuple[str, torch.Tensor]
-_NAMED = 10  # weights in a message
+_NAMED = 10  # number of weights named in a message
 FINAL_RECORD = "export.json"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights come from: whole fp32 masters, fixed weights and buffers by the model's own names."""
+    """A readable set of weights: whole fp32 masters, frozen weights and buffers by the model's own names."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # in the order of `weights`
+    shapes: Mapping[str, tuple[int, ...]]  # `weights` iterates in this order
     weights: Callable[[], Iterator[NamedTensor]]
-    read: Callable[[str], torch.Tensor]  # any of them, once more
+    read: Callable[[str], torch.Tensor]  # read one of them again
     model: Path  # directory with config.json and the tokenizer
-    told: str  # what it is, in words
+    told: str  # description for messages
     card: Callable[[str], str]  # the model card for a dtype
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # they keep their dtype
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # exported in their own dtypes
 
     def with_buffers(self) -> Source:
-        """The same with the buffers that lie beside config.json, behind the weights."""
+        """Return the source with the buffers from the file next to config.json, placed after the weights."""
         path = self.model / BUFFERS
         held = {}
         if is_there(path):
@@ -74,7 +74,10 @@ class Source:
 
 
 def finite_weights(source: Source) -> Iterator[NamedTensor]:
-    """The weights and buffers of `source`; at their end UserError, if a weight held a NaN or an infinity."""
+    """Yield the weights and buffers of `source`.
+
+    After the last one, raises UserError if a weight contained a NaN or an infinity.
+    """
     wrong = []
     for name, tensor in source.weights():
         if name not in source.buffers and (what := unusable(tensor)):
@@ -97,18 +100,18 @@ class _Run:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class FinalExport:
-    """What export.json holds: the weights in RUN/export are those after `step`, and what they belong to."""
+    """The content of export.json: the step after which the weights in RUN/export were written, and their run."""
 
     step: Steps
     identity: dict[str, Any]
     run: _Run
-    replaces: Count | None = None  # the inode of the directory that was there when this was written
+    replaces: Count | None = None  # inode of the directory that existed when this was written
 
 
 def final_export(run: Path) -> FinalExport | None:
-    """What a run says of the weights that it left in its own directory, or None where it left none.
+    """Return the record of the final weights in a run directory, or None if there are none.
 
-    None as well where a run was killed while it wrote them, and what is there is still an earlier run's.
+    Also returns None if the run was killed while writing them, so that RUN/export is still an earlier run's.
     """
     if not is_there(run / FINAL_RECORD) or not is_there(run / "export"):
         return None
@@ -118,7 +121,7 @@ def final_export(run: Path) -> FinalExport | None:
 
 @contextmanager
 def opened(path: Path, *, mixed: bool) -> Iterator[Source]:
-    """The weights at `path`; while inside, their run prunes nothing of them."""
+    """Open the weights at `path`. Inside the context their run does not remove them."""
     if is_there(path / DESCRIPTION):
         if is_alive(path):
             raise UserError(
@@ -182,7 +185,10 @@ class _Planned:
 
 
 def _told_of_page_files(run: Path) -> str:
-    """What a dead run without a checkpoint has left on drives, as the end of a sentence; nothing where nothing is."""
+    """Describe page files that a dead run without a checkpoint has left on drives, as the end of a sentence.
+
+    Returns "" if there are none.
+    """
     try:
         plan = read_back(run / "plan.json", _Planned, fix="Export its page files by their directory")
         drives = [Path(place) for place in plan.tiers if place not in ("gpu", "ram")]
@@ -202,14 +208,14 @@ def _told_of_page_files(run: Path) -> str:
 
 
 def _newest_step(run: Path) -> int:
-    """Of the run's checkpoints; -1 without any."""
+    """Return the step of the run's newest checkpoint, or -1 without one."""
     found = complete_checkpoints(run / "checkpoints")
     return read_state(found[-1]).step if found else -1
 
 
 @contextmanager
 def _left_by(run: Path, left: FinalExport) -> Iterator[Source]:
-    """RUN/export, in fp32, read as any pretrained model is."""
+    """Open RUN/export, in fp32, in the way that any pretrained model is read."""
     source = resolve_model(ModelSection(name=str(run.absolute() / "export")), seed=0)
     shapes = {weight.name: weight.shape for weight in source.shape.weights}
     with source.opened() as found:

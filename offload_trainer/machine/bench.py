@@ -1,9 +1,10 @@
-"""How fast this machine computes and copies. Every number says how it was measured.
+"""Benchmarks of this machine's compute and copy rates, for the planner. Every rate says how it was measured.
 
-    probe -> bench_machine -> the same profile with rates        a minute or two, nothing left behind
+    probe -> bench_machine -> the same profile with rates        takes a minute or two and leaves no files
 
-Drives are timed through the run's own transfers, past the page cache, on random bytes (some drives store zeros
-without writing them). What is reported is the rate over all of it; a cache in the drive shows once more is written.
+Drives are timed through the run's own transfers, bypassing the page cache, on random bytes, since some drives store
+zeros without writing them. The reported rate covers the whole transfer; the effect of a cache in the drive shrinks as
+more is written.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.storage.transfer import DriveFile, Future, Transfers
 from offload_trainer.units import format_bytes
 
-_PIECE = 32 << 20  # bytes of one transfer: about what a page of the tiered engine is
+_PIECE = 32 << 20  # bytes of one transfer, about the size of a page of the tiered engine
 _BUFFERS = 6
 _MATRIX_CPU = (256, 1024, 4096)
 _MATRIX_GPU = (4096, 4096, 4096)
@@ -34,17 +35,20 @@ _MATRIX_GPU = (4096, 4096, 4096)
 
 @dataclass(frozen=True)
 class Budget:
-    """What a bench may spend."""
+    """Limits on the time and the bytes that a benchmark may spend."""
 
-    drive_bytes: int = 3 << 30  # written to each drive, at most, in one direction
-    drive_seconds: float = 8.0  # for each of the figures of a drive
-    try_seconds: float = 2.0  # for each way to move bytes that is tried
-    layer_seconds: float = 1.0  # for each of attention, values and the loss, in each dtype
+    drive_bytes: int = 3 << 30  # maximum written to each drive in one measurement
+    drive_seconds: float = 8.0  # per measured rate of a drive
+    try_seconds: float = 2.0  # per transfer method that is tried
+    layer_seconds: float = 1.0  # per dtype, each for attention, values and the loss
     update_elements: int = 20_000_000
     update_page: int = 4 << 20  # elements
 
     def written(self, *, drives: int, ways: int) -> int:
-        """Bytes that go to the drives at most: filling the file, each way tried, writing alone, both at once."""
+        """Return the maximum bytes written to the drives.
+
+        They are written when filling the file, trying each method, writing alone, and reading and writing together.
+        """
         return (ways + 3) * self.drive_bytes * drives
 
 
@@ -57,11 +61,13 @@ def bench_machine(
     budget: Budget,
     say: Callable[[str], None],
 ) -> MachineProfile:
-    """`machine` with rates. `transfers`: what may move bytes, by the words that ask for it; the best is kept for each
-    drive. `updates`: names (`update_key`), and for each what makes an update of so many parameters in pages of so many,
-    called with the step.
+    """Return `machine` with measured rates.
 
-    Raises TrainerError where a drive fails or has too little room.
+    `transfers` maps the settings that select a transfer method to a factory; the fastest is kept for each drive.
+    `updates` are pairs of a name (`update_key`) and a factory: called with a number of parameters and a page size in
+    elements, it returns a function that performs update number `step`.
+
+    Raises TrainerError if a drive fails or has too little room.
     """
     say("bench: products")
     matmul = {dtype: _matmul(DTYPES[dtype], gpu=machine.gpu is not None) for dtype in dtypes}
@@ -84,14 +90,17 @@ def bench_machine(
 
 
 def dtypes_to_time(machine: MachineProfile, wish: str) -> list[str]:
-    """On a GPU all that it has units for, so that a plan for any of them has seconds; on a CPU the wished and fp32."""
+    """Return the dtypes to time: on a GPU all that its hardware supports, on a CPU the configured one and fp32.
+
+    Timing all of them on a GPU gives plans for any of these dtypes a predicted time.
+    """
     if machine.gpu is None:
         return list(dict.fromkeys((wish, "fp32")))
     return ["bf16", "fp16", "fp32"] if has_bf16(machine) else ["fp16", "fp32"]
 
 
 def _repeat(work: Callable[[], object], *, seconds: float, least: int = 3) -> list[float]:
-    """Seconds of each repetition, the first not counted, for about `seconds`."""
+    """Return the seconds of each repetition, for about `seconds` in total, without the first one."""
     work()
     taken: list[float] = []
     while len(taken) < least or sum(taken) < seconds:
@@ -107,7 +116,7 @@ def _synchronize() -> None:
 
 
 def _matmul(dtype: torch.dtype, *, gpu: bool) -> Rate:
-    """The three products of a linear layer: forward, and both gradients."""
+    """Time the three matrix products of a linear layer: the forward and both gradients."""
     rows, inner, columns = _MATRIX_GPU if gpu else _MATRIX_CPU
     device = "cuda" if gpu else "cpu"
     given = torch.randn(rows, inner, device=device).to(dtype)
@@ -148,7 +157,7 @@ def _update(make: Callable[[int, int], Callable[[int], None]], *, elements: int,
 
 
 def _copies() -> Rates:
-    """Between host memory and the GPU."""
+    """Time copies between host memory and the GPU."""
     size = 256 << 20
     pinned, pageable = host_buffer(size, pinned=True), torch.zeros(size, dtype=torch.uint8)
     pinned_out = host_buffer(size, pinned=True)
@@ -204,7 +213,7 @@ def _buffers() -> list[torch.Tensor]:
 
 
 def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]], budget: Budget) -> DriveRates:
-    """Fill the file, find what moves bytes fastest there, and time it for longer."""
+    """Fill the file, find the fastest transfer method for it, and time that for longer."""
     buffers = _buffers()
     places = list(range(0, file.size, _PIECE))
 
@@ -223,7 +232,7 @@ def _timed_file(file: DriveFile, transfers: Mapping[str, Callable[[], Transfers]
 
     first = next(iter(transfers))
     written, write_seconds = timed(first, budget.drive_seconds, read=False, write=True)
-    # What was never written reads as zeros without the drive being asked.
+    # Parts that were never written are left out: they read as zeros without access to the drive.
     places = places[: max(2, written[0] // _PIECE)]
     tried = {}
     for words in transfers:
@@ -251,9 +260,10 @@ _Way = tuple[Callable[[DriveFile, int, torch.Tensor], Future], DriveFile, Sequen
 
 
 def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[list[int], float]:
-    """Bytes moved each way, in turn, within about `seconds`, each buffer's next transfer after its last one.
+    """Move pieces in the given directions, alternating, for about `seconds`.
 
-    At least as many as there are buffers; at most once over all places.
+    Returns the bytes moved each way and the time. A buffer's next transfer waits for its previous one. Each place is
+    used at most once.
     """
     moved = [0 for _ in ways]
     futures: list[list[Future | None]] = [[None] * len(buffers) for _, _, buffers in ways]
@@ -266,7 +276,7 @@ def _move(places: Sequence[int], seconds: float, ways: Sequence[_Way]) -> tuple[
             waiting = futures[way][slot]
             if waiting is not None:
                 waiting.wait()
-            # The other way starts half a file further on, so that nothing is read that was just written.
+            # The second direction starts half a file away, so that no piece is read that was just written.
             at = place if way == 0 else places[(number + len(places) // 2) % len(places)]
             futures[way][slot] = move(file, at, buffers[slot])
             moved[way] += _PIECE

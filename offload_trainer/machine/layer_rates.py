@@ -1,7 +1,7 @@
-"""How fast this machine computes what of a layer, and of the loss, is no product of matrices.
+"""Benchmarks of the parts of a layer that are not matrix products, and of the loss.
 
-Attention, what goes over each value once (norms, the activation function, sums) and the loss, forward and backward
-apart. On a CPU with 16-bit units they take longer than the products.
+They cover attention, element-wise work (norms, the activation function, sums) and the loss, with forward and backward
+timed separately. On a CPU with 16-bit units these take longer than the products.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from torch.nn import functional
 from offload_trainer.plan.machine import Rate, layer_key
 from offload_trainer.storage.dtypes import DTYPES
 
-_TOKENS = {False: 1024, True: 4096}  # of a row, by whether a GPU computes
+_TOKENS = {False: 1024, True: 4096}  # tokens of a row, by whether a GPU computes
 _WIDTH = {False: 1024, True: 4096}
-_HEAD, _VOCABULARY, _OF_LOSS = 64, 50257, 256  # values of a head; logits of a token; tokens
-VALUES = 16  # times the width: what goes into a layer's products and comes out, a token (`ModelShape.widths`)
+_HEAD, _VOCABULARY, _OF_LOSS = 64, 50257, 256  # head size; logits per token; tokens of the loss
+VALUES = 16  # times the width: values per token that enter and leave a layer's products (`ModelShape.widths`)
 
 
 def layer_rates(dtype: str, *, gpu: bool, seconds: float) -> dict[str, Rate]:
-    """FLOP/s of attention, values/s and logits/s, by `layer_key`. `seconds`: for each of the three."""
+    """Return FLOP/s of attention, values/s and logits/s, by `layer_key`.
+
+    Each of the three is timed for about `seconds`.
+    """
     tokens, width = _TOKENS[gpu], _WIDTH[gpu]
     place = DTYPES[dtype], torch.device("cuda" if gpu else "cpu")
     of_layer, of_loss = f"{tokens} tokens of a layer, width {width}", f"{_OF_LOSS} tokens, {_VOCABULARY} logits each"
-    operations = 4.0 * tokens * tokens * width  # of a forward; a backward has twice as many
+    operations = 4.0 * tokens * tokens * width  # forward operations; a backward takes twice as many
     parts = {
         "attention": (_attention(tokens, width, *place), (operations, 2 * operations), of_layer),
         "values": (_values(tokens, width, *place), (VALUES * tokens * width,) * 2, of_layer),
@@ -42,20 +45,23 @@ def layer_rates(dtype: str, *, gpu: bool, seconds: float) -> dict[str, Rate]:
     return rates
 
 
-_Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # what gets gradients, and a forward
+_Work = tuple[list[torch.Tensor], Callable[[], Sequence[torch.Tensor]]]  # the inputs that get gradients, and a forward
 
 
 def _attention(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    """Causal, as models ask for it without padding. Its operations are counted over the whole row, as a plan's are."""
+    """Return causal attention, as models call it without padding.
+
+    Its operations are counted for the full square of a row, as in the planner.
+    """
     shape = (1, width // _HEAD, tokens, _HEAD)
     query, key, value = given = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
     return given, lambda: [functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
 
 
 def _values(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    """A layer of GPT-2 without its products: two norms, two sums, its activation function of eight operations.
+    """Return a GPT-2 layer without its products: two norms, two sums and its activation function of eight operations.
 
-    Llama's norms, rotations and gate are about as many.
+    Llama's norms, rotations and gate take about as many operations.
     """
     narrow, wide = (torch.randn(tokens, n * width, device=device).to(dtype).requires_grad_() for n in (1, 4))
     scale, shift = (torch.ones(width, device=device).to(dtype).requires_grad_() for _ in range(2))
@@ -76,7 +82,7 @@ def _loss(dtype: torch.dtype, device: torch.device) -> _Work:
 
 
 def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of each forward and of each backward, the first not counted."""
+    """Return the seconds of each forward and of each backward, without the first of each."""
     inputs, forward = work
     taken: tuple[list[float], list[float]] = ([], [])
     began, least = time.perf_counter(), 4
@@ -93,7 +99,7 @@ def _timed(work: _Work, *, seconds: float) -> tuple[list[float], list[float]]:
 
 
 def _now() -> float:
-    """Once all that was asked for is done."""
+    """Return the time after all queued device work has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

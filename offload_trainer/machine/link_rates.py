@@ -1,10 +1,10 @@
-"""How fast ranks of this machine get bytes, while all of them do: from host memory, and from each other.
+"""Benchmarks of transfers between ranks on this machine, and to each from host memory, with all ranks active.
 
-    bench_links ──starts──> one process a rank: python -m offload_trainer.machine.link_rates
-                <──reads──  what rank 0 prints, as JSON
+    bench_links ──starts──> one process per rank: python -m offload_trainer.machine.link_rates
+                <──reads──  rank 0's output, as JSON
 
-With GPUs each rank has one, copies are from pinned memory and the all-gather is NCCL's; without, memory stands for the
-devices' and Unix sockets for NCCL. A rate is of the slowest rank, since all wait for it.
+With GPUs each rank uses one; copies are from pinned memory and the all-gather is NCCL's. Without GPUs, host memory
+replaces device memory and Unix sockets replace NCCL. A rate is the slowest rank's, since all ranks wait for it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from offload_trainer.safe_files import parsed
 from offload_trainer.storage.host_memory import host_buffer
 from offload_trainer.units import format_bytes
 
-_ON_GPU, _ON_CPU = 256 << 20, 32 << 20  # bytes that each rank has of what is moved
+_ON_GPU, _ON_CPU = 256 << 20, 32 << 20  # bytes per rank
 _TIMES = 8
-_PATIENCE = 300.0  # seconds for all of it: processes that import torch, and a few GB
+_PATIENCE = 300.0  # seconds for the whole benchmark: starting processes that import torch, and moving a few GB
 
 
 def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Links:
-    """`known` with what `ranks` processes of this machine measure together. TrainerError where one of them fails."""
+    """Return `known` with the rates that `ranks` processes on this machine measure together."""
     say(f"bench: links between {ranks} ranks")
     run = secrets.token_hex(16)
     with ExitStack() as stack:
@@ -64,7 +64,10 @@ def bench_links(known: Links, *, ranks: int, say: Callable[[str], None]) -> Link
 
 
 def _wait_for(started: Sequence[subprocess.Popen[bytes]], wrong: Sequence[IO[bytes]]) -> None:
-    """Until all have ended. TrainerError, with its last words, where one fails, or is not through in time."""
+    """Wait until all processes have ended.
+
+    Raises TrainerError, with the last line of its error output, if one fails or is not finished in time.
+    """
     until = time.monotonic() + _PATIENCE
     codes: list[int | None] = [None]
     while None in codes and not any(codes) and time.monotonic() < until:
@@ -81,7 +84,7 @@ def _wait_for(started: Sequence[subprocess.Popen[bytes]], wrong: Sequence[IO[byt
 
 
 def main() -> None:
-    """Measure, as one rank, with the others; the first prints what was found."""
+    """Run the benchmark as one rank together with the others; rank 0 prints the result."""
     gpu = torch.cuda.is_available()
     all_ranks.join()
     rank, ranks = all_ranks.place_here()
@@ -104,7 +107,7 @@ def _measured(rank: int, ranks: int, *, size: int, gpu: bool) -> Links:
     part = size // ranks
 
     def seconds(work: Callable[[], object], *, alone: bool = False) -> float:
-        """Of the slowest rank, or of the first alone; all ranks call."""
+        """Return the median time of the slowest rank, or with `alone` of rank 0 working alone; all ranks must call."""
         taken = []
         for _ in range(_TIMES + 1):  # the first is not counted
             all_ranks.wait_for_all()

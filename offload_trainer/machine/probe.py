@@ -1,6 +1,6 @@
-"""What is here, and how much of it is free.
+"""Detection of this machine's GPU, RAM, CPU and drives, and of the free space on each.
 
-Reads only, but for one empty file in each directory, gone at once: whether O_DIRECT works shows in no other way.
+It only reads, except for one empty temporary file per directory, the only way to find out whether O_DIRECT works.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre",
 
 
 class UnusableGpu(UserError):
-    """torch says that there is a GPU, and nothing can be done on it."""
+    """Raised when torch reports a GPU but cannot use it."""
 
 
 def probe_machine(*, drives: tuple[str, ...] = (), output: str = ".") -> MachineProfile:
-    """Free bytes of the GPU, RAM (within the cgroup's limit), each drive and where `output` will be.
+    """Return the machine's profile: free bytes of the GPU, RAM (within the cgroup's limit), each drive and `output`.
 
-    Raises UserError for a drive's directory that is not there or not writable, UnusableGpu for a GPU that is out of
-    order. `output` need not exist.
+    `output` need not exist. Raises UserError for a drive's directory that is missing or not writable, and UnusableGpu
+    for a GPU that does not work.
     """
     return MachineProfile(
         **_gpu(),
@@ -57,19 +57,19 @@ def _memlock() -> int | None:
 
 
 def _gpu() -> dict[str, Any]:
-    """What torch says of the device: what it cannot use a run cannot use, whatever files the driver has."""
+    """Return the GPU's facts as torch reports them, since a run can use only what torch can."""
     import torch
 
     if not torch.cuda.is_available():
         return {"gpu": None, "gpu_bytes": 0}
     try:
-        free, total = torch.cuda.mem_get_info()  # which makes this process's context, and does not count it as free
-        # Plans count that context, so that it has to be in what is free.
+        free, total = torch.cuda.mem_get_info()  # creates this process's CUDA context and does not count it as free
+        # Plans count the context as needed memory, so it must be included in the free bytes.
         facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "gpu_bytes": min(total, free + CUDA_CONTEXT)}
-        if torch.version.cuda is not None:  # ROCm's torch answers with numbers of another kind
+        if torch.version.cuda is not None:  # ROCm's torch reports numbers with another meaning
             facts["capability"] = torch.cuda.get_device_capability()
             facts["built_for"] = tuple(torch.cuda.get_arch_list())
-    except Exception as error:  # of torch, CUDA and the driver, in words of their own
+    except Exception as error:  # torch, CUDA and the driver raise many kinds of errors
         raise UnusableGpu(
             f"torch finds a GPU and cannot use it: {' '.join(str(error).split())[:500]}; `nvidia-smi` shows what else "
             "uses it and whether its driver answers. With CUDA_VISIBLE_DEVICES= set to nothing the CPU computes"
@@ -80,17 +80,17 @@ def _gpu() -> dict[str, Any]:
 
 
 def available_ram_bytes() -> int:
-    """What can still be taken: the kernel's estimate, or what the cgroup leaves, whichever is less."""
+    """Return the RAM that can be allocated: the smaller of the kernel's estimate and the cgroup's remaining limit."""
     return min([psutil.virtual_memory().available, *_cgroup_room()])
 
 
 def total_ram_bytes() -> int:
-    """What the machine has, whatever this process may use of it."""
+    """Return the machine's total RAM, regardless of limits on this process."""
     return int(psutil.virtual_memory().total)
 
 
 def _cgroup_room() -> list[int]:
-    """Bytes left under each memory limit that applies to this process, cgroup v1 and v2."""
+    """Return the bytes left under each memory limit that applies to this process, for cgroup v1 and v2."""
     rooms = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -105,7 +105,7 @@ def _cgroup_room() -> list[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container the path is the host's and does not exist inside: then the root is the container's own group.
+        # In a container the path is the host's and does not exist inside; the root is then the container's own group.
         for folder in [group, *group.parents] if group.exists() else [root]:
             try:
                 text, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
@@ -118,7 +118,7 @@ def _cgroup_room() -> list[int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache counts against the limit but gives way."""
+    """Return the page cache that counts against the cgroup's limit but can be reclaimed, in bytes."""
     for line in (folder / "memory.stat").read_text().splitlines():
         key, value = line.split()
         if key in ("total_inactive_file", "inactive_file"):
@@ -173,7 +173,7 @@ def _filesystem(path: Path) -> str:
 
 
 def _block_device(number: int) -> Path | None:
-    """The whole disk's directory in /sys; None for filesystems without one (network, tmpfs, btrfs)."""
+    """Return the whole disk's directory in /sys; None for filesystems without one (network, tmpfs, btrfs)."""
     node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not node.exists():
         return None
@@ -189,7 +189,10 @@ def _says(block: Path | None, name: str) -> str:
 
 
 def _throttle(block: Path | None) -> str:
-    """Limits that this process's cgroups put on the disk: what was timed without them does not hold with them."""
+    """Return the I/O limits that this process's cgroups put on the disk.
+
+    They are part of a drive's cache key, since rates timed without limits do not hold with them.
+    """
     number = _says(block, "dev")
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines() if number else ():
@@ -210,7 +213,7 @@ def _throttle(block: Path | None) -> str:
 
 
 def _takes_direct(directory: Path) -> bool:
-    """Whether a file there can be opened past the page cache."""
+    """Return whether a file in the directory can be opened with O_DIRECT."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
             os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))

@@ -1,6 +1,6 @@
-"""Rates that were timed here before, kept by what they depend on: processor, GPU, and each disk with its limits.
+"""A cache of measured rates, keyed by what they depend on: processor, GPU, threads, and each disk with its limits.
 
-One JSON file in the cache directory; a machine that changed finds nothing and is timed anew.
+It is one JSON file in the cache directory. A machine that has changed has other keys and is timed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload_trainer.storage.locks import NoLocks, turn
 from offload_trainer.storage.owned_dirs import reason
 from offload_trainer.storage.trusted_files import MODE, open_owned
 
-_KEEP = 5  # runs whose ratios of measured to predicted seconds count
+_KEEP = 5  # number of recent runs whose ratios of measured to predicted seconds are used
 
 
 def cache_file() -> Path:
@@ -36,23 +36,27 @@ def cache_file() -> Path:
 
 
 def fingerprint(machine: MachineProfile) -> str:
-    """What the rates of computing and copying depend on: of the threads, on those of all ranks together."""
+    """Return the cache key of compute and copy rates, which includes the threads of all ranks together."""
     return _key(machine, _threads(machine))
 
 
 def _threads(machine: MachineProfile) -> int:
-    """Of all ranks here: as many as OMP_NUM_THREADS says of each, which every command sets, or else all cores'."""
+    """Return the number of threads of all local ranks together.
+
+    It is OMP_NUM_THREADS, which every command sets, times the local ranks, or else the number of cores.
+    """
     each = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(each) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if each.isdecimal() else machine.cores
 
 
 def _key(machine: MachineProfile, threads: int) -> str:
-    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads))  # of the cores a rank may have some alone
+    # the machine's cores, since a rank may be restricted to some of them
+    facts = (machine.cpu, os.cpu_count(), machine.gpu, str(threads))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _links_key(machine: MachineProfile) -> str:
-    """What ranks reach each other by does not depend on the threads of each."""
+    """Return the cache key of link rates, which do not depend on the threads of each rank."""
     return f"{machine.cpu}, {machine.gpu}"
 
 
@@ -63,7 +67,7 @@ def _drive_key(drive: DriveFacts) -> str:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Kept:
-    """The file. Entries are looked at one by one, since others may be of another version."""
+    """The content of the file. Entries are validated one by one, since other versions may have written some."""
 
     machines: dict[str, Any] = field(default_factory=dict)
     drives: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +82,7 @@ class _OfMachine:
 
 
 def _read() -> _Kept:
-    """What is kept, which may be nothing. ValueError where it cannot be read."""
+    """Return the cached rates, or an empty cache without a file. Raises ValueError if it cannot be read."""
     try:
         return parsed(file_bytes(cache_file(), opener=open_owned), _Kept)
     except FileNotFoundError:
@@ -87,14 +91,17 @@ def _read() -> _Kept:
 
 @contextmanager
 def _changed() -> Iterator[dict[str, Any]]:
-    """What is kept, written again on the way out; a file that cannot be read is replaced. One process at a time."""
+    """Yield the cache's content to modify and write it back on exit, under a lock.
+
+    A file that cannot be read is replaced.
+    """
     path = cache_file()
     make_directories(path.parent)
     with ExitStack() as stack:
         try:
             stack.enter_context(turn(path.with_name(f"{path.name}.lock"), say=write_now))
         except NoLocks:
-            pass  # another process's numbers may be lost, and are measured again
+            pass  # without locks another process's numbers may be lost; they are then measured again
         try:
             stored = asdict(_read())
         except ValueError:
@@ -104,7 +111,7 @@ def _changed() -> Iterator[dict[str, Any]]:
 
 
 def refuse_unwritable() -> None:
-    """UserError where nothing can be kept: asked before minutes are spent on measuring."""
+    """Raise UserError if the cache cannot be written; called before minutes are spent on measuring."""
     path = cache_file()
     try:
         make_directories(path.parent)
@@ -123,7 +130,7 @@ def refuse_unwritable() -> None:
 
 
 def with_cached_rates(machine: MachineProfile) -> MachineProfile:
-    """The machine with what is known of its speed, and a note where what was kept cannot be read."""
+    """Return the machine with its cached rates, and with notes on cache entries that cannot be read."""
     notes: list[str] = []
 
     def known(entries: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
@@ -152,7 +159,7 @@ def with_cached_rates(machine: MachineProfile) -> MachineProfile:
 
 
 def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
-    """A note, where rates were kept here for another number of threads alone."""
+    """Return a note if rates are cached for this machine only with other numbers of threads."""
     threads = _threads(machine)
     if _key(machine, threads) in stored.machines:
         return []
@@ -167,7 +174,7 @@ def _timed_with_others(stored: _Kept, machine: MachineProfile) -> list[str]:
 
 
 def keep_rates(machine: MachineProfile) -> None:
-    """Store what was timed. Ratios of earlier runs do not hold for new rates and are dropped."""
+    """Store measured rates. The ratios of earlier runs are dropped, since they do not apply to new rates."""
     values = asdict(machine.rates)
     values.pop("corrections")
     with _changed() as stored:
@@ -180,15 +187,18 @@ def keep_rates(machine: MachineProfile) -> None:
 
 
 def keep_ratios(machine: MachineProfile, ratios: dict[str, float]) -> None:
-    """Store measured / predicted seconds of a run, by "engine.phase.bound", for the next plan on this machine."""
+    """Store a run's ratios of measured to predicted seconds for later plans on this machine.
+
+    Their keys are "engine.phase.bound".
+    """
     if not cache_file().exists():
         return
     with _changed() as stored:
         try:
             kept = as_kind(stored["machines"].get(fingerprint(machine)), _OfMachine).ratios
-        except ValueError:  # not timed
+        except ValueError:  # the machine has not been timed
             return
         for key, ratio in ratios.items():
-            # Relative to what this run was corrected by already.
+            # The run's prediction already included the correction, so multiply by it.
             kept[key] = [*kept.get(key, []), ratio * machine.rates.corrections.get(key, 1.0)][-_KEEP:]
         stored["machines"][fingerprint(machine)]["ratios"] = kept

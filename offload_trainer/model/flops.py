@@ -1,7 +1,7 @@
-"""What a token is multiplied with on its way through a model, read off transformers' modules: counts for the plan.
+"""Counts of the matrix products that one token causes in a transformers model, from which the planner derives FLOPs.
 
-A matrix takes part in one product a token for each module that holds it, an embedding that is only looked up in none,
-one expert of E in k / E, where k of them see a token.
+A matrix takes part in one product per token for each module that uses it. An embedding that is only looked up takes
+part in none, and an expert of E in k / E if each token is sent to k of them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-_EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")  # as configurations call k
+# names that configurations use for k
+_EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 def products_of(model: PreTrainedModel) -> dict[str, float]:
-    """By parameter's name: in how many products its elements are, for one token; 0 for biases and norms."""
+    """Return for each parameter the number of products per token in which its elements take part.
+
+    It is 0 for biases and norms.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = dict.fromkeys(names.values(), 0.0)
     active = _experts_a_token(of_layer(model.config.get_text_config(), 0))
@@ -31,9 +35,12 @@ def products_of(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _share(model: PreTrainedModel, path: str, module: nn.Module, parameter: nn.Parameter, *, active: int) -> float:
-    """Of a module's weight, what one token meets: less than all of it for experts, kept in one tensor or apart."""
+    """Return the share of a module's weight that one token is multiplied with.
+
+    It is below 1 for experts, whether they are in one tensor or in separate modules.
+    """
     if parameter.dim() == 3 and not isinstance(module, nn.Conv1d):
-        # Some compute every expert for every token: they are not told which of them were chosen.
+        # Experts whose forward does not receive the router's choice compute every expert for every token.
         told = len(inspect.signature(type(module).forward).parameters) > 2
         return min(1.0, active / parameter.shape[0]) if told and active else 1.0
     before, found, _ = path.rpartition(".experts.")
@@ -42,7 +49,7 @@ def _share(model: PreTrainedModel, path: str, module: nn.Module, parameter: nn.P
 
 
 def _experts_a_token(config: Any) -> int:
-    """k, or 0 where no key says it."""
+    """Return k, or 0 if the configuration does not state it."""
     for held in (config, getattr(config, "ffn_config", None)):
         for key in _EXPERTS_A_TOKEN:
             value = getattr(held, key, None)
@@ -52,7 +59,7 @@ def _experts_a_token(config: Any) -> int:
 
 
 def attention_widths(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[int, ...]:
-    """For each block, heads x (size of a key + size of a value); 0 where it has no attention."""
+    """Return heads x (key size + value size) for each block, or 0 for a block without attention."""
     config = model.config.get_text_config()
     return tuple(
         sum(
@@ -65,12 +72,12 @@ def attention_widths(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[int
 
 
 def of_layer(config: Any, number: int | None) -> Any:
-    """The configuration of one layer, where layers have configurations of their own; else the model's."""
+    """Return the configuration of one layer if layers have separate ones, otherwise the model's."""
     return config.per_layer_config[number or 0] if getattr(config, "is_heterogeneous", False) else config
 
 
 def _width(module: nn.Module, config: Any) -> int:
-    """Grouped keys and values are met by every head, so heads of queries count."""
+    """Return the width of one attention module; query heads count, since each uses the grouped keys and values."""
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", 0)
     head = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = getattr(module, "qk_head_dim", None) or head

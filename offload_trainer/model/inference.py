@@ -1,7 +1,7 @@
-"""A model that only speaks: built without memory, its weights set or read as its modules are called, run on the CPU.
+"""Text generation on the CPU with a model whose weights are set one by one, or read while its modules are called.
 
 empty_model ── set_weight for each ─┐
-            └─ read_as_called ──────┴─ InferenceModel.generate ──> ids, one after another, with transformers' cache
+            └─ read_as_called ──────┴─ InferenceModel.generate ──> ids, one by one, with transformers' KV cache
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from offload_trainer.errors import TrainerError, UserError
 from offload_trainer.model.init_weights import parameters_without_memory
 from offload_trainer.safe_files import one_line, refuse_pipes
 
-_LIKELIEST = 50  # tokens that are drawn from
+_LIKELIEST = 50  # top_k for sampling
 
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """A model that goes on with a text."""
+    """A model and its tokenizer, for generating the continuation of a text."""
 
     model: Any
     tokenizer: Any
 
     def generate(self, ids: list[int], *, tokens: int, temperature: float, seed: int, show: bool = False) -> list[int]:
-        """At most so many ids behind `ids`, until the model ends the text; the same seed gives the same.
+        """Return at most `tokens` ids that continue `ids`, stopping at the end of the text.
 
-        `temperature` 0 takes the likeliest always. `show`: printed as they come.
-        TrainerError where the model's values are no numbers.
+        The same seed gives the same ids. `temperature` 0 always takes the most likely token. `show` prints tokens as
+        they are generated. Raises TrainerError if the model's logits are not finite.
         """
         config = copy.deepcopy(self.model.generation_config)
         drawn = {"temperature": temperature, "top_k": _LIKELIEST, "top_p": 1.0} if temperature else {}
@@ -57,7 +57,7 @@ class InferenceModel:
         return told
 
     def _known(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Ids that the tokenizer has."""
+        """Mask the ids that the tokenizer does not have. Raises TrainerError for NaN logits."""
         if not torch.isfinite(scores).any() or torch.isnan(scores).any():
             raise TrainerError("the model's logits are not numbers: its weights cannot be used, or were not all read")
         scores[:, len(self.tokenizer) :] = -torch.inf
@@ -65,8 +65,10 @@ class InferenceModel:
 
 
 def empty_model(directory: Path) -> Any:
-    """The model of a configuration, its parameters one NaN each, tied ones the same, its buffers as transformers
-    computes them.
+    """Build a model from its configuration without memory for weights.
+
+    Each parameter is a single NaN expanded to its shape, tied ones are the same parameter, and buffers have the values
+    that transformers computes.
     """
     refuse_pipes(directory)
     try:
@@ -95,12 +97,15 @@ def _holder(model: nn.Module, name: str) -> nn.Module:
 
 
 def set_weight(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give a parameter its value."""
+    """Set the value of a parameter."""
     _holder(model, name)._parameters[name.rpartition(".")[2]] = nn.Parameter(value, requires_grad=False)
 
 
 def read_as_called(model: Any, names: Container[str], read: Callable[[str], torch.Tensor]) -> None:
-    """Each module has its own weights while it is called; a tied one reads what it is tied to."""
+    """Read each module's weights before it is called and release them afterwards.
+
+    A tied weight that is not in `names` is read by the name that it is tied to.
+    """
     ties = model.all_tied_weights_keys
     for path, module in model.named_modules():
         held = {key: f"{path}.{key}".lstrip(".") for key, value in module._parameters.items() if value is not None}

@@ -1,9 +1,9 @@
-"""From the name a user gives to a model: its configuration, its shape, its weights, and the module itself.
+"""Resolution of a model name to its configuration, shape and weights, and construction of the module.
 
-    resolve_model(section, seed)  ->  ModelSource  ->  .build(dtype, context)   a module, its weights not yet set
+    resolve_model(section, seed)  ->  ModelSource  ->  .build(dtype, context)   a module with unset weights
                                                    ->  .weights()               (name, tensor), one at a time
 
-Nothing here knows an architecture; transformers does.
+The code here is independent of the architecture; transformers provides all of them.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from offload_trainer.plan.tiered.access_order import with_order
 from offload_trainer.safe_files import one_line
 from offload_trainer.storage.dtypes import DTYPES
 
-BUFFERS = "buffers.safetensors"  # beside a run's config.json
-_UNLIMITED = 2048  # tokens of a row, where a model says nothing
-_MOST_WEIGHTS = 10**13  # whose pages a plan counts in minutes
+BUFFERS = "buffers.safetensors"  # next to a run's config.json
+_UNLIMITED = 2048  # row length in tokens for a model without a limit
+_MOST_WEIGHTS = 10**13  # limit on parameters; a plan takes minutes to count the pages of this many
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built: where its shape and its weights come from."""
+    """A model that can be built, with its shape and the source of its weights."""
 
     config: Any  # transformers.PreTrainedConfig
     shape: ModelShape
     section: ModelSection
     seed: int
-    directory: Path | None  # holds the tokenizer, and the weights unless they are random
+    directory: Path | None  # contains the tokenizer, and the weights unless they are random
     random: bool
     tied: frozenset[str]
 
@@ -85,12 +85,16 @@ class ModelSource:
         offload: bool = False,
         mlp_chunk: int = 0,
     ) -> CausalLoss:
-        """The module with its parameters in `dtype`, unset, and its buffers as transformers computes them.
+        """Build the module with unset parameters in `dtype` and with its buffers as transformers computes them.
 
-        `context` surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`); `reentrant` is
-        torch's variant of checkpointing; `offload`: transformers keeps its inputs in host memory, on the stream that
-        computes; `mlp_chunk`: tokens that go through an MLP at a time, where not all. Parameters that stay fixed and
-        checkpointing are set; ties are in place.
+        Args:
+            dtype: dtype of the parameters.
+            context: surrounds the construction (DeepSpeed's zero.Init, `parameters_without_memory`).
+            reentrant: use torch's reentrant variant of checkpointing.
+            offload: transformers moves checkpointed inputs to host memory, on the compute stream.
+            mlp_chunk: number of tokens that pass through an MLP at a time; 0 for all.
+
+        Frozen parameters and activation checkpointing are configured, and weights are tied.
         """
         if torch.cuda.is_available():
             repeat_keys_where_needed()
@@ -102,7 +106,8 @@ class ModelSource:
             )
         model.tie_weights()
         if hasattr(model.config, "rescale_every"):
-            model.config.rescale_every = 0  # RWKV divides its weights in place outside training, against fp16's range
+            # outside training RWKV would divide its weights in place, to avoid fp16 overflow
+            model.config.rescale_every = 0
         if reentrant and wants_checkpointing(self.section, self.shape) and adds_router_loss(model):
             raise UserError(
                 "the routers' loss (output_router_logits) gets no gradient through the reentrant checkpointing that "
@@ -112,36 +117,36 @@ class ModelSource:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable[name])
         if wants_checkpointing(self.section, self.shape):
-            # Without a GPU they are in host memory already.
+            # Without a GPU the inputs are in host memory already.
             checkpoint_blocks(model, reentrant=reentrant, offload=offload and torch.cuda.is_available())
             if reentrant:
-                # That variant gives no gradients at all where its input needs none: with frozen embeddings.
+                # The reentrant variant produces no gradients if its input needs none, as with frozen embeddings.
                 model.enable_input_require_grads()
         for name in self.shape.tiles if mlp_chunk else ():
             tile(model.get_submodule(name), chunk=mlp_chunk)
         return CausalLoss(model, chunk=self.section.loss_chunk, whole=self.shape.whole_logits)
 
     def weights(self) -> Iterator[NamedTensor]:
-        """(name, tensor on the CPU) of every parameter, tied ones once; random ones are fp32."""
+        """Yield (name, CPU tensor) for every parameter, tied ones once; random weights are fp32."""
         if self.random:
             return initial_weights(self.config, seed=self.seed, trust_remote_code=self.section.trust_remote_code)
         assert self.directory is not None
         return pretrained_weights(self.directory, self._meta())
 
     def order(self) -> list[str]:
-        """Names as `weights` gives them, where those are read."""
+        """Return the names in the order of `weights`, for weights that are read from files."""
         assert self.directory is not None
         return pretrained_order(self.directory, self._meta())
 
     def opened(self) -> AbstractContextManager[OpenedWeights]:
-        """The same weights, where they are read, each as often as it is asked for."""
+        """Open weights that are read from files, for access by name, any number of times."""
         assert self.directory is not None
         return opened_weights(self.directory, self._meta())
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).
+        """Return the buffers as transformers computes them outside any context (a rotary embedding's frequencies, ...).
 
-        Those that are saved with the weights are as the files have them.
+        Buffers that are saved with the weights are read from the files.
         """
         small = copy.deepcopy(self.config)
         with no_init_weights(), parameters_without_memory():
@@ -156,16 +161,22 @@ class ModelSource:
 
 
 def checkpoint_blocks(model: PreTrainedModel, *, reentrant: bool, offload: bool = False) -> None:
-    """Blocks keep their inputs only. transformers named the method anew after 5.17, and has `offload` from 5.17 on."""
+    """Checkpoint each block, so that it keeps only its inputs.
+
+    transformers renamed the method after 5.17 and supports `offload` from 5.17 on.
+    """
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
 
 
 def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pieces: bool = False) -> ModelSource:
-    """Find the model that `section.name` means. Raises UserError when there is none, or keys do not exist.
+    """Find the model that `section.name` refers to.
 
-    `packed`: for rows of several documents, which are counted, and refused for models in which they would cross.
-    `pieces`: for rows of which each rank has a piece, refused for models that would compute something else.
+    `packed` is for rows of several documents: their memory is counted, and a model in which documents would influence
+    each other is refused. `pieces` is for rows divided among ranks: a model that would compute another result is
+    refused.
+
+    Raises UserError for an unknown model or configuration key, and for weights that do not fit.
     """
     directory = None if section.name in PRESETS else _directory(section)
     config = _config(section, directory)
@@ -175,10 +186,10 @@ def resolve_model(section: ModelSection, *, seed: int, packed: bool = False, pie
     _override(config, section.overrides)
     refuse_endless(config.to_dict(), section.name)
     try:
-        # None: transformers takes SDPA, or eager where a model does not have it.
+        # None: transformers uses SDPA, or eager attention for a model that does not support SDPA.
         config._attn_implementation = None if section.attention == "auto" else section.attention
         model = meta_model(config, trust_remote_code=section.trust_remote_code)
-    except Exception as error:  # of transformers' constructors, which check little
+    except Exception as error:  # transformers' constructors validate little, so anything may be raised
         hint = " (model.attention=auto?)" if section.attention == "sdpa" else ""
         raise UserError(f"--model {section.name}: {one_line(error)}{hint}") from error
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -237,10 +248,10 @@ def _config(section: ModelSection, directory: Path | None) -> Any:
     if directory is None:
         preset = dict(PRESETS[section.name])
         return AutoConfig.for_model(preset.pop("model_type"), **preset)
-    read_model_config(directory)  # what transformers would wait for, or never finish, is refused first
+    read_model_config(directory)  # refuse files on which transformers would block or never finish
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=section.trust_remote_code)
-    except Exception as error:  # of transformers' classes, each with checks of its own or none
+    except Exception as error:  # transformers' classes validate in different ways or not at all
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{directory}: this model is Python code of its own, beside its config.json. Read it, and let it run "
@@ -261,7 +272,10 @@ def _override(config: Any, overrides: dict[str, Any]) -> None:
 
 
 def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = False) -> ModelShape:
-    """Counts of a model on the meta device; its parameters are in the run's dtype, and frozen, afterwards."""
+    """Return the shape of a model on the meta device.
+
+    Afterwards its parameters are in the run's dtype, and frozen as configured.
+    """
     freeze, patterns = section.freeze, []
     for text in freeze:
         try:
@@ -296,7 +310,7 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
                 products=products[name],
             )
         )
-    # With none, adapters will be trained beside them, and what those need of a pass is counted as a whole model's.
+    # If nothing is trainable, adapters will be trained; count their passes as those of the whole model.
     trained = {weight.name for weight in weights if weight.trainable} or set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -325,13 +339,13 @@ def _shape(model: PreTrainedModel, section: ModelSection, *, packed: bool = Fals
 
 
 def _count(text: Any, name: str) -> int:
-    """A number of a configuration; 0 where it has none, or each block its own."""
+    """Return a number from a configuration, or 0 if it is missing or differs between blocks."""
     found = 0 if getattr(text, "is_heterogeneous", False) else getattr(text, name, None)
     return found if isinstance(found, int) else 0
 
 
 def _context(text: Any) -> int:
-    """Longest row. Some have no limit, or call it -1."""
+    """Return the longest row in tokens. Some models have no limit, or state it as -1."""
     positions = getattr(text, "max_position_embeddings", None) or 0
     return positions if positions > 0 else _UNLIMITED
 
@@ -339,16 +353,16 @@ def _context(text: Any) -> int:
 def _activations(
     model: PreTrainedModel, blocks: Sequence[str], section: ModelSection, *, packed: bool, whole_logits: bool = False
 ) -> ModelMemory | None:
-    """Counted, or None for a model that cannot run without values: its plan is an estimate."""
+    """Count the memory of activations; return None, for an estimate, if the model cannot run on meta tensors."""
     try:
         dtype = DTYPES[section.dtype]
         return count_activations(model, blocks, dtype=dtype, whole_logits=whole_logits, packed=packed)
-    except Exception:  # of an architecture's own code, which may do anything
+    except Exception:  # an architecture's code may raise anything
         return None
 
 
 def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool) -> tuple[str, ...]:
-    """What its plan has to say of it."""
+    """Return the notes on the model that its plan should show."""
     notes, name, text = [], type(model).__name__, model.config.get_text_config()
     attends = bool(getattr(of_layer(text, 0), "num_attention_heads", None))
     if section.attention == "auto" and attends and text._attn_implementation == "eager":
@@ -363,19 +377,22 @@ def _notes(model: PreTrainedModel, section: ModelSection, *, whole_logits: bool)
     return tuple(notes)
 
 
-# As transformers' Trainer tells biases and norms; and the rates at which Mamba's state decays, as its authors do.
+# transformers' Trainer recognises biases and norms in this way; A_log is Mamba's decay, excluded by its authors too.
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
 
 
 def spared_names(model: PreTrainedModel) -> frozenset[str]:
-    """Parameters of more than one dimension that are biases or part of a norm, by their names and modules' classes."""
+    """Return the parameters of more than one dimension that get no weight decay.
+
+    These are biases, parts of norms, and Mamba's decay, recognised by their names and their modules' classes.
+    """
     norms = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith("Norm"))
     names = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
     return frozenset(name for name in names if _SPARED.search(name.lower()) or name.startswith(norms))
 
 
 def block_names(model: PreTrainedModel) -> list[str]:
-    """The repeated blocks: the outermost modules that transformers says must not be split over devices."""
+    """Return the repeated blocks: the outermost modules that transformers says must not be split over devices."""
     kinds = tuple(model._no_split_modules or ())
     found: list[str] = []
     for name, module in model.named_modules():
@@ -385,10 +402,10 @@ def block_names(model: PreTrainedModel) -> list[str]:
 
 
 def save_model_config(source: ModelSource, directory: Path, *, dtype: torch.dtype, end_of_text: int | None) -> None:
-    """Write config.json and generation_config.json that `from_pretrained` reads beside exported weights.
+    """Write the config.json and generation_config.json that `from_pretrained` reads together with exported weights.
 
-    Of a pretrained model the latter is the directory's own, if it has one. Buffers that belong to the weights go along
-    in a file of their own, from which exports take them.
+    For a pretrained model the latter is copied from its directory if present. Buffers that belong to the weights are
+    saved in a separate file, from which exports read them.
     """
     config = copy.deepcopy(source.config)
     config.architectures = [type(source._meta()).__name__]

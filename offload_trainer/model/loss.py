@@ -2,9 +2,9 @@
 
 Logits over a vocabulary of 50,000 take 200 kB per token in fp32, more than anything else in a small batch. The body
 runs once. Then the model's own forward runs for each chunk, with the body replaced by a module that returns the chunk's
-hidden states, so that everything an architecture does after its head (soft-capping, scaling) is transformers' own code.
-With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head needs more
-than the last hidden states, the model runs unchanged with all of its logits.
+hidden states. Everything an architecture does after its head (soft-capping, scaling) is therefore transformers' own
+code. With several chunks each is recomputed in the backward, so only one chunk's logits exist at a time. If a head
+needs more than the last hidden states, the model runs unchanged with all of its logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Given(nn.Module):
     def __init__(self, output: Any, body: nn.Module | None) -> None:
         super().__init__()
         self.output = output
-        self._instead_of = (body,)  # in a tuple, so that it is not registered as a submodule
+        self._instead_of = (body,)  # the tuple keeps it from being registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.output
@@ -89,15 +89,19 @@ class CausalLoss(nn.Module):
     none counts. The routers' auxiliary loss is added if the configuration asks for it, as transformers adds it.
 
     Forward args:
-        inputs: int64 [rows, seq_len]. targets: int64 [rows, seq_len], the next tokens; -100 marks targets that do not
-        count. seed: seed all of torch's generators first, so that earlier draws do not influence this forward. count:
-        the number of targets that count. Without it they are counted here, which waits for a GPU. positions: int64
-        [rows, seq_len]; they restart at each document of a packed row, and attention does not cross from
-            one document to the next (packing.py).
+        inputs: int64 [rows, seq_len].
+        targets: int64 [rows, seq_len], the next tokens; -100 marks targets that do not count.
+        seed: seed all of torch's generators first, so that earlier draws do not influence this forward.
+        count: the number of targets that count. Without it they are counted here, which waits for a GPU.
+        positions: int64 [rows, seq_len]; they restart at each document of a packed row, and attention does not cross
+            from one document to the next (packing.py).
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int, whole: bool = False) -> None:
-        """Wrap `model`; `chunk` is in tokens. `whole`: compute all logits together, since it does not come apart."""
+        """Wrap `model`; `chunk` is in tokens.
+
+        `whole` computes all logits together, for a head that needs more than the last hidden states.
+        """
         super().__init__()
         if getattr(model.config, "z_loss_coefficient", None):
             raise UserError("z_loss_coefficient adds a loss of the logits' size that is not trained here: set it to 0")
@@ -205,5 +209,5 @@ class CausalLoss(nn.Module):
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed over the targets that are counted: fp32 logits [tokens, vocabulary], targets [tokens]."""
+    """Return the cross-entropy summed over targets that count: fp32 logits [tokens, vocabulary], targets [tokens]."""
     return functional.cross_entropy(logits, targets, reduction="sum")

@@ -1,8 +1,8 @@
-"""Pretrained weights: safetensors on disk -> (name, tensor), one tensor (or group of merged ones) at a time.
+"""Reading of pretrained safetensors weights as (name, tensor), one tensor or one group of merged tensors at a time.
 
-A file's keys may lack or carry the body's prefix (`h.0...` for `transformer.h.0...`), go by older names, or hold apart
-what the model fuses: `conversions` knows. Tied weights may be there twice, or under either name. Everything that does
-not fit is named at once, before anything is read.
+Keys in the files may lack or have the body's prefix (`h.0...` for `transformer.h.0...`), use older names, or separate
+what the model fuses; `checkpoint_mapping` converts them. Tied weights may be present twice, or under either name. All
+keys that do not fit are reported together before any data is read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from offload_trainer.storage.tensorfile import TensorFileReader
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class ShardIndex:
-    """What a model.safetensors.index.json says."""
+    """The content of a model.safetensors.index.json."""
 
     weight_map: dict[str, FileName]
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors shards of a model directory; UserError where there are none or one is missing."""
+    """Return the safetensors shards of a model directory. Raises UserError if there are none or one is missing."""
     index = directory / "model.safetensors.index.json"
     if is_there(index):
         fix = "It is no index of shards; save the weights again, or download them again"
@@ -54,17 +54,18 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Match:
-    """How files and parameters go together."""
+    """The assignment of tensors in files to a model's parameters and buffers."""
 
     places: dict[str, Path]  # the file of each key
-    groups: list[tuple[Group, list[str]]]  # and what each sets
-    names: dict[str, str]  # what a group gives -> the parameter that takes it; what is not there is not wanted
+    groups: list[tuple[Group, list[str]]]  # each with the names of the parameters that it sets
+    names: dict[str, str]  # name that a group produces -> parameter that it sets; other results are not used
 
 
 def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[NamedTensor]:
-    """Yield (name, tensor in the file's dtype, on the CPU) for every parameter of `model`, tied ones once.
+    """Yield (name, CPU tensor in the file's dtype) for every parameter of `model`, tied ones once.
 
-    `model` may be without memory (meta). Raises UserError naming every missing, unexpected and misshapen key.
+    `model` may be on the meta device. Raises UserError naming every missing, unexpected and misshapen key, or a weight
+    with a NaN or an infinity.
     """
     for name, tensor in _read(directory, model, {name for name, _ in model.named_parameters()}):
         if wrong := unusable(tensor):
@@ -73,18 +74,18 @@ def pretrained_weights(directory: Path, model: PreTrainedModel) -> Iterator[Name
 
 
 def pretrained_order(directory: Path, model: PreTrainedModel) -> list[str]:
-    """Names in the order of `pretrained_weights`; only headers are read."""
+    """Return the names in the order of `pretrained_weights`; only headers are read."""
     parameters = {name for name, _ in model.named_parameters()}
     return [name for _, names in match_weights(directory, model).groups for name in names if name in parameters]
 
 
 def pretrained_buffers(directory: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the weights, as the files have them."""
+    """Read the buffers that are saved with the weights."""
     return dict(_read(directory, model, set(persistent_buffers(model))))
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Buffers that transformers saves with the weights (a router's correction, ...)."""
+    """Return the buffers that transformers saves with the weights (a router's correction, ...)."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
@@ -96,19 +97,25 @@ def _read(directory: Path, model: PreTrainedModel, wanted: set[str]) -> Iterator
 
 @dataclass(frozen=True)
 class OpenedWeights:
-    """Parameters and saved buffers of a model, each in the dtype of its file, as often and in whatever order."""
+    """Open weight files of a model: parameters and saved buffers in their files' dtypes.
+
+    They can be read repeatedly and in any order.
+    """
 
     match: _Match
     files: Mapping[Path, TensorFileReader]
 
     def each(self, wanted: Set[str]) -> Iterator[NamedTensor]:
-        """Those of `wanted`, in the order of the files' keys: what is merged of others is read once."""
+        """Yield the tensors in `wanted` in the order of the files' keys.
+
+        A group of tensors that is merged or split is read once.
+        """
         for group, names in self.match.groups:
             if not wanted.isdisjoint(names):
                 yield from ((name, tensor) for name, tensor in self._made(group) if name in wanted)
 
     def read(self, name: str) -> torch.Tensor:
-        """One of them."""
+        """Read one tensor by its name in the model."""
         group = next(group for group, names in self.match.groups if name in names)
         return next(tensor for made, tensor in self._made(group) if made == name)
 
@@ -119,7 +126,10 @@ class OpenedWeights:
 
 @contextmanager
 def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWeights]:
-    """A directory's weights as `model` names them, which may be without memory; UserError for what does not fit."""
+    """Open a directory's weights under the names of `model`, which may be on the meta device.
+
+    Raises UserError for weights that do not fit.
+    """
     match = match_weights(directory, model)
     with ExitStack() as stack:
         files = {path: stack.enter_context(TensorFileReader(path)) for path in set(match.places.values())}
@@ -127,7 +137,7 @@ def opened_weights(directory: Path, model: PreTrainedModel) -> Iterator[OpenedWe
 
 
 def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
-    """Read the files' headers and find out what goes where; UserError naming all that does not fit."""
+    """Read the files' headers and match keys to parameters. Raises UserError naming all that does not fit."""
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, Path] = {}
     for path in checkpoint_files(directory):
@@ -164,7 +174,10 @@ def match_weights(directory: Path, model: PreTrainedModel) -> _Match:
 
 
 def _refuse_other_heads(directory: Path, model: PreTrainedModel, *, given: set[str], places: dict[str, Path]) -> None:
-    """UserError where a tied weight is there under both names, with other values: transformers would not tie them."""
+    """Raise UserError if a tied weight is present under both names with different values.
+
+    transformers would not tie the two.
+    """
     for other, name in model.all_tied_weights_keys.items():
         if not {other, name} <= given or not {other, name} <= places.keys():
             continue
@@ -177,7 +190,10 @@ def _refuse_other_heads(directory: Path, model: PreTrainedModel, *, given: set[s
 
 
 def _passed_over(key: str, model: PreTrainedModel) -> bool:
-    """Whether transformers reads over this key too: a buffer, another name of a tied weight, what versions left."""
+    """Return whether transformers ignores this key too.
+
+    Such keys are non-persistent buffers, other names of tied weights, and leftovers of older versions.
+    """
     silent = tied_names(model) | {name for name, _ in model.named_buffers()} - persistent_buffers(model).keys()
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     spellings = (key, f"{model.base_model_prefix}.{key}")
@@ -185,7 +201,7 @@ def _passed_over(key: str, model: PreTrainedModel) -> bool:
 
 
 def as_parameter(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in the run's dtype; fp16's overflow is refused rather than trained with."""
+    """Return `tensor` in the run's dtype. Raises UserError for values that overflow fp16."""
     cast = tensor.to(dtype)
     if dtype is torch.float16 and not torch.isfinite(cast).all() and torch.isfinite(tensor).all():
         raise UserError(f"a weight of {tensor.abs().max().item():.3g} does not fit fp16 (65504); use --dtype bf16")

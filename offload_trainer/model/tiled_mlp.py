@@ -9,9 +9,9 @@ are fetched by the hooks of the inner modules as usual, and nothing else is fetc
 its input before it computes. So the recomputation of a checkpointed block that ends with a tiled module stops there,
 and the module's forward runs twice in total, as without tiles.
 
-Torch's checkpointing around each piece would need as little memory, but it sums gradients in 16 bits, which is off by
-up to 1/256 each time, and runs the module a third time inside a checkpointed block. model/probes/positionwise.py finds
-the modules.
+Torch's checkpointing around each piece would need as little memory. However, it sums gradients in 16 bits, which is off
+by up to 1/256 each time, and it runs the module a third time inside a checkpointed block. model/probes/positionwise.py
+finds the modules.
 """
 
 from __future__ import annotations

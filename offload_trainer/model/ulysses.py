@@ -161,7 +161,7 @@ def _set(model: PreTrainedModel, attention: DividedAttention, *, name: str) -> N
         raise ValueError("its attention is its own, and not transformers' interface")
 
 
-# -- which architectures ----------------------------------------------------------------------------------------------
+# -- supported architectures ------------------------------------------------------------------------------------------
 
 
 def refuse_pieces(model: PreTrainedModel, *, trust_remote_code: bool) -> None:

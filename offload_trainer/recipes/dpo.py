@@ -1,9 +1,9 @@
-# Preferences (TRL's DPO) over every parameter of an 8B model: the reference is the model before its first step.
+# DPO (TRL) on preferences, training every parameter of an 8B model; the initial model is the reference.
 # run:    python configs/dpo.py --model Qwen/Qwen3-8B --data preferences.jsonl --nvme /mnt/ssd
 # plan:   offload-train plan --model Qwen/Qwen3-8B --seq-len 1024 --micro-batch 2 --accumulate 16 --machine a100-80gb
 # memory: gpu 84.8 GB, ram 70.9 GB, runs 295 GB, /mnt/nvme 0 B
-# Each line of the data holds `chosen` and `rejected`, conversations of role and content, or with `prompt` texts.
-# It needs pip install 'offload-trainer[hf]'; the same command again goes on from the newest checkpoint.
+# Each line of the data has `chosen` and `rejected`: conversations with role and content, or texts with a `prompt`.
+# It needs pip install 'offload-trainer[hf]'; running the same command again resumes from the newest checkpoint.
 import argparse
 from pathlib import Path
 
@@ -29,12 +29,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-7)
     wish = parser.parse_args()
 
-    # A row is a chosen and a rejected one.
+    # Each row is a pair of a chosen and a rejected answer, so a micro-batch has twice as many sequences.
     shape = {"seq_len": wish.seq_len, "micro_batch_size": 2 * wish.rows, "gradient_accumulation_steps": wish.accumulate}
     model = load(wish.model, nvme=[wish.nvme], dtype=wish.dtype, **shape)
     arguments = DPOConfig(
         wish.output,
-        bf16=False,  # autocast; the weights have their dtype
+        bf16=False,  # bf16=True would mean autocast; the weights are already in their dtype
         precompute_ref_log_probs=True,
         max_length=wish.seq_len,
         per_device_train_batch_size=wish.rows,

@@ -1,11 +1,11 @@
-"""One small record that is replaced at once: whatever moment a kill or a power cut chooses, the old or the new is read.
+"""A small record in a file of two alternating slots, which survives a kill or a power cut at any moment.
 
-    slot 0   number, bytes, CRC-32, content ...      the record with the larger number that is whole is the one
-    slot 1   the same                                the other slot is written next
+    slot 0   number, bytes, CRC-32, content ...      the valid slot with the larger number is the current record
+    slot 1   the same                                the next write goes to the other slot
 
-Slots lie in a file of fixed size whose blocks are there from the start, so writing one and `fdatasync` need no other
-change on the disk: a name that is replaced would take two entries of the filesystem's journal each time. A slot that a
-kill or a power cut has torn fails its CRC-32, and the other one is of the record before.
+The file has a fixed size and its blocks are allocated when it is created. Writing a slot and `fdatasync` therefore
+change nothing else on the disk; replacing a file by renaming would cost two filesystem journal entries each time. A
+slot torn by a kill or a power cut fails its CRC-32, and the reader falls back to the previous record in the other slot.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from pathlib import Path
 from offload_trainer.safe_files import file_bytes
 from offload_trainer.storage.atomic_io import sync_directory
 
-_HEAD = struct.Struct("<QQI")  # number, bytes of the content, CRC-32 of both and the content
+_HEAD = struct.Struct("<QQI")  # record number, content size in bytes, CRC-32 of number, size and content
 _BLOCK = 4096
 
 
 class Record:
-    """A file at `path` for records of at most `most` bytes."""
+    """A writer of records of at most `most` bytes to the file at `path`."""
 
     def __init__(self, path: Path, *, most: int) -> None:
-        """What was there stays the record until the next one. OSError; ValueError where it has another size."""
+        """Open or create the file. A record already in it stays current until the next `write`.
+
+        Raises OSError, and ValueError if an existing file has another size.
+        """
         self._slot = _slot(most)
         found = _newest(_read(path, self._slot), self._slot) if path.exists() else None
         self._number = found[0] if found else 0
@@ -38,7 +41,11 @@ class Record:
             sync_directory(path.parent)
 
     def write(self, content: bytes, *, lasting: bool) -> None:
-        """Replace the record; after a kill it is this or the one before; if `lasting`, after a power cut too."""
+        """Replace the record.
+
+        After a kill, readers find this record or the previous one. `lasting` makes that hold after a power cut too, at
+        the cost of an `fdatasync`.
+        """
         number = self._number + 1
         head = struct.pack("<QQ", number, len(content))
         data = head + struct.pack("<I", zlib.crc32(head + content)) + content
@@ -57,7 +64,10 @@ class Record:
 
 
 def read_record(path: Path, *, most: int) -> bytes:
-    """Return the newest record that is whole. ValueError where there is none, FileNotFoundError."""
+    """Return the newest valid record.
+
+    Raises ValueError if neither slot is valid, and FileNotFoundError.
+    """
     data = _read(path, _slot(most))
     found = _newest(data, _slot(most))
     if found is None:
@@ -66,13 +76,13 @@ def read_record(path: Path, *, most: int) -> bytes:
 
 
 def torn_slot(path: Path, *, most: int) -> bool:
-    """Return whether one of the two slots holds something, but no record: a kill or the drive has damaged it."""
+    """Return whether a slot holds data but no valid record, that is, whether a kill or the drive damaged it."""
     slot, data = _slot(most), _read(path, _slot(most))
     return any(_content(data, start, slot) is None and any(data[start : start + slot]) for start in (0, slot))
 
 
 def _slot(most: int) -> int:
-    """Bytes of a slot, in whole blocks, so that writing one never touches a block of the other."""
+    """Return the size of a slot in bytes: whole blocks, so that writing one slot never touches a block of the other."""
     return -(-(_HEAD.size + most) // _BLOCK) * _BLOCK
 
 
@@ -84,12 +94,12 @@ def _read(path: Path, slot: int) -> bytes:
 
 
 def _newest(data: bytes, slot: int) -> tuple[int, bytes] | None:
-    """Return number and content of the newest record that is whole."""
+    """Return the number and the content of the newest valid record, or None."""
     return max(filter(None, (_content(data, start, slot) for start in range(0, len(data), slot))), default=None)
 
 
 def _content(data: bytes, start: int, slot: int) -> tuple[int, bytes] | None:
-    """Return number and content of the record in the slot at `start`, if it is whole."""
+    """Return the number and the content of the record in the slot at byte `start`, or None if it is not valid."""
     number, size, crc = _HEAD.unpack_from(data, start)
     content = data[start + _HEAD.size :][:size]
     fits = size <= slot - _HEAD.size and number and number % 2 * slot == start

@@ -1,4 +1,4 @@
-"""Files and directories that a crash leaves either as they were or as they are meant to be."""
+"""Atomic, durable file and directory writes: after a crash the path has either its old content or its new one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from offload_trainer.errors import UserError
 from offload_trainer.safe_files import open_given
 
 _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
-REPLACED = "replaced"  # in a workplace: what stood under the final name, where two names cannot be exchanged
+# name in a scratch directory for the replaced directory, on filesystems that cannot exchange two names
+REPLACED = "replaced"
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """`write_bytes` of UTF-8."""
+    """Write `text` as UTF-8 with `write_bytes`."""
     write_bytes(path, text.encode(), mode=mode)
 
 
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace `path` at once: readers see the old bytes or the new, also after a power cut.
+    """Replace `path` atomically: readers see the old bytes or the new ones, also after a power cut.
 
-    `mode`: its permissions, of which the user's umask takes some away.
+    `mode` gives the permissions, from which the user's umask is subtracted.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # _TEMPORARY finds it
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # `_TEMPORARY` matches this name
     try:
-        temporary.unlink(missing_ok=True)  # a process of this number was killed here, or somebody has put a link there
+        # left by a killed process with the same PID, or a link that somebody put there
+        temporary.unlink(missing_ok=True)
         with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
@@ -39,15 +41,15 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a write says only what is wrong
+            error.filename = str(path)  # the OSError of a write does not name the file
         raise
     sync_directory(path.parent)
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove the temporary files that processes which were killed within `write_bytes` have left in `directory`.
+    """Remove the temporary files in `directory` that processes killed during `write_bytes` have left.
 
-    The caller sees to it that no process of another machine writes there.
+    The caller ensures that no process on another machine writes there, since PIDs are checked on this machine only.
     """
     for path in directory.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
@@ -56,17 +58,20 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    """Return whether a process of this number runs here, whoever's it is."""
+    """Return whether a process with this PID runs on this machine, whichever user it belongs to."""
     return os.path.exists(f"/proc/{process}")
 
 
 def open_to_append(path: Path) -> int:
-    """Return a descriptor that appends to `path`, made if it is missing. UserError for a link, a pipe or a device."""
+    """Return a descriptor that appends to `path`, and create the file if it is missing.
+
+    Raises UserError for a link, a pipe or a device.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe without a reader
             raise UserError(f"{path}: a link or a pipe is not written to; move it away") from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -76,7 +81,7 @@ def open_to_append(path: Path) -> int:
 
 
 def make_directories(path: Path) -> None:
-    """`path` and what is missing above it, each of them on the disk when this returns. OSError as mkdir's."""
+    """Create `path` and its missing parents, each synced to the disk. Raises OSError as `mkdir` does."""
     missing = []
     for place in (path, *path.parents):
         if place.is_dir():
@@ -88,7 +93,7 @@ def make_directories(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make what was written to it last; nothing where there is no such file."""
+    """Sync the content of `path` to the disk. Do nothing if the file does not exist."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -100,9 +105,9 @@ def sync_file(path: Path) -> None:
 
 
 def copy_tree(source: Path, destination: Path) -> None:
-    """Copy the files below `source` into the new directory `destination`, which is on the disk when this returns.
+    """Copy the files below `source` into the new directory `destination` and sync them to the disk.
 
-    Modes are the user's umask's. UserError for a link, a pipe or a device.
+    New files get their permissions from the umask. Raises UserError for a link, a pipe or a device.
     """
     destination.mkdir()
     for path in sorted(source.iterdir()):
@@ -119,10 +124,11 @@ def copy_tree(source: Path, destination: Path) -> None:
 
 
 def put_in_place(new: Path, final: Path) -> None:
-    """Give `new`, which is in a workplace (`removal.replacing`), its final name, also over another directory.
+    """Rename `new`, from a scratch directory (`owned_dirs.replacing`), to `final`, replacing any directory there.
 
-    At no moment is there none where the filesystem can exchange two names; elsewhere the old one is, for an instant,
-    only in the workplace, and goes back from there after a kill. What was replaced is left in the workplace.
+    Where the filesystem can exchange two names, `final` exists at every moment. Elsewhere the old directory is for an
+    instant only in the scratch directory, from which it is restored after a kill. The replaced directory is left in the
+    scratch directory.
     """
     if not final.exists():
         os.rename(new, final)
@@ -133,7 +139,10 @@ def put_in_place(new: Path, final: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names at once; False, and nothing done, where the filesystem cannot (renameat2(2), RENAME_EXCHANGE)."""
+    """Swap two names atomically with renameat2(2), RENAME_EXCHANGE.
+
+    Returns False, without changing anything, where the C library or the filesystem does not support it.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if not hasattr(library, "renameat2"):
@@ -142,7 +151,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and new names inside `path` last."""
+    """Sync a directory, so that renames and new names in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -151,9 +160,9 @@ def sync_directory(path: Path) -> None:
 
 
 def bytes_below(directory: Path) -> int:
-    """Bytes that the files below a directory take on their drive; files that go meanwhile do not count."""
+    """Return the disk usage in bytes of the files below a directory; files removed meanwhile do not count."""
     total = 0
-    for folder, _, names in os.walk(directory):  # which passes over a directory that goes
+    for folder, _, names in os.walk(directory):  # os.walk skips a directory that is removed meanwhile
         for name in names:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512

@@ -1,7 +1,7 @@
-"""CRC-32 of bytes end to end, from the CRC-32 of each part: what zlib's C library has and Python's does not.
+"""CRC-32 of a concatenation, computed from the CRC-32 of each part; Python's zlib does not expose crc32_combine.
 
-A CRC is a polynomial over GF(2) modulo x^32 + x^26 + ... + 1. Bytes that follow multiply what was before them by
-x^(8 * their number), which is a product of the squares x^(2^k) (M. Adler, zlib's crc32.c, crc32_combine, 2020).
+A CRC is a polynomial over GF(2) modulo x^32 + x^26 + ... + 1. Appending n bytes multiplies the CRC of what precedes
+them by x^(8 * n), which is a product of the squares x^(2^k) (M. Adler, zlib's crc32.c, crc32_combine, 2020).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _ONE = 1 << 31
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """CRC-32 of A and B end to end, from those of A and of B, which has `length` bytes."""
+    """Return the CRC-32 of A followed by B, given the CRC-32 of each and the length of B in bytes."""
     return _product(_power(8 * length), first) ^ second
 
 
 def _product(one: int, other: int) -> int:
-    """Of two polynomials, modulo the CRC's."""
+    """Multiply two polynomials modulo the CRC's polynomial."""
     result, bit = 0, _ONE
     while bit:
         if one & bit:
@@ -30,12 +30,12 @@ def _product(one: int, other: int) -> int:
 
 @cache
 def _square(number: int) -> int:
-    """x^(2^number)."""
+    """Return x^(2^number)."""
     return _product(_square(number - 1), _square(number - 1)) if number else _ONE >> 1
 
 
 def _power(exponent: int) -> int:
-    """x^exponent."""
+    """Return x^exponent."""
     result, number = _ONE, 0
     while exponent >> number:
         if exponent >> number & 1:

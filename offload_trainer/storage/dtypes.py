@@ -1,4 +1,4 @@
-"""torch's dtypes by the names that configurations, plans and files of ours give them."""
+"""Torch dtypes by their names in configurations, plans and this package's files."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Host memory of exact size: aligned for direct I/O, in huge pages, and known to CUDA where there is a device.
+"""Host memory of exact size: page-aligned for direct I/O, in huge pages, and pinned where CUDA needs it.
 
-torch's pinned allocator rounds every block up to a power of two, which for tens of gigabytes is tens of gigabytes
-more; here it is one mapping of just the bytes that are needed.
+torch's pinned allocator rounds every block up to a power of two, which for tens of gigabytes wastes tens of gigabytes
+more. Each buffer here is one mapping of the bytes needed, rounded up to whole pages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's mallopt(3)
 
 
 def return_what_is_freed(*, above: int) -> None:
-    """From now on, and for the whole process, blocks of so many bytes go back to the system when they are freed.
+    """Make this process return freed blocks of at least `above` bytes to the system immediately.
 
-    glibc only; what lies at the heap's end goes back from 32 MiB on.
+    Works with glibc only. Free memory at the end of the heap is returned from 32 MiB on.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -33,22 +33,22 @@ def return_what_is_freed(*, above: int) -> None:
 
 
 def return_now() -> None:
-    """Give the system what was freed so far and is still kept (glibc only)."""
+    """Return memory that was freed but is still cached by the allocator to the system (glibc only)."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """A zeroed uint8 tensor of `size` bytes, its start aligned to a memory page, resident as it is touched.
+    """Return a zeroed uint8 tensor of `size` bytes, aligned to a memory page. Its pages become resident when touched.
 
-    `pinned` registers it with CUDA, so that copies to and from the device are fast and asynchronous. TrainerError
-    where the system has no such memory left.
+    `pinned` registers it with CUDA, so that copies to and from the device are fast and asynchronous. Raises
+    TrainerError if the system has too little memory.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        # Private, since most systems give huge pages to private memory only.
+        # The mapping is private because most systems give huge pages to private memory only.
         mapping = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise TrainerError(f"{format_bytes(size)} of host memory cannot be had: {error.strerror}") from error
@@ -56,19 +56,19 @@ def host_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            pass  # a kernel without huge pages: the same memory, a little slower
+            pass  # a kernel without huge pages: the memory works the same, slightly slower
     return _tensor(mapping, size, pinned=pinned)
 
 
 def memory_file(size: int) -> int:
-    """Descriptor of `size` bytes of zeros that several processes map, and that are gone with the last of them.
+    """Return a descriptor of `size` zero bytes that several processes can map and that vanish with the last of them.
 
-    It has no name and no filesystem, whose size (/dev/shm: 64 MB in a container) would bound it; the others open
-    /proc/PID/fd/DESCRIPTOR. TrainerError where the system has no such memory left.
+    It is a memfd: it has no name and is in no filesystem whose size (/dev/shm: 64 MB in a container) would limit it.
+    Other processes open /proc/PID/fd/DESCRIPTOR. Raises TrainerError if the system has too little memory.
     """
     try:
         descriptor = os.memfd_create("offload-trainer")
-        os.fchmod(descriptor, 0o600)  # the kernel gives it to everybody
+        os.fchmod(descriptor, 0o600)  # memfd_create makes the file accessible to all users
         os.ftruncate(descriptor, -(-size // PAGE) * PAGE)
     except OSError as error:
         raise TrainerError(f"{format_bytes(size)} of shared memory cannot be had: {error.strerror}") from error
@@ -76,7 +76,7 @@ def memory_file(size: int) -> int:
 
 
 def mapped(descriptor: int, size: int, *, pinned: bool = False) -> torch.Tensor:
-    """The uint8 bytes of a `memory_file`, resident as they are touched; `pinned` as above."""
+    """Map `size` bytes of a `memory_file` as a uint8 tensor; `pinned` as for `host_buffer`."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
@@ -94,7 +94,10 @@ def _tensor(mapping: mmap.mmap, size: int, *, pinned: bool) -> torch.Tensor:
 
 
 def pin(buffer: torch.Tensor) -> None:
-    """Register memory with CUDA for as long as its storage lives. TrainerError where CUDA cannot."""
+    """Register a buffer with CUDA as pinned memory for as long as its storage lives.
+
+    Raises TrainerError if CUDA refuses.
+    """
     address, size = buffer.data_ptr(), buffer.numel()
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, 0))
@@ -103,5 +106,5 @@ def pin(buffer: torch.Tensor) -> None:
             f"CUDA cannot pin {format_bytes(size)} of host memory (error {code}): too little is free, or the driver "
             "allows no more, as under WSL2; keep less in RAM (--ram-fraction, --params nvme)"
         )
-    # The mapping lives as long as the tensor's storage; CUDA must let go of it before.
+    # The mapping lives as long as the tensor's storage, and CUDA must unregister it before it goes.
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)

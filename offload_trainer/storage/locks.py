@@ -1,8 +1,8 @@
-"""Locks on files that may lie where others write too, or on a filesystem of a network.
+"""File locks that are safe in directories where other users write, and on network filesystems.
 
-No link is followed, nothing but a regular file is opened, and nothing waits without an end. On NFS and CIFS an
-exclusive lock wants a descriptor that may write (flock(2)); filesystems without locks say ENOLCK or ENOSYS, which is
-`NoLocks` here: where it comes, nobody knows who else is at work, and nothing may be deleted.
+No link is followed, only regular files are opened, and every wait has a limit. On NFS and CIFS an exclusive lock needs
+a writable descriptor (flock(2)). Filesystems without locks report ENOLCK, ENOSYS or EOPNOTSUPP, raised here as
+`NoLocks`. After `NoLocks` it is unknown which other processes are active, so the caller must not delete anything.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from pathlib import Path
 from offload_trainer.errors import TrainerError
 
 _MISSING = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-_PATIENCE = 60.0  # seconds for a lock that others hold for an instant
-_SILENCE = 1.0  # seconds of waiting without a word
+_PATIENCE = 60.0  # seconds to wait for a lock that other processes hold briefly
+_SILENCE = 1.0  # seconds of waiting before a message
 
 
 class NoLocks(TrainerError):
-    """The filesystem has no locks."""
+    """Raised when the filesystem does not support locks."""
 
 
 def open_lock(path: Path, *, create: bool = False, directory: int | None = None) -> int:
-    """A descriptor of a lock file, for reading and writing where this user may; `path` is relative to `directory`.
+    """Return a descriptor of a lock file, opened for writing too where this user may.
 
-    OSError where it is a link, a pipe or anything else that is no regular file.
+    `path` is relative to the descriptor `directory` if one is passed. Raises OSError for a link, a pipe or anything
+    else that is not a regular file.
     """
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -46,7 +47,10 @@ def open_lock(path: Path, *, create: bool = False, directory: int | None = None)
 
 
 def take(descriptor: int, *, shared: bool = False) -> None:
-    """Lock it at once. BlockingIOError where another process has it, NoLocks where the filesystem has none."""
+    """Lock an open file without waiting.
+
+    Raises BlockingIOError if another process holds the lock, NoLocks if the filesystem does not support locks.
+    """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -57,9 +61,10 @@ def take(descriptor: int, *, shared: bool = False) -> None:
 
 @contextmanager
 def turn(path: Path, *, say: Callable[[str], None], patience: float = _PATIENCE) -> Iterator[None]:
-    """Inside, no other process is inside for the same `path`, a lock file that is made if it is missing.
+    """Hold an exclusive lock on the file `path`, created if missing, for the duration of the context.
 
-    Waits at most `patience` seconds, saying for what; then TrainerError. NoLocks as `take`.
+    Waits at most `patience` seconds, reporting the wait through `say`, and then raises TrainerError. Raises NoLocks as
+    `take` does.
     """
     descriptor = open_lock(path, create=True)
     start, told = time.monotonic(), False

@@ -1,6 +1,7 @@
-"""Whether numbers can be weights and moments: looked at before they are saved or exported, and when they are loaded.
+"""Checks for NaN, infinite or negative values in weights and optimizer state, on saving, exporting and loading.
 
-A NaN that is saved makes the older checkpoints go that had none, and a model that is exported with one gives only NaN.
+A checkpoint with a NaN would in time replace the older checkpoints without one, and a model exported with a NaN outputs
+only NaN.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import torch
 
 
 def unusable(values: torch.Tensor, *, signed: bool = True) -> str | None:
-    """How many `values` (on the CPU) cannot be, in words; None where all can. Codes always can.
+    """Describe the invalid elements of `values` (a CPU tensor); return None if all are valid. Integer codes always are.
 
-    Without a sign they are squares or greatest magnitudes: the next update takes a root of them, or turns a sign.
-    One pass without memory of its own, at the speed of reading: a NaN is both the least and the greatest of all.
+    `signed=False` is for squares or largest magnitudes, which must not be negative: the next update takes their square
+    root or scales by them. The check is one pass at reading speed that allocates nothing: `aminmax` propagates NaN.
     """
     if not values.numel() or not values.is_floating_point():
         return None

@@ -1,12 +1,12 @@
-"""The one place that removes directories, and only those that this program has made and marked.
+"""Directories that this program creates, marks as its own, and may therefore remove. All directory removal is here.
 
-    Workplace(path, what=...)     a new directory, locked and marked while its process lives, removed when it is closed
-    remove_dead(path, what=...)   the same after its process has died
-    remove(path, mark)            any directory that holds `mark`, which goes last
+    ScratchDirectory(path, what=...)  a new directory, locked and marked while its process lives, removed on close
+    remove_dead(path, what=...)       remove such a directory after its process has died
+    remove(path, mark)                remove any directory that contains `mark`; the mark is removed last
 
-A mark is a file directly inside that says what the directory is and which name it was made under. What is a link, what
-is another user's, has another name, no mark or another one is left alone, whatever it is called: it may be the only
-copy of somebody's work. Below a directory no link is followed and no other filesystem entered.
+A mark is a file directly in the directory that says what the directory is for and the name under which it was created.
+A link, another user's directory, or a directory with another name, no mark or another mark is left alone: it may be the
+only copy of somebody's work. Removal follows no link below the directory and enters no other filesystem.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.storage.atomic_io import REPLACED, sync_directory
 from offload_trainer.storage.locks import NoLocks, open_lock, take
 
-MARK = ".lock"  # the mark of a workplace, locked as long as its process lives
-_LARGEST = 1 << 28  # bytes of a mark that are read
+MARK = ".lock"  # the mark of a scratch directory, locked as long as its process lives
+_LARGEST = 1 << 28  # limit on the bytes of a mark that are read
 
 
 class NotOwned(TrainerError):
-    """A directory that is not this program's to remove; says why."""
+    """Raised, with the reason, for a directory that this program may not remove."""
 
 
 @dataclass(frozen=True)
 class OwnershipMark:
-    """The file in a directory that makes it ours to remove."""
+    """A file whose presence in a directory shows that this program may remove the directory."""
 
     name: str
-    holds: Callable[[bytes], bool]  # whether its content is right
+    holds: Callable[[bytes], bool]  # returns whether the file's content is right
 
 
 def made_as(what: str, name: str) -> OwnershipMark:
-    """The mark of a workplace for `what` that was made under this name."""
+    """Return the mark of a scratch directory that was created for `what` under this name."""
     return OwnershipMark(MARK, lambda content: content == _content(what, name))
 
 
@@ -52,14 +52,15 @@ def _content(what: str, name: str) -> bytes:
 
 
 class ScratchDirectory:
-    """A new directory of this process. As a context manager it removes itself on the way out."""
+    """A new directory of this process. As a context manager it is removed on exit."""
 
     def __init__(
         self, path: Path, *, what: str, mode: int = 0o777, say: Callable[[str], None] = lambda line: None
     ) -> None:
-        """`say` hears of what cannot be removed. FileExistsError where something has that name; OSError.
+        """Create, lock and mark the directory; `say` is called with a note if it cannot be removed later.
 
-        FileNotFoundError or BlockingIOError where another process takes it for a dead one's before it is marked.
+        Raises FileExistsError if the name is taken, FileNotFoundError or BlockingIOError if another process takes the
+        directory for an abandoned one before it is marked, and OSError.
         """
         self.path, self._what, self._say, self.locked = path, what, say, True
         path.mkdir(mode=mode)
@@ -74,9 +75,10 @@ class ScratchDirectory:
 
     @classmethod
     def taken_over(cls, path: Path, *, what: str, say: Callable[[str], None] = lambda line: None) -> ScratchDirectory:
-        """That of a process that has died, with everything in it: from now on it is this process's.
+        """Take over the directory of a process that has died, including its content.
 
-        BlockingIOError where its process lives or somebody reads it, FileNotFoundError, NoLocks, NotOurs, OSError.
+        Raises BlockingIOError if its process lives or another process reads it, FileNotFoundError, NoLocks, NotOwned,
+        OSError.
         """
         os.close(_opened(path, made_as(what, path.name)))
         lock = open_lock(path / MARK)
@@ -92,7 +94,7 @@ class ScratchDirectory:
         return place
 
     def _mark(self) -> None:
-        try:  # before the mark: without it nobody takes the directory for a dead one
+        try:  # lock before marking: otherwise another process could take the directory for an abandoned one
             take(self._lock)
         except NoLocks:
             self.locked, self._what = False, f"{self._what} (no locks here)"
@@ -103,13 +105,13 @@ class ScratchDirectory:
         sync_directory(self.path)
 
     def leave(self) -> None:
-        """Let go of it as a process does that dies: it stays."""
+        """Release the lock and leave the directory in place, as if the process had died."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def close(self) -> None:
-        """Remove it. Calling it again does nothing."""
+        """Remove the directory. A second call does nothing."""
         if self._lock < 0:
             return
         lock, self._lock = self._lock, -1
@@ -127,21 +129,22 @@ class ScratchDirectory:
 
 @contextmanager
 def replacing(final: Path, *, what: str, say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
-    """A name in a workplace beside `final`, to build in what shall have that name (`durable.put_in_place`).
+    """Yield a path in a scratch directory next to `final`, for content to be renamed with `atomic_io.put_in_place`.
 
-    What a killed process left of the same is removed first. TrainerError where that cannot be.
+    A scratch directory left by a killed process is removed first. Raises TrainerError if that is impossible.
     """
     clear(final, what=what)
     with ScratchDirectory(workplace_of(final), what=what, say=say):
         try:
             yield name_in_workplace(final)
         except OSError as error:
-            error.strerror = errors.reason(error, final.parent)  # what fills the filesystem goes with the workplace
+            # compute the reason now: removing the scratch directory frees the space
+            error.strerror = errors.reason(error, final.parent)
             raise
 
 
 def name_in_workplace(final: Path) -> Path:
-    """What `replacing(final)` gives."""
+    """Return the path that `replacing(final)` yields."""
     return workplace_of(final) / "new"
 
 
@@ -150,7 +153,10 @@ def workplace_of(final: Path) -> Path:
 
 
 def clear(final: Path, *, what: str) -> None:
-    """Remove the workplace that a killed process has left of `final`. TrainerError where it is none, or is in use."""
+    """Remove the scratch directory for `final` that a killed process has left.
+
+    Raises TrainerError if it is not one, or is in use.
+    """
     place = workplace_of(final)
     try:
         remove_dead(place, what=what, final=final)
@@ -166,14 +172,17 @@ def clear(final: Path, *, what: str) -> None:
 
 @contextmanager
 def scratch(prefix: str, *, directory: Path | None = None) -> Iterator[Path]:
-    """A workplace for this user only, in `directory` or where temporary files go."""
+    """Yield a scratch directory that only this user can access, in `directory` or the default temporary directory."""
     place = Path(directory or tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
     with ScratchDirectory(place, what="files of", mode=0o700):
         yield place
 
 
 def anew(path: Path, *, what: str) -> Path:
-    """A workplace that stays, in the place of the one that an earlier process has made; NotOurs where it made none."""
+    """Create a scratch directory that stays, replacing the one an earlier process created at this path.
+
+    Raises NotOwned if the existing directory is not this program's.
+    """
     try:
         remove_dead(path, what=what)
     except FileNotFoundError:
@@ -182,7 +191,7 @@ def anew(path: Path, *, what: str) -> Path:
 
 
 def is_removable(directory: Path, mark: OwnershipMark) -> bool:
-    """Whether `remove` would take it for ours."""
+    """Return whether `remove` would accept the directory: it is this user's and contains the mark."""
     try:
         os.close(_opened(directory, mark))
     except (OSError, NotOwned):
@@ -191,10 +200,10 @@ def is_removable(directory: Path, mark: OwnershipMark) -> bool:
 
 
 def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> None:
-    """Remove a workplace whose process has died; where it holds what `final` was before, that goes back first.
+    """Remove a scratch directory whose process has died, restoring the replaced `final` from it first if needed.
 
-    FileNotFoundError where it is gone, BlockingIOError where its process lives or it is being read, NoLocks where that
-    cannot be known, NotOurs, OSError.
+    Raises FileNotFoundError if it is gone, BlockingIOError if its process lives or another process reads it, NoLocks if
+    that cannot be found out, NotOwned, and OSError.
     """
     if remove_unfinished(directory):
         return
@@ -215,9 +224,9 @@ def remove_dead(directory: Path, *, what: str, final: Path | None = None) -> Non
 
 
 def is_unfinished(directory: Path) -> bool:
-    """Whether it is a directory of ours that holds nothing, or a mark that says nothing: nobody's work is in it.
+    """Return whether it is this user's directory and is empty or contains only an empty mark, so that no work is in it.
 
-    A kill leaves that between making and marking one, and between the last two steps of a removal.
+    A kill leaves such a directory between its creation and its marking, or between the last two steps of a removal.
     """
     try:
         about = directory.lstat()
@@ -231,7 +240,10 @@ def is_unfinished(directory: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> bool:
-    """Remove it if `is_unfinished`; whether it was. BlockingIOError where it is just being made, NoLocks, OSError."""
+    """Remove the directory if `is_unfinished`, and return whether it was.
+
+    Raises BlockingIOError if another process is just creating it, NoLocks, and OSError.
+    """
     if not is_unfinished(directory):
         return False
     with suppress(FileNotFoundError):
@@ -243,14 +255,15 @@ def remove_unfinished(directory: Path) -> bool:
             (directory / MARK).unlink()
         finally:
             os.close(lock)
-    os.rmdir(directory)  # which refuses if there is something in it by now
+    os.rmdir(directory)  # fails if something has been put there meanwhile
     return True
 
 
 def remove(directory: Path, mark: OwnershipMark, *, lock: int = -1) -> None:
-    """Remove a directory that holds `mark`, the mark last, so that a removal that is cut off can be done again.
+    """Remove a directory that contains `mark`.
 
-    `lock`: a descriptor of the mark, closed here. NotOurs with the reason, OSError where the filesystem refuses.
+    The mark is removed last, so that an interrupted removal can be repeated. `lock` is a descriptor of the mark, which
+    is closed here. Raises NotOwned with the reason, OSError if the filesystem refuses.
     """
     try:
         inside = _opened(directory, mark)
@@ -261,12 +274,16 @@ def remove(directory: Path, mark: OwnershipMark, *, lock: int = -1) -> None:
             os.close(inside)
     finally:
         if lock >= 0:
-            os.close(lock)  # NFS keeps a name for an open file that was removed, and the directory is not empty then
+            # before rmdir: NFS keeps a name for an open file that was removed, so the directory would not be empty
+            os.close(lock)
     os.rmdir(directory)
 
 
 def _opened(directory: Path, mark: OwnershipMark) -> int:
-    """A descriptor of the directory, which holds `mark` and is ours; NotOurs says why not."""
+    """Return a descriptor of a directory that is this user's and contains `mark`.
+
+    Raises NotOwned, with the reason, for any other directory.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         inside = os.open(directory, flags)
@@ -304,7 +321,7 @@ def _refuse_unmarked(inside: int, mark: OwnershipMark, *, owner: int) -> None:
 
 
 def _empty(inside: int, *, device: int, but: str = "") -> None:
-    """Remove everything in an open directory, except the file `but` directly in it."""
+    """Remove everything in an open directory except the file `but` at its top level."""
     with os.scandir(inside) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name != but]
     for name, is_directory in found:
@@ -322,7 +339,10 @@ def _empty(inside: int, *, device: int, but: str = "") -> None:
 
 
 def is_ours(owner: int, place: Path) -> bool:
-    """Whether files of this user number are this process's; a server may number us otherwise (`place` is there)."""
+    """Return whether files with this owner UID belong to this process's user.
+
+    A network file server may map UIDs, so if the UID differs a temporary file is created in `place` to compare owners.
+    """
     if owner == os.geteuid():
         return True
     try:

@@ -1,17 +1,17 @@
-"""A run's private directory on a drive: locked while the run lives, removed when it ends or has died.
+"""A run's private directory on an NVMe drive: locked while the run lives, removed when the run ends or has died.
 
-DIR/offload-trainer/              this user's; DIR/offload-trainer-NUMBER where another user has that name
-    run-0123abcd/.lock            its mark, locked as long as its run lives; the kernel lets go of it even after kill -9
-    run-0123abcd/.for             of page files that a run goes on from once it was killed: where that run lists them
-    run-0123abcd/.ranks           locked too as long as another rank lives that writes there
-    run-0123abcd/...              the run's own
+DIR/offload-trainer/              root of this user; DIR/offload-trainer-UID if another user has that name
+    run-0123abcd/.lock            the mark, locked while its run lives; the kernel releases the lock even after kill -9
+    run-0123abcd/.for             for page files that can be resumed after a kill: path of the list that names them
+    run-0123abcd/.ranks           locked (shared) as long as another rank lives that writes there
+    run-0123abcd/...              the run's files
 
-A run's list names its directories, one a line. What it names stays until that run itself has begun again, whatever
-other runs start on the drive. Where the list is gone, nobody knows whether the directory holds the only copy of a
-training: it stays too, and the next start says so. A list that is there and does not name it releases it.
+A run's list names its directories, one a line. A named directory stays until that same run has started again, whatever
+other runs start on the drive. If the list is missing, the directory may hold the only copy of a training state: it
+stays too, and the next start says so. If the list exists but does not name the directory, the directory may be removed.
 
-Only what a lease has made is removed: by its name, its mark and its owner (`removal`). Everything else there, whatever
-it is called, is somebody's.
+Only directories created by a `DriveLease` are removed, identified by name, mark and owner (`owned_dirs`). Everything
+else there is left alone.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from offload_trainer.storage.owned_dirs import (
 
 _NAME = re.compile(r"run-[0-9a-f]{8}")
 _WHAT = "page files of"
-PAGES = "pages"  # a list's name in the run directory
-_FOR, _LONGEST = ".for", 1 << 16  # name; bytes of it, and of a list
+PAGES = "pages"  # name of the list in the run directory
+_FOR, _LONGEST = ".for", 1 << 16  # file name; size limit in bytes of that file and of a list
 _RANKS = ".ranks"
 
 
 class DriveLease:
-    """Private directory for one run under `drive`. Two runs on one drive never touch each other."""
+    """A private directory for one run under `drive`. Two runs on one drive never touch each other's files."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class DriveLease:
         listed: Path | None = None,
         instead: ScratchDirectory | None = None,
     ) -> None:
-        """What dead runs of this user have left there is removed, and said. TrainerError where nothing can be made.
+        """Create the directory, and remove and report what dead runs of this user have left.
 
-        `listed`: this run's own list, whose directories go too. `instead`: one of them, taken over in place of a new
-        one.
+        `listed` is this run's own list, whose directories are removed too. `instead` is one of them that was taken over
+        and is used in place of a new directory. Raises TrainerError if no directory can be created.
         """
         try:
             root = _make_root(drive)
@@ -75,7 +75,7 @@ class DriveLease:
             say(f"note: locks do not work on {drive}: what a killed run leaves there is not removed by the next one")
 
     def close(self) -> None:
-        """Remove the directory and let go of it. Calling it again does nothing."""
+        """Remove the directory and release its lock. A second call does nothing."""
         self._place.close()
 
     def __enter__(self) -> DriveLease:
@@ -84,7 +84,7 @@ class DriveLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """After an error what its run would go on from stays."""
+        """Close the lease. After an error, leave a directory that this run could resume from."""
         if error is not None and is_listed(self.path):
             self._place.leave()
         self.close()
@@ -94,16 +94,17 @@ def _private(root: Path, say: Callable[[str], None]) -> ScratchDirectory:
     for last in (False, False, True):
         try:
             return ScratchDirectory(root / f"run-{secrets.token_hex(4)}", what=_WHAT, say=say)
-        except (FileNotFoundError, BlockingIOError):  # another start took it for a dead run's before it was marked
+        # another process took it for an abandoned directory before it was marked
+        except (FileNotFoundError, BlockingIOError):
             if last:
                 raise
     raise AssertionError
 
 
 def root_of(drive: Path) -> Path:
-    """Where this user's private directories under `drive` are, or will be.
+    """Return the directory under `drive` that contains, or will contain, this user's private directories.
 
-    UserError where both names are taken by what is no directory of this user.
+    Raises UserError if neither of the two names can be used: each belongs to another user, or is a link or a file.
     """
     found = ""
     for name in ("offload-trainer", f"offload-trainer-{os.geteuid()}"):
@@ -122,7 +123,7 @@ def root_of(drive: Path) -> Path:
 
 
 def _make_root(drive: Path) -> Path:
-    for _ in range(3):  # another user may take the first name just now
+    for _ in range(3):  # another user may take the first name at this moment
         root = root_of(drive)
         try:
             root.mkdir()
@@ -134,7 +135,7 @@ def _make_root(drive: Path) -> Path:
 
 
 def take_over(folder: Path, *, say: Callable[[str], None]) -> ScratchDirectory:
-    """Take a dead run's private directory over, with its files. As `ScratchDirectory.taken_over`."""
+    """Take over a dead run's private directory with its files. Raises as `ScratchDirectory.taken_over`."""
     place = ScratchDirectory.taken_over(folder, what=_WHAT, say=say)
     remove_abandoned(folder)
     return place
@@ -146,34 +147,40 @@ def has_locks(folder: Path) -> bool:
 
 
 def hold(folder: Path) -> int:
-    """As a rank that writes there beside the one whose directory it is: a descriptor, to be kept as long as it does."""
+    """Mark the directory as in use by another rank than its owner. The rank keeps the returned descriptor open."""
     descriptor = open_lock(folder / _RANKS, create=True)
-    with suppress(NoLocks):  # then nobody takes the directory over
+    with suppress(NoLocks):  # without locks no other process takes the directory over
         take(descriptor, shared=True)
     return descriptor
 
 
 def wait_for_ranks(folder: Path, *, say: Callable[[str], None], patience: float = 60.0) -> None:
-    """No rank of the run that has died holds its directory when this returns. TrainerError where one does not end."""
+    """Wait until no rank of the dead run uses its directory any more.
+
+    Raises TrainerError if a rank has not ended after `patience` seconds.
+    """
     with turn(folder / _RANKS, say=say, patience=patience):
         pass
 
 
 def keep_listed(listed: Path, folders: Sequence[Path]) -> None:
-    """From now on these of this process stay after a kill, or an error, for the run whose list this is. OSError."""
+    """Write the run's list, so that these directories survive a kill or an error and this run can resume from them.
+
+    Raises OSError.
+    """
     write_text(listed, "".join(f"{folder.resolve()}\n" for folder in folders))
     for folder in folders:
         write_text(folder / _FOR, str(listed.resolve()))
 
 
 def keep_none(listed: Path) -> None:
-    """Nothing stays any more for the run whose list this is. OSError."""
+    """Empty the run's list, so that its directories may be removed. Raises OSError."""
     if listed.exists():
         write_text(listed, "")
 
 
 def named_in(listed: Path) -> list[Path]:
-    """Return the directories that a run's list names. ValueError where it cannot be read."""
+    """Return the directories that a run's list names. Raises ValueError if the list cannot be read."""
     try:
         return [Path(line) for line in file_bytes(listed, most=_LONGEST).decode().splitlines()]
     except FileNotFoundError:
@@ -181,12 +188,12 @@ def named_in(listed: Path) -> list[Path]:
 
 
 def folders_in(listed: Path) -> list[Path]:
-    """Return those of them that are there. ValueError where the list cannot be read."""
+    """Return the directories named in the list that exist. Raises ValueError if the list cannot be read."""
     return [folder for folder in named_in(listed) if folder.is_dir()]
 
 
 def is_listed(folder: Path, *, but: Path | None = None) -> bool:
-    """Return whether a run may need this directory: another list than `but` names it, or cannot be looked at."""
+    """Return whether a run may need this directory: a list other than `but` names it, is missing or cannot be read."""
     try:
         listed = Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
     except FileNotFoundError:
@@ -202,12 +209,12 @@ def is_listed(folder: Path, *, but: Path | None = None) -> bool:
 
 
 def kept_for(listed: Path, drive: Path) -> list[Path]:
-    """Return the dead runs' directories under `drive` that were kept for the run whose list this is."""
+    """Return the dead runs' directories under `drive` that are kept for the run with the list `listed`."""
     return [folder for folder in _dead_in(drive) if _kept_for(folder) == listed.resolve()]
 
 
 def _kept_for(folder: Path) -> Path | None:
-    """Return the list for which a directory was kept, if it can be read."""
+    """Return the path of the list for which a directory is kept, or None if it cannot be read."""
     try:
         return Path(file_bytes(folder / _FOR, most=_LONGEST).decode())
     except (OSError, ValueError):
@@ -215,15 +222,15 @@ def _kept_for(folder: Path) -> Path | None:
 
 
 def dead_runs(drive: Path, *, listed: Path | None = None) -> list[Path]:
-    """Return this user's private directories under `drive` whose run is gone: the next lease there removes them.
+    """Return this user's private directories under `drive` whose run has died; the next lease there removes them.
 
-    Those that another run than that of `listed` may need are not among them.
+    Directories that a run other than that of `listed` may need are left out.
     """
     return [folder for folder in _dead_in(drive) if not is_listed(folder, but=listed)]
 
 
 def _dead_in(drive: Path) -> list[Path]:
-    """Return this user's private directories under `drive` whose run is gone."""
+    """Return this user's private directories under `drive` whose run has died."""
     root = root_of(drive)
     names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     return [root / name for name in names if _NAME.fullmatch(name) and _is_dead(root / name)]
@@ -232,9 +239,10 @@ def _dead_in(drive: Path) -> list[Path]:
 def clear(
     drive: Path, *, say: Callable[[str], None], listed: Path | None = None, but: Path | None = None
 ) -> list[Path]:
-    """Remove what `dead_runs` finds, except `but`, and say so; return what is gone. OSError where that cannot be found.
+    """Remove and report the directories that `dead_runs` returns, except `but`; return those that were removed.
 
-    Say, too, what stays because the list of its run is gone.
+    Also report each directory that stays because the list of its run is missing. Raises OSError if the drive cannot be
+    searched.
     """
     for folder in _dead_in(drive):
         place = _kept_for(folder)
@@ -262,7 +270,13 @@ def _is_dead(folder: Path) -> bool:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the run that page files belong to lives: it holds the lock. UserError where that cannot be known."""
+    """Return whether the run that owns these page files lives, that is, holds their lock.
+
+    Raises UserError if that cannot be found out. Prevent other runs from removing these page files for the duration of
+    the context.
+
+    Raises BlockingIOError if their run lives, NoLocks, and OSError.
+    """
     try:
         with kept(folder):
             return False
@@ -276,11 +290,14 @@ def is_alive(folder: Path) -> bool:
 
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """Inside, no run removes these page files. BlockingIOError where their run lives, NoLocks, OSError."""
+    """Prevent other runs from removing these page files for the duration of the context.
+
+    Raises BlockingIOError if their run lives, NoLocks, and OSError.
+    """
     try:
         lock = open_lock(folder / MARK)
     except FileNotFoundError:
-        yield  # without a mark nothing removes them
+        yield  # a directory without a mark is never removed
         return
     try:
         take(lock, shared=True)
@@ -290,11 +307,11 @@ def kept(folder: Path) -> Iterator[None]:
 
 
 def _remove(folder: Path, say: Callable[[str], None]) -> bool:
-    """Remove a dead run's directory, unless it is being read; whether it is gone."""
+    """Remove a dead run's directory unless a process is reading it; return whether this call removed it."""
     try:
         remove_dead(folder, what=_WHAT)
     except (FileNotFoundError, BlockingIOError):
-        return False  # another start has removed it, or it is being exported
+        return False  # another process has removed it, or it is being exported
     except (OSError, NotOwned, NoLocks) as error:
         say(f"note: {folder}, which a dead run left, stays: {reason(error)}")
         return False

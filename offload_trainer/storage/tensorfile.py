@@ -1,9 +1,9 @@
-"""Safetensors files read and written a stretch at a time, so that a file may be larger than memory.
+"""Readers and writers of safetensors files that work in pieces, so that a file may be larger than memory.
 
-The format is eight bytes of length, a JSON header with every tensor's dtype, shape and place, then the bytes
-(https://huggingface.co/docs/safetensors). Sizes are known beforehand, so the header is written first. Any
-safetensors library reads the result. What is valid is that library's decision; the bytes are read with pread, since the
-pages of its mapping count as the process's own memory until the file is closed.
+The format is eight bytes of length, a JSON header with every tensor's dtype, shape and offsets, then the data
+(https://huggingface.co/docs/safetensors). Sizes are known beforehand, so the header is written first. Any safetensors
+library reads the result. The safetensors library validates a file; the data is then read with pread, because pages of
+the library's mapping would count as this process's memory until the file is closed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
 }
 _NAMES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-_COMPARED = 1 << 24  # elements
-_PASSING = 64 << 20  # bytes after which what was written is on the disk and leaves the page cache
+_COMPARED = 1 << 24  # elements compared at a time
+_PASSING = 64 << 20  # bytes after which written data is synced and dropped from the page cache
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a file holds under one name."""
+    """Name, dtype and shape of one tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A finished file: its size, and the CRC-32 of its bytes."""
+    """Size of a finished file and the CRC-32 of its bytes."""
 
     bytes: int
     crc32: int
@@ -67,7 +67,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes [start, start + bytes) of a file as they were written, and their CRC-32."""
+    """Bytes [start, start + bytes) of a file, with their CRC-32 as computed when they were written."""
 
     start: int
     bytes: int
@@ -75,7 +75,7 @@ class Piece:
 
 
 def file_of(pieces: Iterable[Piece]) -> WrittenFile:
-    """The file that `pieces`, whoever wrote them, make together: each of its bytes is in one of them."""
+    """Return the size and CRC-32 of the file that `pieces`, from one or several writers, make up without gaps."""
     size = crc = 0
     for piece in sorted((piece for piece in pieces if piece.bytes), key=lambda piece: piece.start):
         assert piece.start == size, f"{piece} follows byte {size}"
@@ -84,9 +84,9 @@ def file_of(pieces: Iterable[Piece]) -> WrittenFile:
 
 
 class PlacedWriter:
-    """Write stretches of a file's tensors at their places. Others may write the rest meanwhile, on other nodes too.
+    """A writer of parts of tensors at their offsets. Other processes and nodes may write the rest at the same time.
 
-    `make` has written the header, and the file has its size. TrainerError where the disk refuses.
+    `make` must have written the header and given the file its size. Raises TrainerError if the disk refuses.
     """
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
@@ -96,14 +96,15 @@ class PlacedWriter:
         self._pieces: list[Piece] = []
         self._written = self._passed = 0
         try:
-            opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # not for reading: NFS then sends these bytes alone
+            # write-only: over NFS the client then sends only these bytes
+            opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             self._file = os.fdopen(opened, "wb", buffering=0)
         except OSError as error:
             raise TrainerError(f"{path}: cannot be written: {reason(error)}") from error
 
     @staticmethod
     def make(path: Path, entries: Sequence[TensorEntry]) -> Piece:
-        """The file with its header and room for all tensors; returns the header's piece."""
+        """Create the file with its header and its full size, and return the header's piece."""
         header, _, size = _laid_out(entries, {})
         try:
             with open(path, "wb", buffering=0) as file:
@@ -115,7 +116,7 @@ class PlacedWriter:
         return Piece(0, len(header), zlib.crc32(header))
 
     def put(self, name: str, start: int, stretch: torch.Tensor) -> None:
-        """The elements of a tensor from `start` on: 1-D, contiguous, on the CPU, in the entry's dtype."""
+        """Write elements of a tensor from index `start` on: 1-D, contiguous, on the CPU, in the entry's dtype."""
         entry = self._entries[name]
         assert entry.dtype == stretch.dtype, f"{entry} expected, {stretch.dtype} given"
         assert 0 <= start <= start + stretch.numel() <= entry.numel, f"{stretch.numel()} at {start} given for {entry}"
@@ -137,13 +138,13 @@ class PlacedWriter:
             self._pieces.append(Piece(offset, len(data), zlib.crc32(data)))
 
     def _pass(self) -> None:
-        """Bring it to the disk and out of the page cache, where it would push out what is needed again."""
+        """Sync the written data and drop it from the page cache, where it would evict data that is needed again."""
         os.fdatasync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._passed = self._written
 
     def close(self) -> list[Piece]:
-        """What was written, on the disk when this returns: pieces that do not touch each other, as they were put."""
+        """Sync and close the file. Returns the written pieces in order of writing; consecutive ones are merged."""
         try:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -153,7 +154,7 @@ class PlacedWriter:
 
 
 def _laid_out(entries: Sequence[TensorEntry], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """A file's beginning, before its data; the byte at which each tensor starts; the bytes of the whole file."""
+    """Return the file's header bytes, the byte offset at which each tensor starts, and the size of the whole file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     starts, offset = {}, 0
     for entry in entries:
@@ -165,7 +166,7 @@ def _laid_out(entries: Sequence[TensorEntry], metadata: dict[str, str]) -> tuple
         }
         offset += entry.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins aligned
+    text += b" " * (-len(text) % 8)  # pad so that the data is aligned to 8 bytes
     first = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: first + at for name, at in starts.items()}, first + offset
 
@@ -183,13 +184,16 @@ def _full(path: Path, error: OSError, *, written: int) -> TrainerError:
 
 
 class TensorFileWriter:
-    """Write the tensors of `entries`, in that order, then `close` it. TrainerError where the disk refuses."""
+    """A writer of a safetensors file: write the tensors of `entries` in that order, then `close`.
+
+    Raises TrainerError if the disk refuses.
+    """
 
     def __init__(self, path: Path, entries: list[TensorEntry], *, metadata: dict[str, str] | None = None) -> None:
         header, _, _ = _laid_out(entries, metadata or {})
         self.path = path
         self._entries = deque(entries)
-        self._given = 0  # elements of the first of them
+        self._given = 0  # elements of the first entry that have been written
         self._crc = 0
         self._written = self._passed = 0
         try:
@@ -233,13 +237,13 @@ class TensorFileWriter:
             raise _full(self.path, error, written=self._written) from error
 
     def _pass(self) -> None:
-        """Bring it to the disk and out of the page cache, where it would push out what is needed again."""
+        """Sync the written data and drop it from the page cache, where it would evict data that is needed again."""
         os.fdatasync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), self._passed, self._written - self._passed, os.POSIX_FADV_DONTNEED)
         self._passed = self._written
 
     def close(self) -> WrittenFile:
-        """Finish: every entry must have been written. The bytes are on the disk when this returns."""
+        """Finish and sync the file. Every entry must have been written completely."""
         while self._entries:
             self._end_tensor()
         try:
@@ -251,9 +255,9 @@ class TensorFileWriter:
 
 
 class TensorFileReader:
-    """The tensors of one file, whole or in part. As a context manager it closes the file.
+    """A reader of one safetensors file, by tensor or by part. As a context manager it closes the file on exit.
 
-    Raises UserError for a file that is not there, not whole, or not safetensors.
+    Raises UserError for a file that is missing, incomplete or not safetensors, or that holds an unsupported dtype.
     """
 
     def __init__(self, path: Path) -> None:
@@ -261,7 +265,7 @@ class TensorFileReader:
         try:
             self._file = open(open_file(path, links=True), "rb", buffering=0)  # noqa: SIM115 - closed by `close`
             with safe_open(path, framework="pt"):
-                pass  # sizes, places and names fit each other and the file
+                pass  # safe_open checks that sizes, offsets and names fit each other and the file
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{path} is not a whole safetensors file: {error}") from error
         length = int.from_bytes(self._file.read(8), "little")
@@ -279,12 +283,12 @@ class TensorFileReader:
         self._starts = {name: 8 + length + about["data_offsets"][0] for name, about in header.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, in its dtype and shape, in memory of its own."""
+        """Read a whole tensor, in its dtype and shape, into new memory."""
         entry = self.entries[name]
         return self.read_part(name, 0, entry.numel).view(entry.shape)
 
     def read_part(self, name: str, start: int, count: int) -> torch.Tensor:
-        """`count` elements from `start` on, counted through the whole tensor: 1-D, in its dtype."""
+        """Read `count` elements from `start` on in the flattened tensor, as a 1-D tensor in its dtype."""
         entry = self.entries[name]
         assert 0 <= start <= start + count <= entry.numel, (entry, start, count)
         out = torch.empty(count, dtype=entry.dtype)
@@ -293,7 +297,7 @@ class TensorFileReader:
         return out
 
     def same(self, name: str, other: TensorFileReader, theirs: str) -> bool:
-        """Whether a tensor here holds the values of another file's, 16 M elements at a time."""
+        """Return whether a tensor equals one of another file, comparing 16 M elements at a time."""
         ours, their = self.entries[name], other.entries[theirs]
         return ours.shape == their.shape and all(
             torch.equal(self.read_part(name, start, count), other.read_part(theirs, start, count))

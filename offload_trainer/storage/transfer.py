@@ -1,10 +1,10 @@
-"""Bytes between host memory and files, many at a time, each one checked.
+"""Asynchronous transfers between host memory and drive files, many at a time, with every error reported.
 
-    Transfers.read(file, offset, buffer) / .write(...)  ->  Future      returns at once; `wait` when it is needed
+    Transfers.read(file, offset, buffer) / .write(...)  ->  Future      returns immediately; call `wait` for the result
 
-Three carry it out: `ThreadedTransfers` (preadv and pwritev with O_DIRECT on threads; needs no compiler),
-`AioTransfers` (DeepSpeed's libaio kernel), and `CheckedTransfers`, which wraps another one and compares every block
-that is read with the one that was written. Offsets and sizes are multiples of 4096.
+There are three implementations. `ThreadedTransfers` uses preadv and pwritev with O_DIRECT on threads and needs no
+compiler. `AioTransfers` uses DeepSpeed's libaio kernel. `CheckedTransfers` wraps another one and compares every block
+that is read with the one that was written. Offsets and sizes are multiples of 4096 bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SECTOR = 4096  # bytes
 
 
 class DriveFile:
-    """A file of fixed size, its blocks allocated now, so that no later write can find the disk full.
+    """A file of fixed size whose blocks are allocated on creation, so that no later write can find the disk full.
 
-    Raises TrainerError with the numbers where the disk has not that much room. `direct` tells whether the filesystem
-    lets the page cache be passed by; where it does not, the cache's copies are dropped after use.
+    Raises TrainerError with the numbers if the disk has too little room. `direct` is whether the filesystem supports
+    O_DIRECT; otherwise the page cache's copies are dropped after use.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -52,11 +52,11 @@ class DriveFile:
             ) from error
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from `offset`. TrainerError for an error, or a file that is too short."""
+        """Fill `view` with the bytes at `offset`. Raises TrainerError on an error or if the file is too short."""
         self._transfer(os.preadv, "read", view, offset)
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of `view` at `offset`. TrainerError where not every byte arrives."""
+        """Write all of `view` at `offset`. Raises TrainerError if not every byte is written."""
         self._transfer(os.pwritev, "written", view, offset)
 
     def _transfer(self, call: Callable[..., int], verb: str, view: memoryview, offset: int) -> None:
@@ -64,7 +64,8 @@ class DriveFile:
         while done < len(view):
             try:
                 size = os.fstat(self.descriptor).st_size
-                # Writing would make a file that was cut short as long as it was, with zeros where its state had been.
+                # A write to a truncated file would extend it again, with zeros in place of the lost state: check the
+                # size first.
                 moved = call(self.descriptor, [view[done:]], offset + done) if size >= self.size else 0
             except OSError as error:
                 raise TrainerError(
@@ -81,7 +82,7 @@ class DriveFile:
             os.posix_fadvise(self.descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """What was written lasts when this returns, also without power. TrainerError where the drive refuses."""
+        """Sync written data to the drive, so that it survives a power cut. Raises TrainerError if the drive refuses."""
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:
@@ -97,7 +98,7 @@ class DriveFile:
 
 
 class Future:
-    """A transfer under way. `wait` returns when its bytes are in place and raises what went wrong."""
+    """A transfer in progress. `wait` blocks until all its parts have ended and raises the first error."""
 
     def __init__(self, parts: int = 1) -> None:
         self._left = parts
@@ -116,7 +117,7 @@ class Future:
             raise self._error
 
     def then(self, action: Callable[[BaseException | None], None]) -> None:
-        """Call `action(error)` once the transfer has ended: now if it has, otherwise on a transfer's thread."""
+        """Call `action(error)` when the transfer has ended: now if it has, otherwise later on a transfer thread."""
         with self._lock:
             if not self._done.is_set():
                 self._after.append(action)
@@ -124,7 +125,7 @@ class Future:
         action(self._error)
 
     def finish_part(self, error: BaseException | None = None) -> None:
-        """One part has ended; with the last one the future is done. For those who carry transfers out."""
+        """Report that one part has ended; the last part completes the future. Called by transfer implementations."""
         with self._lock:
             self._left -= 1
             self._error = self._error or error
@@ -137,7 +138,7 @@ class Future:
 
 
 def together(futures: Sequence[Future]) -> Future:
-    """Done when all of them are."""
+    """Return a future that completes when all `futures` have."""
     if not futures:
         return done()
     future = Future(parts=len(futures))
@@ -147,11 +148,15 @@ def together(futures: Sequence[Future]) -> Future:
 
 
 def followed(future: Future, work: Callable[[], object]) -> Future:
-    """Return a future that ends once `future` has ended well and `work` was done, on the thread that ended it."""
+    """Return a future that completes once `future` has succeeded and `work` has run.
+
+    `work` runs on the thread that completes `future`, or on the calling thread if that has happened already. An error
+    of either becomes the error of the returned future.
+    """
     both = Future()
 
     def carry_out() -> None:
-        future.wait()  # it has ended: this raises what went wrong
+        future.wait()  # it has ended, so this only raises its error
         work()
 
     future.then(lambda _: ending(both, carry_out)())
@@ -159,14 +164,14 @@ def followed(future: Future, work: Callable[[], object]) -> Future:
 
 
 def done() -> Future:
-    """A future of what has ended already."""
+    """Return a completed future."""
     future = Future()
     future.finish_part()
     return future
 
 
 def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
-    """`work` as a job for a thread: a part of the future ends with it, also with what it raises."""
+    """Wrap `work` as a thread's job that ends one part of `future`, with the exception if `work` raises one."""
 
     def carry_out() -> None:
         error: BaseException | None = None
@@ -180,7 +185,10 @@ def ending(future: Future, work: Callable[[], object]) -> Callable[[], None]:
 
 
 class Transfers(Protocol):
-    """`buffer`: a contiguous CPU tensor, untouched by anybody else until the future is done."""
+    """Interface of the transfer implementations.
+
+    `buffer` is a contiguous CPU tensor that no other code touches until the future completes.
+    """
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future: ...
 
@@ -190,16 +198,16 @@ class Transfers(Protocol):
 
 
 def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8."""
+    """Return the same memory as a flat uint8 tensor."""
     assert buffer.is_contiguous()
     return buffer.view(-1).view(torch.uint8)
 
 
 class Workers:
-    """Threads that take jobs from one queue, in order."""
+    """Threads that take jobs from one queue in order."""
 
     def __init__(self, count: int, name: str, *, prepare: Callable[[], object] | None = None) -> None:
-        """`prepare` is called in each thread before its first job."""
+        """Start `count` daemon threads. Each calls `prepare` before its first job."""
         self._prepare = prepare
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(count)]
@@ -211,13 +219,13 @@ class Workers:
             self._prepare()
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # and what it holds, before the next one comes
+            del job  # release the job's references, such as its buffers, before waiting for the next one
 
     def put(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def close(self, *, patience: float | None = None) -> None:
-        """What was put is done when this returns, or, after `patience` seconds, is left to the end of the process."""
+        """Finish the queued jobs and end the threads. Waits at most `patience` seconds for each thread if set."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -225,7 +233,10 @@ class Workers:
 
 
 class ThreadedTransfers:
-    """`threads` for reads and as many for writes, so that neither waits for the other; `block` bytes a call."""
+    """Transfers with preadv and pwritev on `threads` reader threads and as many writer threads.
+
+    Reads and writes never wait for each other. Each call moves at most `block` bytes.
+    """
 
     def __init__(self, *, threads: int = 4, block: int = 8 << 20) -> None:
         assert block % SECTOR == 0
@@ -258,10 +269,10 @@ class ThreadedTransfers:
 
 
 class AioTransfers:
-    """DeepSpeed's `async_io`: one handle for reads and one for writes, each waited for on a thread of its own.
+    """Transfers with DeepSpeed's `async_io`: one handle and one waiting thread for reads, and the same for writes.
 
-    `make_handle` gives an `aio_handle`. The kernel never looks at a completion's result, so use it only inside
-    `CheckedTransfers`.
+    `make_handle` returns an `aio_handle`. The kernel does not check the result of a completion, so use this class only
+    inside `CheckedTransfers`.
     """
 
     def __init__(self, make_handle: Callable[[], Any]) -> None:
@@ -301,7 +312,7 @@ class AioTransfers:
 
 
 def async_io_handle(kernel: Any, *, block_bytes: int) -> Callable[[], Any]:
-    """What makes handles of DeepSpeed's loaded kernel, for `AioTransfers`."""
+    """Return a factory of handles of DeepSpeed's loaded kernel, for `AioTransfers`."""
     return partial(
         kernel.aio_handle,
         block_size=block_bytes,
@@ -313,19 +324,25 @@ def async_io_handle(kernel: Any, *, block_bytes: int) -> Callable[[], Any]:
 
 
 class CheckedTransfers:
-    """Another backend, its reads compared with what was written: a sum of every 4096 bytes, kept in memory.
+    """A wrapper that checks what another implementation reads against what was written, by sums of 4096-byte blocks.
 
-    Finds blocks that were not written, not read, or changed on the drive; costs a pass over the bytes each way and
-    a five-hundredth of the file in memory. A block that was never written must hold zeros.
+    It detects blocks that were not written, not read, or changed on the drive. It costs one pass over the bytes each
+    way and memory of 1/512 of the file's size. A block that was never written must contain zeros.
     """
 
     def __init__(self, inner: Transfers, *, memory: Callable[[int], torch.Tensor] = host_buffer) -> None:
-        """`memory` of so many bytes, zeros (uint8): the same in all processes that use a file which they `share`."""
+        """Wrap `inner`. `memory(size)` returns zeroed uint8 memory for the checksums of files registered with `share`.
+
+        It must be the same memory in all processes that use such a file.
+        """
         self.inner, self._memory = inner, memory
         self._sums: dict[Path, torch.Tensor] = {}
 
     def share(self, file: DriveFile) -> None:
-        """What other processes write there is looked at too. They call it alike, before anything is written."""
+        """Check blocks of `file` that other processes write too.
+
+        Every process must call this in the same order, before anything is written.
+        """
         self._sums[file.path] = self._memory(8 * (file.size // SECTOR)).view(torch.int64)
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
@@ -345,7 +362,7 @@ class CheckedTransfers:
         return self.inner.write(file, offset, buffer)
 
     def _of(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> torch.Tensor:
-        """The sums kept for these bytes."""
+        """Return the stored checksums of these bytes."""
         if file.path not in self._sums:
             self._sums[file.path] = torch.zeros(file.size // SECTOR, dtype=torch.int64)
         first = offset // SECTOR

@@ -1,8 +1,8 @@
-"""Files of the cache that are believed: those of this user or of root that nobody else may change.
+"""Checks that a cache file was written by this user or root and that no other user can change it.
 
-The cache (OFFLOAD_TRAINER_CACHE, data.cache) may be a directory in which others write too. What they put there must not
-become training data, a measured speed or code that runs. The descriptor is looked at, so that nothing can be exchanged
-between the look and the reading.
+The cache (OFFLOAD_TRAINER_CACHE, data.cache) may be a directory where others can write. Their files must not become
+training data, measured speeds or code that runs. The check uses the open descriptor, so that the file cannot be
+exchanged between the check and the reading.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from pathlib import Path
 from offload_trainer.safe_files import open_file
 from offload_trainer.storage.owned_dirs import is_ours, user
 
-MODE = 0o644  # of what is written for this: a umask of 002 would let the group change it
+MODE = 0o644  # a umask of 002 would let the group change files that `open_owned` reads back
 
 
 def open_owned(path: Path) -> int:
-    """Open a file of the cache for reading. ValueError where others may have written it; else as `open_file`."""
+    """Open a file of the cache for reading.
+
+    Raises ValueError if another user owns it or others may change it; otherwise raises as `open_file`.
+    """
     descriptor = open_file(path)
     about = os.fstat(descriptor)
     if about.st_uid != 0 and not is_ours(about.st_uid, path.parent):

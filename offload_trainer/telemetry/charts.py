@@ -1,6 +1,7 @@
-"""Charts as inline SVG: they need no script and no network, and take the page's colours.
+"""Line and bar charts as inline SVG, which need no scripts and no network and use the page's colours.
 
-Drawn in units of a page 400 to 800 pixels wide: the widest label fits beside the chart in both, in the style's sizes.
+The units are chosen for a page 400 to 800 pixels wide: the widest label fits next to the chart in both cases, in the
+page style's font sizes.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ from offload_trainer.units import format_count, format_seconds
 
 Point = tuple[float, float]
 
-_MOST_POINTS = 800  # about one a pixel: a run of a million steps still makes a page of kilobytes
+_MOST_POINTS = 800  # about one per pixel: even a run of a million steps makes a page of some kilobytes
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 280, 92, 34, 14
-_LONGEST = 48  # letters of a bar's name, of which the end tells most
-COLOURS = 6  # of the page's style
+_LONGEST = 48  # maximum length of a bar's name; the end is kept, since it says most
+COLOURS = 6  # number of colours in the page's style
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of (step, value)."""
+    """A line of (step, value) points."""
 
     name: str
     points: Sequence[Point]
-    dots: bool = False  # few and far apart: each a point of its own
+    dots: bool = False  # draw each point, for series of few and distant points
 
 
 def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
-    """At most `most` points: each the mean of as many neighbours as needed, the last perhaps of fewer."""
+    """Return at most `most` points, each the mean of a group of neighbours; the last group may be smaller."""
     group = math.ceil(len(points) / most)
     chunks = [points[start : start + group] for start in range(0, len(points), group or 1)]
     return [(fmean(x for x, _ in chunk), fmean(y for _, y in chunk)) for chunk in chunks]
 
 
 def ticks(low: float, high: float, *, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) within ``low..high``, about `about` of them."""
+    """Return about `about` round numbers in ``low..high``, spaced 1, 2 or 5 times a power of ten apart."""
     if high <= low:
         return [low]
     rough = (high - low) / about
@@ -50,13 +51,13 @@ def ticks(low: float, high: float, *, about: int) -> list[float]:
 def lines(
     given: Sequence[Series], *, label: str, text: Callable[[float], str] = "{:g}".format, from_zero: bool = False
 ) -> str:
-    """Lines over the steps on one scale, with their names; nothing where none has a point."""
+    """Return a chart of the series over steps on one scale, with a legend; "" if no series has a point."""
     series = [Series(one.name, thinned(one.points, most=_MOST_POINTS), one.dots) for one in given if one.points]
     if not series:
         return ""
     xs, ys = zip(*(point for one in series for point in one.points), strict=True)
     (x_low, x_high), (y_low, y_high) = (min(xs), max(xs)), (0.0 if from_zero else min(ys), max(ys))
-    air = 0.05 * (y_high - y_low) or 0.5  # so that a flat curve still has a scale
+    air = 0.05 * (y_high - y_low) or 0.5  # gives a flat curve a scale too
     y_low, y_high = 0.0 if from_zero else y_low - air, y_high + air
 
     def place(x: float, y: float) -> Point:
@@ -66,21 +67,21 @@ def lines(
 
     parts = [_rule(place(x_low, tick)[1], text(tick)) for tick in ticks(y_low, y_high, about=5)]
     for tick in ticks(x_low, x_high, about=5):
-        if tick == int(tick):  # there is no half step
+        if tick == int(tick):  # label whole steps only
             x = place(tick, 0)[0]
             parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{format_count(tick)}</text>')
     for number, one in enumerate(series):
         placed = [(x, y, place(x, y)) for x, y in one.points]
         corners = " ".join(f"{x:.1f},{y:.1f}" for _, _, (x, y) in placed)
         parts.append(f'<polyline class="line" style="stroke: var(--c{number % COLOURS})" points="{corners}"/>')
-        if one.dots or len(placed) == 1:  # a line of one step is none
+        if one.dots or len(placed) == 1:  # a single point draws no line
             parts += [_dot(number, *at, f"step {x:.0f}: {text(y)}") for x, y, at in placed]
     key = _key((one.name, f"--c{number % COLOURS}") for number, one in enumerate(series))
     return key + _svg(parts, height=_HEIGHT, label=label)
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], *, label: str) -> str:
-    """Seconds of phases end to end, a bar a row, on one scale; nothing where no phase took any."""
+    """Return a chart of seconds by phase, one stacked bar per row, on one scale; "" if all are 0."""
     rows = {title: seconds for title, seconds in rows.items() if sum(seconds.values())}
     if not rows:
         return ""

@@ -1,6 +1,6 @@
-"""What a step took, read from the process itself: seconds by phase, bytes of drive traffic, memory.
+"""Measurements of a step in this process: seconds by phase, bytes of drive traffic, memory use.
 
-Everything here is counted by a clock, the kernel or CUDA; nothing is worked out from the model's shape.
+All of them are counted by a clock, the kernel or CUDA; none is derived from the model's shape.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STATUS = Path("/proc/self/status")
 class PhaseClock:
     """Seconds of one step by phase; a phase entered several times (micro-batches) adds up.
 
-    `synchronize` waits for the device. It runs at both edges of a phase: a kernel launch returns at once,
-    and without it the time would be charged to whoever waits for the result.
+    `synchronize` waits for the device and is called at both edges of a phase. Without it, since kernel launches return
+    immediately, the time would be charged to the phase that waits for the result.
     """
 
     def __init__(self, *, synchronize: Callable[[], None] | None = None) -> None:
@@ -36,7 +36,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the body to `name`. Phases do not nest: a second would be counted twice."""
+        """Charge the body's time to phase `name`. Phases must not nest, since time would be counted twice."""
         assert self._open is None, f"phase {name} inside {self._open}"
         self._synchronize()
         self._open, start = name, time.perf_counter()
@@ -48,25 +48,25 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def move(self, seconds: float, *, from_: str, to: str) -> None:
-        """Charge some of a phase to another one."""
+        """Move some seconds from one phase to another."""
         self._seconds[from_] -= seconds
         self._seconds[to] = self._seconds.get(to, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last `take`, with every one of `PHASES`; starts again at zero."""
+        """Return the seconds since the last `take` for all of `PHASES` and any others used, and reset them to zero."""
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return taken
 
 
 @dataclass(frozen=True)
 class IoCount:
-    """Bytes this process, all of its threads, moved to and from drives; None where nobody counts."""
+    """Bytes moved to and from drives by all threads of this process; None where the system does not count them."""
 
     read_bytes: int | None
     written_bytes: int | None
 
     def __sub__(self, earlier: IoCount) -> IoCount:
-        """What happened since `earlier`."""
+        """Return the bytes moved since `earlier`."""
 
         def since(now: int | None, then: int | None) -> int | None:
             return None if now is None or then is None else now - then
@@ -75,22 +75,22 @@ class IoCount:
 
 
 def read_io() -> IoCount:
-    """Totals since the process began: `read_bytes` and `write_bytes` of /proc/self/io (proc(5)).
+    """Return the totals since the process started: `read_bytes` and `write_bytes` of /proc/self/io (proc(5)).
 
-    The kernel counts what this process sends to the block layer. With O_DIRECT that is every byte, when it is
-    submitted. Through the page cache, reads count only where they miss, and writes when they dirty a page,
-    which may be long before the drive sees them. Child processes are not in it until they are waited for.
+    The kernel counts what this process submits to the block layer. With O_DIRECT that is every byte, at submission.
+    Through the page cache, reads count only on a miss, and writes when they dirty a page, which may be long before they
+    reach the drive. Child processes count once they have been waited for.
     """
     try:
         counts = dict(line.split(": ") for line in _IO.read_text().splitlines())
         return IoCount(int(counts["read_bytes"]), int(counts["write_bytes"]))
-    except (OSError, KeyError):  # another system, or a container that hides it
+    except (OSError, KeyError):  # another system, or a container that hides the file
         return IoCount(None, None)
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process ever had resident, in bytes."""
-    # VmHWM first: getrusage's maximum outlives exec, so a child of a big parent would report the parent.
+    """Return the peak resident memory of this process in bytes."""
+    # Prefer VmHWM: getrusage's maximum survives exec, so a child of a large parent would report the parent's.
     peak = _status_bytes("VmHWM")
     if peak is not None:
         return peak
@@ -99,25 +99,25 @@ def peak_rss_bytes() -> int:
 
 
 def forget_peak_rss() -> None:
-    """From now on the peak is counted anew (proc(5), clear_refs); nothing where the system has no such thing."""
+    """Reset the peak of resident memory (proc(5), clear_refs). Do nothing where the system does not support it."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def current_rss_bytes() -> int:
-    """Memory of this process that is resident now, in bytes."""
+    """Return the resident memory of this process in bytes."""
     now = _status_bytes("VmRSS")
     if now is not None:
         return now
-    import psutil  # the only portable way; not needed where /proc is
+    import psutil  # the only portable way; not needed where /proc exists
 
     return int(psutil.Process().memory_info().rss)
 
 
 def device_peak_bytes() -> int:
-    """The most that torch ever had allocated on this process's CUDA device, in bytes; 0 without one.
+    """Return the peak of torch's allocations on this process's CUDA device in bytes, or 0 without one.
 
-    Never imports torch and never initialises CUDA: asking must not cost the memory it asks about.
+    It never imports torch or initialises CUDA, since that would itself use memory.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -126,7 +126,7 @@ def device_peak_bytes() -> int:
 
 
 def allocation_retries() -> int:
-    """How often torch has freed its cached blocks since no memory was left on the device; 0 without one."""
+    """Return how often torch has freed its cached blocks because the device was out of memory; 0 without one."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -134,7 +134,10 @@ def allocation_retries() -> int:
 
 
 def memory_now(swaps: Sequence[Path]) -> dict[str, int]:
-    """Bytes of each tier that this process holds: "ram", "gpu" where it uses one, "drives" where it has `swaps`."""
+    """Return the bytes of each tier that this process uses now.
+
+    Keys are "ram", "gpu" if CUDA is in use, and "drives" if `swaps` (directories of page files) is not empty.
+    """
     held = {"ram": current_rss_bytes()}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -151,5 +154,5 @@ def _status_bytes(field: str) -> int | None:
         return None
     for line in lines:
         if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024  # "VmHWM:   12345 kB", where kB means KiB
+            return int(line.split()[1]) * 1024  # e.g. "VmHWM:   12345 kB", where kB means KiB
     return None

@@ -1,4 +1,4 @@
-"""One line of metrics.jsonl, one line of evaluations.jsonl, and the arithmetic of their numbers."""
+"""Records of training steps (metrics.jsonl) and evaluations (evaluations.jsonl), and the formulas of their numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from offload_trainer.safe_files import EXACT, Count, Flag, Number, Steps, parsed
 @with_config(EXACT)
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Its fields are the keys of a line of metrics.jsonl: a contract with its readers."""
+    """One optimizer step. Its fields are the keys of a line of metrics.jsonl, on which readers of the file rely."""
 
-    step: Steps  # steps done, this one included
+    step: Steps  # steps done, including this one
     tokens: Count  # inputs read so far in the run by all ranks, without the padding of rows of conversations
     loss: Number | None  # mean over the step's tokens, in nats
     grad_norm: Number | None  # global, before clipping; None when the step overflowed
@@ -27,26 +27,27 @@ class StepRecord:
     seconds: Number  # the whole optimizer step
     tokens_per_second: Number
     mfu: Number | None  # None where the device's peak is not known
-    phases: dict[str, Number]  # seconds; "wait": for an update behind the forward, apart from what waited
-    # Of this step, counted by the kernel, None where it does not count. Of an update behind the forward what falls into
-    # the next step, or before it, is counted there.
+    # seconds; "wait" is time blocked on an overlapped update, excluded from the phase that waited
+    phases: dict[str, Number]
+    # Bytes of this step as counted by the kernel, or None where it does not count. An overlapped update's traffic
+    # during another step is counted in that step.
     nvme_read_bytes: Count | None
     nvme_written_bytes: Count | None
     host_rss_bytes: Count  # peak so far
     device_peak_bytes: Count  # peak so far
     skipped: Flag  # no update was made
-    memory: dict[str, Count] = field(default_factory=dict)  # bytes now, by tier: "ram", "gpu", "drives" (page files)
-    allocation_retries: Count = 0  # so far: how often the device had no memory left but what torch's cache held
-    hidden: Number = 0.0  # seconds that an update behind the forward went on while nobody waited for it; 0: not told
+    memory: dict[str, Count] = field(default_factory=dict)  # current bytes by tier: "ram", "gpu", "drives" (page files)
+    allocation_retries: Count = 0  # running total: torch freed its cached blocks because the device was out of memory
+    hidden: Number = 0.0  # seconds of an overlapped update that no phase waited for; 0 if unknown
 
     def to_json(self) -> str:
-        """One line without its end. JSON has no NaN and no infinity: they become null."""
+        """Return one line without a newline. NaN and infinity, which JSON lacks, become null."""
         optional = ("memory", "allocation_retries", "hidden")
         return _to_json(self, leave_out=[name for name in optional if not getattr(self, name)])
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """The record that `to_json` wrote. Raises ValueError on anything else, such as a torn line."""
+        """Parse a line that `to_json` wrote. Raises ValueError on anything else, such as a torn line."""
         return parsed(line, cls)
 
 
@@ -55,23 +56,23 @@ class StepRecord:
 class EvalRecord:
     """One validation. Its fields are the keys of a line of evaluations.jsonl."""
 
-    step: Steps  # steps done before it
+    step: Steps  # steps done before the validation
     validation_loss: Number | None  # mean over the validation tokens, in nats
     perplexity: Number | None
-    bits_per_byte: Number | None  # None where the bytes behind the tokens are not known
+    bits_per_byte: Number | None  # None if the number of bytes of the tokens is unknown
 
     def to_json(self) -> str:
-        """One line without its end; NaN and infinity become null."""
+        """Return one line without a newline; NaN and infinity become null."""
         return _to_json(self)
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """The record that `to_json` wrote. Raises ValueError on anything else."""
+        """Parse a line that `to_json` wrote. Raises ValueError on anything else."""
         return parsed(line, cls)
 
 
 def perplexity(loss: float) -> float:
-    """``e ** loss`` for a mean loss in nats a token; infinite where that is beyond a float."""
+    """Return ``e ** loss`` for a mean loss in nats per token, or infinity if it exceeds a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -79,24 +80,24 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, *, tokens: int, text_bytes: int | None) -> float | None:
-    """Bits to code one byte of the text: comparable between tokenizers, which perplexity is not.
+    """Return the bits needed to code one byte of the text; unlike perplexity, comparable between tokenizers.
 
-    `loss` is the mean in nats over `tokens` predicted tokens that stand for `text_bytes` bytes of UTF-8.
-    None where the bytes are not known, or none.
+    `loss` is the mean in nats over `tokens` predicted tokens that stand for `text_bytes` bytes of UTF-8. Returns None
+    if `text_bytes` is unknown or 0.
     """
     return loss * tokens / math.log(2) / text_bytes if text_bytes else None
 
 
 def tokens_per_second(tokens: int, *, seconds: float) -> float:
-    """Return the speed of one step: `tokens` of all ranks, padding not counted, in `seconds` of wall clock."""
+    """Return the speed of one step: `tokens` of all ranks, without padding, in `seconds` of wall-clock time."""
     return tokens / seconds
 
 
 def mfu(flops: float, *, seconds: float, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B): `flops` done over what was possible.
+    """Return the model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B): achieved over peak FLOP/s.
 
-    `flops` counts forward and backward without recomputation; `peak_flops` is a second's, of all devices.
-    None where the peak is not known.
+    `flops` counts forward and backward without recomputation; `peak_flops` is per second, of all devices. Returns None
+    if the peak is unknown.
     """
     return flops / seconds / peak_flops if peak_flops else None
 

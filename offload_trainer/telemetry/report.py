@@ -1,8 +1,8 @@
-"""report.html: a run, or several side by side, on one page that needs no network and no scripts.
+"""HTML reports of one run, or of several runs side by side, on a single page without network access or scripts.
 
-metrics.jsonl, evaluations.jsonl ── read_* ── records ─┐
-the plan's tiers and seconds, and the measured ones ───┼─ write_report, write_comparison ── a page
-what other plans would gain ───────────────────────────┘  (its frame: report.html beside this)
+metrics.jsonl, evaluations.jsonl ── read_* ── records ─┐ the plan's tiers and seconds, and the measured ones ───┼─
+write_report, write_comparison ── a page what other plans would gain ───────────────────────────┘  (template:
+report.html in this directory)
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from offload_trainer.units import format_bytes, format_count, format_seconds
 
 _Record = TypeVar("_Record")
 
-_TIERS = {"ram": "RAM", "gpu": "GPU", "drives": "drives"}  # keys of StepRecord.memory, as a person calls them
-_HEAD = 4096  # bytes in which a page says who wrote it
+_TIERS = {"ram": "RAM", "gpu": "GPU", "drives": "drives"}  # keys of StepRecord.memory and their labels
+_HEAD = 4096  # bytes in which a page's generator tag is searched
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """The whole lines of a metrics.jsonl; a torn one is left out, and no file is no records."""
+    """Return the records of a metrics.jsonl without torn lines, or no records if the file does not exist."""
     return _read(path, StepRecord.from_json)
 
 
 def read_evaluations(path: Path) -> list[EvalRecord]:
-    """The same of an evaluations.jsonl."""
+    """Return the records of an evaluations.jsonl in the same way."""
     return _read(path, EvalRecord.from_json)
 
 
 def steady(rows: Sequence[StepRecord]) -> list[StepRecord]:
-    """Without the first two steps (allocators and caches fill in them), where there are more than four."""
+    """Leave out the first two of more than four steps, during which allocators and caches fill."""
     return list(rows[2:] if len(rows) > 4 else rows)
 
 
 def median_speed(rows: Sequence[StepRecord]) -> float:
-    """Return the tokens a second of a step that takes the median of seconds, so that the two numbers agree."""
+    """Return tokens per second of a step of median duration, so that it agrees with the median of seconds."""
     return median(row.tokens_per_second * row.seconds for row in rows) / median(row.seconds for row in rows)
 
 
 def median_phases(rows: Sequence[StepRecord]) -> dict[str, float]:
-    """Median seconds of each phase over the steady steps. A phase that a step lacks took 0 s in it."""
+    """Return the median seconds of each phase over the steady steps. A phase missing from a step took 0 s in it."""
     counted = steady(rows)
     names = dict.fromkeys(name for row in counted for name in row.phases)
     return {name: median(row.phases.get(name, 0.0) for row in counted) for name in names}
@@ -65,11 +65,11 @@ def write_report(
     measured: dict[str, Any],
     said: Sequence[tuple[str, Sequence[str]]],
 ) -> None:
-    """Write the page, all at once: a reader never sees half of it.
+    """Write the report of one run, atomically, so that a reader never sees half of it.
 
-    `plan`: ``{"tiers": {name: {"need": bytes, "have": bytes}}, "seconds": {phase: seconds or None}}``.
-    `measured`: ``{"tiers": {name: bytes or None}, "seconds": {phase: median seconds}}``.
-    `seconds` holds phases only, no total: the page adds them up. `said`: headings with lines of text.
+    `plan`: ``{"tiers": {name: {"need": bytes, "have": bytes}}, "seconds": {phase: seconds or None}}``. `measured`:
+    ``{"tiers": {name: bytes or None}, "seconds": {phase: median seconds}}``. `seconds` contains phases only; the page
+    computes the total. `said`: headings with lines of text.
     """
     predicted = {name: seconds for name, seconds in plan["seconds"].items() if seconds is not None}
     loss = lines(_losses(rows, evaluations), label="loss over steps")
@@ -88,7 +88,7 @@ def write_report(
 def write_comparison(
     path: Path, *, title: str, losses: Sequence[Series], phases: Mapping[str, Mapping[str, float]], table: Rows
 ) -> None:
-    """Runs side by side: their losses in one chart, their steps as bars, and a table of everything else."""
+    """Write a page that compares runs: their losses in one chart, their steps as bars, and a table of the rest."""
     sections = [
         ("Loss", lines(losses, label="loss over steps")),
         ("Where a step's time goes", bars(phases, label="seconds of a step by phase")),
@@ -98,7 +98,7 @@ def write_comparison(
 
 
 def refuse_foreign(path: Path) -> None:
-    """UserError where something is at `path` that is no page of this program."""
+    """Raise UserError if `path` exists and is not a page written by this program."""
     if not is_there(path):
         return
     try:
@@ -114,7 +114,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def _write(path: Path, *, title: str, facts: Mapping[str, str], sections: Sequence[tuple[str, str]]) -> None:
-    """Sections without content are left out."""
+    """Write the page from the template. Sections without content are left out."""
     told = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
     body = "\n".join(f"<h2>{escape(heading)}</h2>\n{content}" for heading, content in sections if content)
     frame = Template((files(__package__) / "report.html").read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def _losses(rows: Sequence[StepRecord], evaluations: Sequence[EvalRecord]) -> li
 
 
 def _memory(rows: Sequence[StepRecord]) -> str:
-    """A chart for each tier that was used: bytes at the end of each step, and the most so far where that is counted."""
+    """Return a chart per tier in use: bytes at the end of each step, and the peak so far where it is recorded."""
     peaks: dict[str, Callable[[StepRecord], int]] = {
         "ram": lambda row: row.host_rss_bytes,
         "gpu": lambda row: row.device_peak_bytes,
@@ -197,7 +197,8 @@ def _comparison(plan: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     guessed, taken = plan["seconds"], measured["seconds"]
     phases = list(dict.fromkeys([*guessed, *taken]))
     rows += [_compared(phase, guessed.get(phase), taken.get(phase), None, format_seconds) for phase in phases]
-    if phases and all(guessed.get(phase) is not None and phase in taken for phase in phases):  # else no fair ratio
+    # only if complete, otherwise the ratio would mislead
+    if phases and all(guessed.get(phase) is not None and phase in taken for phase in phases):
         total = sum(guessed.values()), sum(taken.values())
         rows.append(_compared("all phases", *total, None, format_seconds))
     told = [line for line in rows if any(cell != "-" for cell in line[2:])]
@@ -211,7 +212,8 @@ def _compared(
     available: float | None,
     text: Callable[[float], str],
 ) -> tuple[str, ...]:
-    shown = [text(number) if number else "-" for number in (available, predicted, measured)]  # of 0 there is nothing
+    # a dash for None and for 0
+    shown = [text(number) if number else "-" for number in (available, predicted, measured)]
     return name, *shown, f"{measured / predicted:.2f}" if measured is not None and predicted else "-"
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run that goes on: one live line on a terminal, plain lines elsewhere.
+"""Progress display of a running training: one live line on a terminal, plain lines elsewhere.
 
 12/300 |#         | loss 3.1416  1.02 k tokens/s  update 62% (drive)  drive 1.9 GB/s  3 min 20 s left  ...
 """
@@ -16,17 +16,18 @@ from tqdm import tqdm
 from offload_trainer.telemetry.metrics import StepRecord
 from offload_trainer.units import format_bytes, format_count, format_seconds
 
-_LEAST_MOVED = 1e6  # bytes a second; below it a drive takes only logs
-_WINDOW = 20  # steps that speeds and shares are of: an update behind the forward makes one long and the next short
+_LEAST_MOVED = 1e6  # bytes per second; drive traffic below this is only logs
+_WINDOW = 20  # steps averaged for speeds and shares: an overlapped update makes one step long and the next short
 _LINE = "{n_fmt}/{total_fmt} |{bar:10}| {desc}"
 
 
 class Screen:
-    """Loss, speed, what a step waits for and time left: a live line on stderr, or a plain one each twentieth of a run.
+    """Progress of a run: loss, speed, bottleneck and time left, on one live line or as a plain line every 20th.
 
-    `total` and `initial` are steps of the whole run and steps already done. `bounds`: what each phase waits for, by
-    the plan. `drives`: whether the run keeps anything on drives; else what they move is logs and checkpoints, and not
-    shown. `live` None: as `is_live` says. `say` takes lines for people.
+    `total` and `initial` are the steps of the whole run and the steps already done. `bounds` gives the resource that
+    each phase waits for, by the plan. `drives` is whether the run keeps state on drives; if not, their traffic is only
+    logs and checkpoints and is not shown. `live` None means `is_live()`. `say` receives the plain lines, at every
+    twentieth of the run.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Screen:
         self._total, self._initial, self._say, self._bounds = total, initial, say, bounds or {}
         self._drives = drives
         self._recent = deque[StepRecord](maxlen=_WINDOW)
-        self._started: float | None = None  # with the first step: what a run begins with is no part of its pace
+        self._started: float | None = None  # set at the first step, since a run's start-up is not part of its pace
         self._bar: tqdm | None = None
         if is_live() if live is None else live:
             self._bar = tqdm(total=total, initial=initial, file=sys.stderr, dynamic_ncols=True, bar_format=_LINE)
@@ -65,7 +66,7 @@ class Screen:
         self._bar.update(record.step - self._bar.n)
 
     def say(self, line: str) -> None:
-        """A line of its own, above the live one where there is one."""
+        """Print a separate line, above the live one if there is one."""
         if self._bar is None:
             self._say(line)
         else:
@@ -73,12 +74,12 @@ class Screen:
                 self._say(line)
 
     def close(self) -> None:
-        """Leave the line as it stands."""
+        """Close the live line and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
 
     def _numbers(self, record: StepRecord, *, left: str) -> str:
-        """The most wanted first, since a narrow terminal cuts the end."""
+        """Format a step's numbers, the most important first, since a narrow terminal cuts the end."""
         norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3g}"
         speed = f"{format_count(tokens_speed(self._recent))} tokens/s"
         told = [f"loss {four_digits(record.loss)}", speed, longest_phase(self._recent, self._bounds)]
@@ -89,18 +90,21 @@ class Screen:
 
 
 def is_live() -> bool:
-    """Whether stderr is a terminal that shows a line which is written over."""
+    """Return whether stderr is a terminal that can overwrite a line."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def tokens_speed(records: Sequence[StepRecord]) -> float:
-    """Return the tokens a second of these steps together."""
+    """Return the tokens per second over these steps."""
     tokens = sum(record.tokens_per_second * record.seconds for record in records)
     return tokens / sum(record.seconds for record in records)
 
 
 def longest_phase(records: Sequence[StepRecord], bounds: Mapping[str, str]) -> str:
-    """Return the phase that takes most of these steps, its share, and what it waits for, where the plan knows."""
+    """Return the phase that takes the largest share of these steps, its share, and the resource that it waits for.
+
+    The resource is left out if the plan does not name one.
+    """
     took: dict[str, float] = {}
     for record in records:
         for name, seconds in record.phases.items():
@@ -113,16 +117,16 @@ def longest_phase(records: Sequence[StepRecord], bounds: Mapping[str, str]) -> s
 
 
 def drive_speed(records: Sequence[StepRecord]) -> float:
-    """Return the bytes a second to and from drives over these steps; 0 where nobody counts."""
+    """Return the bytes per second to and from drives over these steps; 0 if they are not counted."""
     moved = sum((record.nvme_read_bytes or 0) + (record.nvme_written_bytes or 0) for record in records)
     return moved / sum(record.seconds for record in records)
 
 
 def remaining_seconds(elapsed: float, *, done: int, left: int) -> float:
-    """`left` steps at the pace of the `done` that took `elapsed` seconds, validations and saves included."""
+    """Return the seconds that `left` steps take at the pace of the `done` steps, including validations and saves."""
     return elapsed / done * left
 
 
 def four_digits(value: float | None) -> str:
-    """Behind the point; a dash for None."""
+    """Format a number with four decimal places, None as a dash."""
     return "-" if value is None else f"{value:.4f}"

@@ -1,7 +1,7 @@
-"""Where records go: two files of JSON lines, the terminal, and trackers if asked.
+"""Distribution of step and evaluation records to all outputs: JSON lines files, the terminal, and trackers if set.
 
 record ── Telemetry ─┬─ metrics.jsonl, evaluations.jsonl
-                     ├─ screen.py: a live line, or plain ones where there is no terminal
+                     ├─ screen.py: a live line, or plain lines without a terminal
                      └─ trackers.py: TensorBoard, wandb, trackio, mlflow
 """
 
@@ -22,16 +22,16 @@ from offload_trainer.telemetry.trackers import Trackers
 
 
 class JsonLines:
-    """A file that only grows by whole lines, each a JSON object with a `step`."""
+    """An append-only file of JSON lines, each an object with a `step`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = self._opened()
 
     def write(self, line: str) -> None:
-        """Append one line in one system call: a kill leaves it whole; a full drive or power cut may tear it.
+        """Append one line in one system call: a kill leaves it whole; a full drive or a power cut may tear it.
 
-        Raises TrainerError where the line could not be written whole.
+        Raises TrainerError if the line could not be written completely.
         """
         data = line.encode() + b"\n"
         try:
@@ -42,15 +42,15 @@ class JsonLines:
             raise TrainerError(f"{self.path}: {written} of {len(data)} bytes written; is the drive full?")
 
     def truncate_after(self, step: int) -> None:
-        """Keep the lines of steps up to `step`; torn lines go too. Atomic: the file is the old or the new."""
+        """Keep the lines of steps up to `step` and remove later and torn ones, atomically."""
         with open_given(self.path) as file:
             kept = [line + b"\n" for line in file.read().splitlines() if _is_up_to(line, step)]
         write_bytes(self.path, b"".join(kept))
-        os.close(self._fd)  # it is still the old file
+        os.close(self._fd)  # the descriptor still refers to the replaced file
         self._fd = self._opened()
 
     def close(self) -> None:
-        """Give the file back; nothing is left to flush."""
+        """Close the file; every line is already written."""
         os.close(self._fd)
 
     def _opened(self) -> int:
@@ -60,7 +60,7 @@ class JsonLines:
 @with_config(LENIENT)
 @dataclass(frozen=True)
 class _Stepped:
-    """A line of either file."""
+    """The field shared by the lines of both files."""
 
     step: Steps
 
@@ -68,12 +68,12 @@ class _Stepped:
 def _is_up_to(line: bytes, step: int) -> bool:
     try:
         return parsed(line, _Stepped).step <= step
-    except ValueError:  # torn: a whole object is one that has its closing brace
+    except ValueError:  # a torn line, which lacks its closing brace
         return False
 
 
 class Telemetry:
-    """Owns the sinks of one run directory; what was logged there of steps after the `done` first is dropped."""
+    """The outputs of one run directory. Records logged there for steps after the first `done` are removed."""
 
     def __init__(self, directory: Path, *, done: int, screen: Screen, trackers: Trackers | None = None) -> None:
         self._trackers, self._screen = trackers, screen
@@ -83,18 +83,18 @@ class Telemetry:
         self._evaluations.truncate_after(done)
 
     def say(self, line: str) -> None:
-        """A line for people, above the live one."""
+        """Print a line for the user, above the live one."""
         self._screen.say(line)
 
     def step(self, record: StepRecord) -> None:
-        """A finished step, to every sink; the file first, as the others are only for looking at."""
+        """Send a finished step to every output. The file is written first, since the others are only for viewing."""
         self._metrics.write(record.to_json())
         self._screen.step(record)
         if self._trackers is not None:
             self._trackers.step(record)
 
     def evaluation(self, record: EvalRecord) -> None:
-        """A finished validation, to every sink."""
+        """Send a finished validation to every output."""
         self._evaluations.write(record.to_json())
         bits = "" if record.bits_per_byte is None else f"  {four_digits(record.bits_per_byte)} bits/byte"
         self._screen.say(
@@ -105,7 +105,7 @@ class Telemetry:
             self._trackers.evaluation(record)
 
     def close(self) -> None:
-        """Close every sink."""
+        """Close every output."""
         self._screen.close()
         self._metrics.close()
         self._evaluations.close()

@@ -1,13 +1,13 @@
-"""A run's numbers where many runs are looked at together: TensorBoard, wandb, trackio, mlflow.
+"""Forwarding of step and evaluation records to experiment trackers: TensorBoard, wandb, trackio, mlflow.
 
     StepRecord, EvalRecord ── Trackers ── queue ── thread ──┬─ tensorboard: tensorboard/ in the run directory
                                                             ├─ wandb: its account, or wandb/ there (WANDB_MODE=offline)
-                                                            ├─ trackio: its directory on this machine (TRACKIO_DIR)
+                                                            ├─ trackio: its local directory (TRACKIO_DIR)
                                                             └─ mlflow: MLFLOW_TRACKING_URI, else mlflow.db there
 
-Each is an extra, and nothing goes anywhere that `save.trackers` does not name. One that cannot begin refuses the run;
-one that fails later is left out from there on, which is said once, and never stops or slows the training. A resumed run
-goes on in the same run of the tracker: trackers.json in the run directory holds what each calls it.
+Each is an optional extra, and records are sent only to the trackers in `save.trackers`. A tracker that cannot start is
+an error that prevents the run. One that fails later is dropped with one message, and never stops or slows the training.
+A resumed run continues the tracker's same run: trackers.json in the run directory holds each tracker's run id.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from offload_trainer.telemetry.metrics import EvalRecord, StepRecord
 Numbers = dict[str, float]
 Say = Callable[[str], None]
 
-_WAITING = 10_000  # steps that a tracker may lag behind; later ones are left out until it has caught up
-_LAST = 60.0  # seconds that the end of a run waits for what is still on its way
-_MOST_PARAMETERS = 100  # of one request to mlflow
+_WAITING = 10_000  # steps that a tracker may lag behind; further steps are dropped until it has caught up
+_LAST = 60.0  # seconds to wait at the end of a run for queued records
+_MOST_PARAMETERS = 100  # parameters in one request to mlflow
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """A run as trackers see it."""
+    """The facts about a run that trackers need."""
 
     directory: Path  # the run directory
-    project: str  # under which they collect runs
+    project: str  # the trackers' project name
     config: Mapping[str, Any]  # section.key: value
-    done: int  # steps that a resumed run has behind it
+    done: int  # steps done before this start, if the run is resumed
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class Tracked:
 
 @dataclass(frozen=True)
 class _Tracker:
-    """One that has begun. `identity`: what it calls the run, to go on with."""
+    """A tracker that has started. `identity` is its id of the run, used to resume it."""
 
     identity: str
     log: Callable[[Numbers, int], None]
@@ -61,9 +61,9 @@ class _Tracker:
 
 
 class Trackers:
-    """Sends each record to all of `names`, from a thread of its own.
+    """Sends each record to all trackers in `names`, from a separate thread.
 
-    Raises UserError where one of them is not installed, or cannot begin.
+    Raises UserError if one of them is not installed or cannot start.
     """
 
     def __init__(self, names: Sequence[str], run: Tracked, *, say: Say) -> None:
@@ -78,15 +78,15 @@ class Trackers:
         self._thread.start()
 
     def step(self, record: StepRecord) -> None:
-        """A finished step."""
+        """Queue a finished step."""
         self._put(numbers_of_step(record), record.step)
 
     def evaluation(self, record: EvalRecord) -> None:
-        """A finished validation."""
+        """Queue a finished validation."""
         self._put(numbers_of_evaluation(record), record.step)
 
     def close(self) -> None:
-        """Wait, but not for ever, until all of them have everything."""
+        """Wait, with a time limit, until all trackers have received all records."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=_LAST)
         self._thread.join(_LAST)
@@ -108,17 +108,17 @@ class Trackers:
         self._each(lambda one: one.close())
 
     def _each(self, act: Callable[[_Tracker], object]) -> None:
-        """Done with every one that still takes something."""
+        """Call `act` on each remaining tracker; drop a tracker that raises."""
         for name, one in list(self._begun.items()):
             try:
                 act(one)
-            except Exception as error:  # whatever it is, the run is more important
+            except Exception as error:  # no tracker error may stop the run
                 del self._begun[name]
                 self._say(f"note: {name} gets nothing more of this run, metrics.jsonl has it all: {_line(error)}")
 
 
 def numbers_of_step(record: StepRecord) -> Numbers:
-    """Every number of the record that there is."""
+    """Return every number of the record that is not None."""
     numbers = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
@@ -137,7 +137,7 @@ def numbers_of_step(record: StepRecord) -> Numbers:
 
 
 def numbers_of_evaluation(record: EvalRecord) -> Numbers:
-    """Loss, perplexity and bits a byte, where there are any."""
+    """Return loss, perplexity and bits per byte where present."""
     return _present(
         {
             "validation/loss": record.validation_loss,
@@ -152,7 +152,7 @@ def _present(numbers: Mapping[str, float | None]) -> Numbers:
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """UserError where one of these trackers cannot be imported. What is not asked for is not imported."""
+    """Raise UserError if one of these trackers cannot be imported. No other tracker is imported."""
     for name in names:
         try:
             _KINDS[name].imported()
@@ -162,7 +162,7 @@ def refuse_missing(names: Sequence[str]) -> None:
             ) from error
 
 
-# -- what each calls the run -----------------------------------------------------------------------------------------
+# -- ids of the run in the trackers ----------------------------------------------------------------------------------
 
 _FILE = "trackers.json"
 
@@ -177,7 +177,7 @@ def _known(directory: Path) -> dict[str, str]:
 def _begin(name: str, run: Tracked, identity: str | None) -> _Tracker:
     try:
         return _KINDS[name].begin(run, identity)
-    except Exception as error:  # of a library, a network, an account
+    except Exception as error:  # errors of a library, a network or an account
         raise UserError(f"save.trackers={name} cannot begin: {_line(error)}. {_KINDS[name].fix}") from error
 
 
@@ -185,7 +185,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-# -- the four --------------------------------------------------------------------------------------------------------
+# -- the trackers ----------------------------------------------------------------------------------------------------
 
 
 def _import_tensorboard() -> Any:
@@ -195,7 +195,7 @@ def _import_tensorboard() -> Any:
 
 
 def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
-    """Events of steps that an earlier run has made and that come again are hidden."""
+    """Start TensorBoard. Events of an earlier run for steps that are repeated are hidden (`purge_step`)."""
     writer = _import_tensorboard()(str(run.directory / "tensorboard"), purge_step=run.done + 1)
 
     def log(numbers: Numbers, step: int) -> None:
@@ -207,13 +207,13 @@ def _tensorboard(run: Tracked, _: str | None) -> _Tracker:
 
 def _import_wandb() -> Any:
     import wandb
-    from wandb import Settings, init  # noqa: F401 - a directory wandb/ here can be imported too, and has neither
+    from wandb import Settings, init  # noqa: F401 - a local directory wandb/ could be imported, but lacks both
 
     return wandb
 
 
 def _wandb(run: Tracked, identity: str | None) -> _Tracker:
-    """Without a key it would ask the terminal for one, and wait."""
+    """Start wandb. A missing API key is an error, since wandb would prompt for one on the terminal and block."""
     wandb, offline = _import_wandb(), os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if not offline and not wandb.api.api_key:
         raise UserError("there is no API key for it here")
@@ -228,7 +228,8 @@ def _wandb(run: Tracked, identity: str | None) -> _Tracker:
         settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True),
     )
     began.define_metric("step")
-    began.define_metric("*", step_metric="step")  # its own counter takes no step twice, and a resumed run has some
+    # wandb's own counter accepts no step twice, and a resumed run repeats some
+    began.define_metric("*", step_metric="step")
     return _Tracker(identity, lambda numbers, step: began.log({**numbers, "step": step}), began.finish)
 
 
@@ -240,7 +241,7 @@ def _import_trackio() -> Any:
 
 
 def _trackio(run: Tracked, identity: str | None) -> _Tracker:
-    """A run of a name that it knows would be mixed with this one: a new one has a name of its own."""
+    """Start trackio. A new run gets a unique name, since trackio would mix it with an earlier run of the same name."""
     identity = identity or f"{run.name}-{secrets.token_hex(2)}"
     began = _import_trackio().init(project=run.project, name=identity, config=dict(run.config), resume="allow")
     return _Tracker(identity, lambda numbers, step: began.log(numbers, step=step), began.finish)
@@ -253,7 +254,7 @@ def _import_mlflow() -> Any:
 
 
 def _mlflow(run: Tracked, identity: str | None) -> _Tracker:
-    """By its client, since its `log_metrics` speaks of the thread's own run."""
+    """Start mlflow through its client, since `mlflow.log_metrics` logs to the calling thread's active run."""
     from mlflow.entities import Metric, Param
 
     here = f"sqlite:///{run.directory.absolute() / 'mlflow.db'}"
@@ -278,8 +279,9 @@ def _mlflow(run: Tracked, identity: str | None) -> _Tracker:
 @dataclass(frozen=True)
 class _Kind:
     imported: Callable[[], object]
-    begin: Callable[[Tracked, str | None], _Tracker]  # from what it called the run before, if it did
-    fix: str  # where it cannot
+    # second argument: the tracker's id of this run from before, or None
+    begin: Callable[[Tracked, str | None], _Tracker]
+    fix: str  # advice for the user if it cannot start
 
 
 _KINDS = {

@@ -23,7 +23,7 @@ from offload_trainer.plan.shape import Order
 
 
 class AccessTrace:
-    """The recorder. It watches a run of the model's body and then one of its head; the last runs count."""
+    """A recorder of weight use. It watches a run of the model's body and then one of its head; the last runs count."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._blocks, inside = blocks, {model.get_submodule(name) for name in blocks}
@@ -80,7 +80,7 @@ class AccessTrace:
 
 
 def _filled(units: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
-    """Drop consecutive repetitions, and insert the blocks that did not run before the one that they are like."""
+    """Drop consecutive repetitions, and insert each block that did not run before the block that it resembles."""
     found: list[str] = []
     for unit, _ in groupby(units):
         if unit not in found:

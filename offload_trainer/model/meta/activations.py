@@ -1,12 +1,12 @@
-"""Counts what a model's forward and backward hold, for any architecture: the module itself runs on the meta device.
+"""Counting of activation memory in a model's forward and backward, for any architecture, on the meta device.
 
-    allocations and releases of tensors, in order, dropout and all  (model/meta/allocation_trace.py)
-    the same in rows or tokens twice as many                        -> how each grows
-    cut where blocks begin and where gradients come back            -> moments of each part
+    record allocations and releases in order, including dropout    (model/meta/allocation_trace.py)
+    repeat with twice the rows and twice the tokens                -> growth of each allocation
+    cut where blocks begin and where gradients arrive              -> memory over time in each part
     (plan/memory/activations.py)
 
-No tensor has memory there, so a count costs the dispatch: three passes of three blocks of each kind. Experts are
-counted as transformers groups them, one row for each token and expert chosen, whatever the routing.
+Meta tensors have no memory, so a count costs only operator dispatch: three passes over three blocks of each kind.
+Experts are counted as transformers groups them, one row for each token and chosen expert, regardless of the routing.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from offload_trainer.model.meta.tile_stub import BACKWARD, FORWARD, TileStub
 from offload_trainer.plan.memory.activations import Activations, Growth, Part, pruned
 from offload_trainer.plan.shape import Order
 
-_NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")  # attributes that tell alike blocks apart
+# attributes that differ between otherwise equal blocks
+_NUMBER = re.compile(r"(^|_)(idx|index|id|number|num|i)$|layer_num")
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What a model holds, and in which order its passes need its weights."""
+    """A model's activation memory, and the order in which its passes need its weights."""
 
     on_gpu: Activations
     on_cpu: Activations
-    order: Order | None  # None: blocks are not known
+    order: Order | None  # None if the blocks are unknown
 
 
 class _Run:
-    """One pass of a body, or of a head, on the meta device."""
+    """Meta-device passes of a model's body, head and tiled modules, each with a memory trace."""
 
     def __init__(
         self,
@@ -126,7 +127,10 @@ class _Run:
         return held
 
     def pieces(self, tokens: int) -> list[AllocationTrace]:
-        """After `body`: of each call of a tiled part a piece of so many tokens. Of parts that are alike, one is run."""
+        """Trace one piece of `tokens` tokens for each call of a tiled module during `body`.
+
+        Of equal modules, only one is run.
+        """
         known: dict[Any, AllocationTrace] = {}
         found = []
         for module, whole in self._hollow.called:
@@ -138,7 +142,7 @@ class _Run:
         return found
 
     def _piece(self, module: nn.Module, shape: Sequence[int]) -> AllocationTrace:
-        """Its forward without a graph, and once more with one, and the backward."""
+        """Trace a forward without a graph, then a forward with one and its backward."""
         x = torch.empty(shape, dtype=self._model.dtype, device="meta")
         gradient = torch.empty_like(x)
         with self._watched([], x, gradient) as held:
@@ -151,7 +155,7 @@ class _Run:
         return held
 
     def head(self, tokens: int) -> AllocationTrace:
-        """After `body`."""
+        """Trace the head on `tokens` tokens; `body` must have run before."""
         states = torch.empty(tokens, self.width, dtype=self._model.dtype, device="meta", requires_grad=True)
         targets = torch.zeros(tokens, dtype=torch.int64, device="meta")
         with self._watched([], states, targets) as held:
@@ -165,17 +169,17 @@ class _Run:
         return held
 
 
-_LENGTHS = 256, 16  # of its rows; the shorter one where an architecture takes tokens one by one
-_LONG = 65536  # tokens of a row, that what is kept is looked at for
+_LENGTHS = 256, 16  # row lengths in tokens; the shorter one is for architectures that process tokens one by one
+_LONG = 65536  # row length in tokens at which the plausibility of kept memory is checked
 
 
 class _Cut:
-    """A pass's moments, part by part. `chain`: the kind of each block that ran."""
+    """The memory of a traced pass, cut into parts. `chain` is the kind of each block that ran, in order."""
 
     def __init__(
         self, passes: Sequence[AllocationTrace], chain: Sequence[int], *, length: int, pieces: Sequence[Part] = ()
     ) -> None:
-        """`pieces`: one of each call of a tiled part."""
+        """Cut `passes`; `pieces` has the memory of one piece for each call of a tiled module."""
         self._held, self._marks = levels_of(passes, length)
         self._pieces = pieces
         self._at = {(what, number): event for what, number, event in self._marks}
@@ -193,16 +197,16 @@ class _Cut:
         )
 
     def whole(self) -> Part:
-        """All of it, with nothing before."""
+        """Return the whole pass as one part."""
         body = self._at["body", 0]
         return Part(self._held[body], self._moments(0, body), self._moments(body, len(self._held) - 1))
 
     def _typical(self, kind: int) -> int:
-        """Of the blocks of this kind that ran, the last but one: others come before it and behind."""
+        """Return the second to last block of this kind that ran, so that it has neighbours on both sides."""
         return [number for number, other in enumerate(self._chain) if other == kind][-2:][0]
 
     def _start(self, number: int) -> Growth:
-        """What is held where this block begins; behind the last one, what would be where one more began."""
+        """Return the memory in use where block `number` begins; after the last block, extrapolate to one more block."""
         if number < len(self._chain):
             return self._held[self._at["block", number]]
         typical = self._typical(self._chain[-1])
@@ -227,7 +231,10 @@ class _Cut:
         )
 
     def _backward(self, start: int | None, *, beyond: Growth) -> tuple[Growth, ...]:
-        """Until the next gradient of hidden states; nothing where none comes, since nothing before is trained."""
+        """Return the memory from event `start` to the next gradient of hidden states.
+
+        It is empty for `start` None: no gradient arrives there, since nothing before it is trained.
+        """
         if start is None:
             return ()
         later = (at for what, _, at in self._marks if what == "gradient" and at > start)
@@ -253,11 +260,11 @@ def count_activations(
     packed: bool = False,
     tiles: Sequence[str] = (),
 ) -> ModelMemory:
-    """What `model` (on the meta device, parameters as they train) holds on a GPU and on a CPU, run in `dtype`.
+    """Count the activation memory of `model` on a GPU and on a CPU when it runs in `dtype`.
 
-    `packed`: in rows of several documents, with a mask between them. `tiles`: names of parts that run in pieces.
-    The model's parameters have that dtype afterwards.
-    Raises whatever a model does that cannot run without values.
+    `model` is on the meta device, with its frozen parameters set; its parameters are in `dtype` afterwards. `packed` is
+    for rows of several documents, with a mask between them. `tiles` are names of modules that run in pieces. Raises any
+    exception of a model that cannot run on meta tensors.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -277,14 +284,14 @@ def count_activations(
 
 
 def _checkpointed(model: PreTrainedModel) -> list[str]:
-    """What transformers checkpoints, in an architecture that does not name its blocks."""
+    """Return the modules that transformers checkpoints, for an architecture that does not name its blocks."""
     return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _count(
     model: PreTrainedModel, blocks: Sequence[str], begin: Callable[[], _Run]
 ) -> tuple[Activations, Order | None]:
-    """With three or two blocks of each kind where the model runs so, else with all."""
+    """Count with three or two blocks of each kind if the model runs with so few, otherwise with all."""
     modules = [model.get_submodule(name) for name in blocks]
     kinds = _kinds(modules)
     failed: Exception = ValueError("no blocks")
@@ -299,14 +306,14 @@ def _count(
                 return found, run.needed.order(ran)
             except TooLong as error:
                 failed = error
-            except Exception as error:  # of transformers' code, where blocks are found by their number
+            except Exception as error:  # transformers' code, in models that find blocks by their index
                 failed = error
                 break
     raise failed
 
 
 def _last(kinds: Sequence[int], count: int) -> list[int]:
-    """Numbers of the last so many blocks of each kind."""
+    """Return the indices of the last `count` blocks of each kind."""
     return sorted(n for kind in set(kinds) for n in [n for n, other in enumerate(kinds) if other == kind][-count:])
 
 
@@ -332,7 +339,7 @@ def _counted(
 
 
 def _of_piece(counted: Part) -> Part:
-    """What grows with the tokens of a part that was run alone grows with those of a piece."""
+    """Convert memory per token of a module that ran alone to memory per token of a piece."""
 
     def of_piece(moment: Growth) -> Growth:
         if replace(moment, fixed=0.0, token=0.0) != Growth():
@@ -344,9 +351,10 @@ def _of_piece(counted: Part) -> Part:
 
 
 def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The kind of each block of the model that a text goes through, and of each call, numbered anew from 0.
+    """Return the kind of each block of the model that text passes through, and of each call, renumbered from 0.
 
-    A vision tower's are never called. Where some are called more than once every call is a kind of its own.
+    The blocks of a vision tower are never called. If some blocks are called more than once, every call is a separate
+    kind.
     """
     alive = {kinds[number] for number in order}
     if sorted(order) == [number for number in ran if kinds[number] in alive]:
@@ -358,7 +366,7 @@ def _ran(kinds: Sequence[int], order: Sequence[int], ran: Sequence[int]) -> tupl
 
 
 def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
-    """A number for each block, the same for those that are alike in weights and settings."""
+    """Return a number for each block, equal for blocks with equal weights and settings."""
     known: dict[Any, int] = {}
     return [known.setdefault(_signature(block), len(known)) for block in blocks]
 
@@ -376,7 +384,10 @@ def _signature(block: nn.Module) -> Any:
 
 @contextmanager
 def _only(model: PreTrainedModel, blocks: Sequence[str], numbers: Sequence[int]) -> Iterator[None]:
-    """The lists of blocks cut down to those with these numbers. ValueError where they are not in lists."""
+    """Reduce the module lists to the blocks with these indices inside the context.
+
+    Raises ValueError if the blocks are not in lists that contain only blocks.
+    """
     if len(numbers) == len(blocks):
         yield
         return

@@ -151,7 +151,8 @@ class AllocationTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            # Answer "are all positions consecutive" with no for packed rows. Nothing is padded or infinite.
+            # The check whether all positions are consecutive is answered with no for packed rows. Nothing is padded or
+            # infinite.
             return not self._any and not self._packed
         if func.overloadpacket in (_aten.any, _aten.all):
             self._any = func.overloadpacket is _aten.any

@@ -49,7 +49,7 @@ class TileStub:
 
 
 class _Part(torch.autograd.Function):
-    """Like `tiles._Pieces`, without running the pieces."""
+    """Like `tiled_mlp._Pieces`, without running the pieces."""
 
     @staticmethod
     def forward(ctx: Any, held: AllocationTrace, number: int, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A tiny model of the same kind: its configuration shrunk by rules, whatever the architecture.
+"""Tiny models of the same kind as a given one, for probes: a configuration shrunk by rules, for any architecture.
 
-Widths, heads, windows and experts become small numbers, whatever their keys are called; of the layers one of each kind
-is left, two at least. No dropout and no noise, so that whoever runs the model computes the same.
+Widths, heads, windows and numbers of experts become small, whatever their keys are called. One layer of each kind
+remains, and at least two. Dropout and noise are off, so that results are deterministic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCABULARY, POSITIONS, HIDDEN, HEADS = 211, 64, 32, 4
 _LAYERS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|num_(de|en)coder_layers|(de|en)coder_layers|num_blocks)$"
 )
-# The first rule whose pattern is found in a key of this name says what its number becomes, where it is larger.
+# The first rule whose pattern is found in a key gives the maximum of that key's number.
 _RULES: tuple[tuple[str, int], ...] = (
     (r"token_id$|_index$|^seed$", 10**9),
     (r"vocab", VOCABULARY),
@@ -43,14 +43,15 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"first_k_dense", 1),
 )
 _CHANCE = re.compile(r"drop|jitter|noise")
-_PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))  # the same where they are at first
+# keys that stay equal if they are equal in the original
+_PAIRS = (("num_attention_heads", "num_key_value_heads"), ("n_heads", "n_kv_heads"))
 
 
 _LEFT = {"transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype"}
 
 
 def twin_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of `config`, as small as the rules say. What it describes is built and run by whoever asks."""
+    """Return a copy of `config`, shrunk by the rules."""
     twin = copy.deepcopy(config)
     for key, value in shrunk_keys(config).items():
         setattr(twin, key, twin_of(value) if isinstance(value, PreTrainedConfig) else value)
@@ -59,9 +60,10 @@ def twin_of(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @contextmanager
 def twin_model(model: PreTrainedModel, *, trust_remote_code: bool) -> Iterator[PreTrainedModel]:
-    """A tiny model like `model` to compute with, in fp32, its weights so large that what differs shows.
+    """Build a tiny fp32 model of the same kind as `model`, with weights large enough that differences show.
 
-    What is drawn inside leaves torch's generator as it was. ValueError where a kind of its modules is not there.
+    Random numbers drawn inside the context do not change torch's generator outside. Raises ValueError if the tiny model
+    lacks a kind of module that `model` has.
     """
     config = twin_of(model.config)
     config._attn_implementation = model.config._attn_implementation
@@ -81,7 +83,7 @@ def twin_model(model: PreTrainedModel, *, trust_remote_code: bool) -> Iterator[P
 
 
 def shrunk_keys(config: PreTrainedConfig) -> dict[str, Any]:
-    """The keys that change, with their small values; configurations inside are as they were."""
+    """Return the keys that change, with their small values; nested configurations are returned unchanged."""
     held = {key: value for key, value in vars(config).items() if not key.startswith("_") and key not in _LEFT}
     made: dict[str, Any] = {}
     for key, value in held.items():
@@ -107,7 +109,7 @@ def _number(key: str, value: int) -> int:
 
 
 def _layers(held: dict[str, Any]) -> dict[str, Any]:
-    """Keys with how many layers there are, and the lists with something for each, cut to one layer of each kind."""
+    """Return the layer counts, and the lists with an item per layer, reduced to one layer of each kind."""
     counts = {key: value for key, value in held.items() if isinstance(value, int) and _LAYERS.search(key)}
     if not counts:
         return {}

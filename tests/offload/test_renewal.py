@@ -1,4 +1,4 @@
-"""Units that several ranks update, which are threads here: none is home before all of them have done theirs."""
+"""Tests of units that several ranks (threads here) update: a unit is ready only after all of them have updated it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgr
     assert home(ranks) == [[False] * 3] * 2
     second.told_by(0)(None)
     for one in ranks:
-        one.wait(0)  # of unit 1 the first has no pages, and has to wait all the same
+        one.wait(0)  # The first rank has no pages of unit 1, but must wait for it too.
     assert not first.is_home(1)
     assert not first.is_home(2)
     second.told_by(1)(None)

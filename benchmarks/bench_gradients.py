@@ -89,7 +89,7 @@ def backward_passes(
     )
     for unit in units:
         if (sums := gradients.store.host(unit.index)) is not None:
-            sums.zero_()  # in training, pinned memory is allocated from the start
+            sums.zero_()  # Training allocates pinned memory at the start.
     weights = [place.weight for unit in reversed(units) for place in reversed(unit.places)]
     total = sum(weight.numel for weight in weights)
     where = "meta" if home == DEVICE else "cpu"

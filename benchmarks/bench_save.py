@@ -39,7 +39,8 @@ def main() -> None:
 
 def compare(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
     """Return a checkpoint's bytes, its seconds alone, and the seconds of each round's `steps` for each
-    way of saving."""
+    way of saving.
+    """
     from offload_trainer.checkpoint import TrainState
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.trainer import timed_steps

@@ -240,7 +240,8 @@ def spread(numbers: list[float]) -> str:
 
 def table(cases: list[Case]) -> Iterator[str]:
     """Yield a table of medians and spreads, drive bytes a parameter, and memory peaks over all steps, including
-    warm-up."""
+    warm-up.
+    """
     yield " | ".join(
         ["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built in s"]
     )

@@ -211,7 +211,8 @@ def _documented(drive: Path) -> dict[str, Any]:
 
 def fsdp2(job: Job) -> Steps:
     """Train with fully_shard, CPUOffloadPolicy, MixedPrecisionPolicy and distributed checkpoints, as in
-    docs.pytorch.org."""
+    docs.pytorch.org.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -391,7 +392,8 @@ class Row:
 
 def measure(name: str, folder: Path, *, drive: Path, steps: int, limit: int) -> Row:
     """Run three processes of at most `limit` s each: all steps, half of them with a save, and the rest after loading
-    it."""
+    it.
+    """
     row = Row(name, PEERS[name][0])
     words = {"model": str(folder / "model"), "rows": str(folder / "rows.pt"), "drive": str(drive)}
 
@@ -455,7 +457,8 @@ def prepare(folder: Path, options: argparse.Namespace) -> int:
 
 def table(rows: Sequence[Row], *, parameters: int) -> Iterator[str]:
     """Yield a table of medians over all steps except the first, bytes per parameter and step, and peak
-    resident memory."""
+    resident memory.
+    """
     yield "| | seconds a step | read B/param | written B/param | peak RSS | last loss | resumes |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for row in rows:

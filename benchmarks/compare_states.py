@@ -38,7 +38,8 @@ LR = 1e-3  # rate for the constructed gradients; the largest update is in units 
 
 def constructed() -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, gradients [steps, elements]) in which one element of each 256, or all, are far smaller
-    than others."""
+    than others.
+    """
     random = torch.Generator().manual_seed(0)
     steps, blocks = 200, 40
     normal = torch.randn(steps, 256 * blocks, generator=random)

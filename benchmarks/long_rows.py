@@ -42,8 +42,8 @@ _STOCK = ["--engine", "deepspeed", "--gpus", "2", "--optimizer", "cpu"]
 WIDE = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
 DEEP = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 48, "num_attention_heads": 2}
 LARGE = {"hidden_size": 1024, "intermediate_size": 24576, "num_hidden_layers": 2, "num_attention_heads": 8}
-TOKENS = 8192  # of a row
-THREADS = 1  # for each rank; more threads would only wait for each other on shared cores
+TOKENS = 8192  # length of a row
+THREADS = 1  # threads of each rank; more would only wait for each other on shared cores
 STEPS = 2
 KILLED = -9
 # variables of another run's launcher

@@ -146,7 +146,8 @@ class Trial:
 
     def killed(self, output: Path, *more: object) -> Killed:
         """Return a run that was killed at a random write into its page files, after it had recorded at least
-        one step."""
+        one step.
+        """
         before = {path for drive in self.drives for path in drive.glob("offload-trainer/*")}
         while True:
             at = self.dice.randrange(20, 90)
@@ -214,7 +215,8 @@ class Trial:
 
     def right(self, found: Step | None, killed: Killed) -> str:
         """Return the outcome in words; raise Difference unless `found` is the undisturbed run's last or last but one
-        step."""
+        step.
+        """
         if found is None:
             if killed.step > 1:
                 raise Difference(f"all of {killed.step} steps would be forgotten")
@@ -275,7 +277,8 @@ class Trial:
 
     def swapped(self, killed: Killed) -> str:
         """Overwrite a range with bytes of another run, the other copy, another page, or another step of the
-        same run."""
+        same run.
+        """
         path = self.dice.choice(self.named(killed, "state"))
         number = [lease / "state" for lease in killed.leases].index(path)
         content = bytearray(path.read_bytes())

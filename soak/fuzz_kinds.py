@@ -47,7 +47,8 @@ _TINY = [
 @dataclass
 class Kind:
     """Valid files in a separate folder, the `files` among them that are mutated, and a function that reads them as a
-    run does."""
+    run does.
+    """
 
     name: str
     folder: Path
@@ -129,7 +130,8 @@ def _export(path: Path) -> None:
 
 def _say_in_manifest(path: Path, draw: random.Random) -> None:
     """Update the manifest for the changed file in most cases, since otherwise the checksum would reject
-    every change."""
+    every change.
+    """
     if path.name == "MANIFEST.json" or not os.access(path.parent, os.X_OK):
         return
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 24 or draw.random() < 0.1:

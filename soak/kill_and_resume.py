@@ -59,7 +59,7 @@ class Trial:
         self.drive = folder / "drive"
         self.drive.mkdir()
         self.log = folder / "log.txt"
-        self.found: Counter[str] = Counter()  # what each kill hit
+        self.found: Counter[str] = Counter()  # phases that kills hit
         self.finished = self.made = self.exports = 0
         self.reference = folder / "uninterrupted"
 

@@ -53,7 +53,7 @@ class Trial:
     def __init__(self, folder: Path, dice: random.Random, *, ranks: int) -> None:
         self.folder, self.dice, self.ranks = folder, dice, ranks
         self.log = folder / "log.txt"
-        self.found: Counter[str] = Counter()  # what each kill left
+        self.found: Counter[str] = Counter()  # states that kills left
         self.runs = 0
         for name in ("one", "two"):
             (folder / name).mkdir()
@@ -139,7 +139,8 @@ class Trial:
 
     def told(self, text: str, step: int) -> None:
         """Raise Difference unless a start that got far enough said that it resumes from `step`, or from nothing if that
-        is 0."""
+        is 0.
+        """
         if "engine ready" not in text:
             return
         said = [line for line in text.splitlines() if "going on from the page files" in line]

@@ -147,7 +147,8 @@ class Soak:
 
     def train_twice(self) -> None:
         """Start two commands in one directory: the first to lock it trains, and the other is refused or runs
-        afterwards."""
+        afterwards.
+        """
         trial = self.dice.choice(self.trials)
         first = self.training.start(trial, "second start")
         first.command.wait_for(moment(self.dice, trial.output, steps=STEPS)[1])

@@ -66,7 +66,8 @@ class Training:
 
     def train(self, wishes: list[tuple[Trial, str]], *, trials: list[Trial]) -> None:
         """Start these trials together, apply the named event to each, and check the results. `trials` are all of the
-        world's."""
+        world's.
+        """
         full = any(fate == "disk full" for _, fate in wishes)
         flights = [self.start(trial, "disk full" if full and trial.on_disk else fate) for trial, fate in wishes]
         deadline = time.monotonic() + PATIENCE

@@ -59,7 +59,7 @@ class Kind:
 
     name: str
     words: tuple[str, ...]
-    model: str = ""  # of MODELS; empty: the default preset, small
+    model: str = ""  # key of MODELS; empty: a small model of the default preset
     plain: bool = False  # plain torch has the same state
 
 
@@ -328,7 +328,8 @@ class World:
 
     def check_drives(self, drives: Iterable[Path], trials: Iterable[Trial]) -> None:
         """Raise Difference if a run's directory is left on a drive although no run is alive and the last one ended
-        normally."""
+        normally.
+        """
         ours = {trial.output for trial in trials}
         for drive in drives:
             root = drive / "offload-trainer"

@@ -37,7 +37,8 @@ class Difference(Exception):
 
 def load_libraries() -> None:
     """Import what each command needs, once. Nothing is computed here, since a fork would lose the threads
-    that start."""
+    that start.
+    """
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # Checking for a GPU then does not initialise CUDA, which would not work in forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -75,7 +76,8 @@ def soak_of_kills(
 
 class Command:
     """A running `offload-train WORDS` in a new session. `log` receives its output; `first` is called in
-    it beforehand."""
+    it beforehand.
+    """
 
     _far: dict[int, int] = {}  # the other ends of open pipes and terminals: no other command may hold them  # noqa: RUF012
 

@@ -209,7 +209,7 @@ def one_rank(folder: Path, output: Path, *, steps: int, params: str) -> None:
 
 
 def cut(source: Path, target: Path, *, step: int) -> Path:
-    """Copy a run as it was after the checkpoint of `step`."""
+    """Copy a run in the state after the checkpoint of `step`."""
     later = {path.name for path in (source / "checkpoints").glob("step-*") if int(path.name[5:]) > step}
     return shutil.copytree(source, target, ignore=lambda _, names: later.intersection(names))
 

@@ -82,7 +82,8 @@ def garbage(family: socket.AddressFamily, address: object, payload: bytes) -> by
 
 def poison(host: str, port: int, payload: bytes) -> None:
     """Overwrite every key of a torch TCPStore with a pickle, as elastic's rendezvous unpickles them; end
-    the process."""
+    the process.
+    """
     signal.alarm(20)  # Listeners that are not a TCPStore never answer.
     with suppress(RuntimeError, ValueError):
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))

@@ -170,7 +170,8 @@ def train(
     before: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
     """Train and return (loss, gradient norm) of each step; `before(step)` is called before each step,
-    counted from 1."""
+    counted from 1.
+    """
     done = []
     for start in range(0, len(data), accumulate):
         before(start // accumulate + 1)

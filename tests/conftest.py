@@ -116,7 +116,8 @@ def start(
 
 def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a script as `start` does and wait for it, with `extra` in the environment; return stdout and stderr
-    separately."""
+    separately.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         code = start(*argv, stdout=out, stderr=err, own=own, stock=stock, **extra).wait(500)
@@ -190,7 +191,8 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return one directory for all pytest-xdist workers, for files that only one of them should create
-    (see `in_turn`)."""
+    (see `in_turn`).
+    """
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

@@ -1,5 +1,6 @@
 """Train with micro-batches that count different numbers of targets, on references: transformers with torch alone, or
-the plain engine."""
+the plain engine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def random_weights(folder: Path) -> Path:
 
 def masked(data: list[Batch]) -> list[Batch]:
     """Mask targets so that the batches count `COUNTS` targets each, at random places. A row's last token is never a
-    target."""
+    target.
+    """
     random, made = torch.Generator().manual_seed(7), []
     for number, batch in enumerate(data):
         places = batch.targets[:, :-1].numel()
@@ -47,7 +49,8 @@ def transformers_alone(
     folder: Path, data: list[Batch], *, at_a_time: int
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Return losses, norms and weights of transformers' own loss, with a step's `at_a_time` micro-batches
-    in one batch."""
+    in one batch.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]

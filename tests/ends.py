@@ -52,7 +52,8 @@ class Cell:
     @property
     def insists(self) -> bool:
         """Return True if the second signal ends the run immediately. A second SIGHUP does not; SIGUSR1 never ends a
-        run."""
+        run.
+        """
         return self.times == 2 and self.signal in ("INT", "TERM", "QUIT")
 
 
@@ -90,7 +91,8 @@ def pairs() -> list[Cell]:
 
 def load_libraries() -> None:
     """Import what each command needs, once. Nothing is computed here, since a fork would lose the threads
-    that start."""
+    that start.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     from offload_trainer import cli
 
@@ -134,7 +136,8 @@ class Moment:
 
     def _until_handled(self) -> None:
         """Wait until the training loop has seen the signal: handlers run in the main thread, and this may be
-        another."""
+        another.
+        """
         deadline = time.monotonic() + 5
         while self.asked and not (self.asked.stop or self.asked.save) and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -178,7 +178,7 @@ def _load_deepspeed() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import cpuinfo
     import deepspeed.ops.adam
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - what any optimizer is asked whether it is
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - DeepSpeed checks every optimizer against it
 
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()

@@ -1,5 +1,6 @@
 """Emulate, in one process, the rounding of two tensor-parallel ranks: each product is computed in two
-halves and added."""
+halves and added.
+"""
 
 from __future__ import annotations
 

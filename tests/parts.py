@@ -18,7 +18,8 @@ FORMATS = {str(found).removeprefix("adamw_"): found for found in state_formats()
 
 def form(states: str) -> StateFormat:
     """Return the state format of that name: one of AdamW's, with moments as in optim.moment_dtype, or Lion's
-    ("lion_bf16")."""
+    ("lion_bf16").
+    """
     return FORMATS[states]
 
 

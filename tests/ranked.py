@@ -177,7 +177,8 @@ def call_ranks(
     *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
 ) -> list[Run]:
     """Run `offload-train WORDS --output OUTPUT` on `count` ranks without a launcher; `last` is appended to the last
-    rank's words."""
+    rank's words.
+    """
     with tempfile.TemporaryDirectory() as folder:
         told = [Path(folder) / f"told-{rank}" for rank in range(count)]
         forks = []

@@ -80,7 +80,8 @@ def ring_bytes(name: str, args: tuple[Any, ...], count: int) -> float:
 
 def count_collectives() -> None:
     """Count the collectives from this call on. Those under 100 bytes carry losses, norms and flags; the plan omits
-    them."""
+    them.
+    """
     for name in NAMES:
         inner: Callable[..., Any] = getattr(torch.distributed, name)
 

@@ -1,5 +1,6 @@
 """Tests of 16-bit matrix products on CPUs without 16-bit units: fp32 products are rounded once, also if computed in
-pieces."""
+pieces.
+"""
 
 from __future__ import annotations
 

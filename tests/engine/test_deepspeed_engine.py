@@ -1,5 +1,6 @@
 """Tests of stock DeepSpeed in cases that it gets silently wrong: rounded initial masters, weights without a gradient,
-and steps whose micro-batches count different numbers of targets."""
+and steps whose micro-batches count different numbers of targets.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
 @pytest.mark.ops
 def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) -> None:
     """Several weights share a sub-group that is read and written for each of them, and its last write is
-    asynchronous."""
+    asynchronous.
+    """
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
     words = [
@@ -58,7 +60,7 @@ def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) ->
     assert found["kept"]
 
 
-ZERO = {  # by ZeRO stage, and by placement of weights and state
+ZERO = {  # keyed by ZeRO stage and placement
     "1": ["deepspeed.zero_stage=1", "--optimizer", "cpu"],
     "1 gpu": ["deepspeed.zero_stage=1", "--optimizer", "gpu"],
     "2": ["--params", "gpu", "--optimizer", "cpu"],

@@ -1,5 +1,6 @@
 """Tests of ranks that share rows: losses and norms match one rank with whole rows, bytes match the plan, and resuming
-is exact."""
+is exact.
+"""
 
 from __future__ import annotations
 

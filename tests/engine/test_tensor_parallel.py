@@ -1,5 +1,6 @@
 """Tests of DeepSpeed's AutoTP with ZeRO-1: losses, norms and masters match transformers and torch, bytes match the
-plan."""
+plan.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def shape_of(folder: Path) -> ModelShape:
     [("llama", 2, [CHECKPOINTED]), ("llama", 4, []), ("qwen3", 2, [CHECKPOINTED]), ("qwen3", 4, [])],
 )
 def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], tmp_path: Path) -> None:
-    """In fp32 with uneven numbers of targets, 2 x 1 and 2 x 2 ranks match transformers on one batch.
+    """2 x 1 and 2 x 2 ranks match transformers on one batch, in fp32 with uneven numbers of targets.
 
     Ranks that partition block inputs have the bits of ranks that keep them whole.
     """
@@ -105,7 +106,7 @@ def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: 
 
 @pytest.mark.ops
 def test_the_command_saves_and_exports_whole_weights(tmp_path: Path) -> None:
-    """In fp32, two tensor ranks give the losses, checkpoints and export of one.
+    """Two tensor ranks give the losses, checkpoints and export of one, in fp32.
 
     Two ranks resume their checkpoint exactly; one rank resumes two ranks' checkpoint, and two resume one's, closely. In
     bf16

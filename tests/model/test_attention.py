@@ -28,7 +28,7 @@ def _transformers_own_afterwards() -> Iterator[None]:
 def test_repeated_heads_give_the_same_losses_and_gradients(
     groups: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`enable_gqa` is never set: cards before sm_80 would then materialise the whole score matrix."""
+    """`enable_gqa` is never set, since cards before sm_80 would then materialise the whole score matrix."""
     config = AutoConfig.from_pretrained(model_directory(tmp_path, "qwen3", num_key_value_heads=4 // groups))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -41,7 +41,8 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a chat model as found on the hub: older tokenizer files, and end-of-turn tokens only in the generation
-    config."""
+    config.
+    """
     directory = tmp_path_factory.mktemp("chat")
     backend = Tokenizer.from_file(str(BUILTIN_TOKENIZER / "tokenizer.json"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -102,8 +103,9 @@ def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_p
 
 
 def test_a_tokenizer_that_transformers_makes_otherwise_is_kept_as_it_was_trained_with(tmp_path: Path) -> None:
-    """With a Qwen2 config.json, transformers replaces the tokenizer's splitting; the saved tokenizer gives the ids of
-    training."""
+    """The saved tokenizer gives the ids of training, though transformers splits otherwise next to a Qwen2
+    config.json.
+    """
     given = tmp_path / "given"
     given.mkdir()
     for path in BUILTIN_TOKENIZER.iterdir():

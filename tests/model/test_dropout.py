@@ -59,7 +59,8 @@ def test_what_is_drawn_is_the_same_everywhere(
     architecture: str, way: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bf16 with two micro-batches gives the same bits in every placement, whatever else draws random numbers in
-    between."""
+    between.
+    """
     if ON_GPU and "plain" in way:
         pytest.skip("plain torch's AdamW is CUDA's here, with other last bits")
     monkeypatch.setattr(layout, "SMALL", 0)

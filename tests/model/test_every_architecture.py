@@ -1,5 +1,6 @@
 """Tests of selected architectures against transformers and plain torch; scripts/every_architecture.py tests all of
-them."""
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Tests that blocks, and units outside them, are fetched to the device as often as planned, whatever order the model
-registers them in. The models are tiny ones of transformers' causal architectures."""
+registers them in. The models are tiny ones of transformers' causal architectures.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_norms_that_are_left_to_their_constructors_are_transformers_own(monkeypa
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_loss_gradients_and_buffers_are_transformers_own(name: str, chunk: int, tmp_path: Path) -> None:
-    """With pretrained weights, the loss and every gradient match whole logits."""
+    """The loss and every gradient of pretrained weights match whole logits."""
     model = reference(ARCHITECTURES[name])
     model.save_pretrained(tmp_path)
     section = ModelSection(name=str(tmp_path), loss_chunk=chunk, attention="eager", activation_checkpointing="off")

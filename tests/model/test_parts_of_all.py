@@ -1,5 +1,6 @@
 """Tests of fetching blocks module by module in selected architectures; scripts/parts_of_all.py tests all of them.
-Results have the bits of whole blocks, and modules are fetched as often as planned."""
+Results have the bits of whole blocks, and modules are fetched as often as planned.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.mark.parametrize("name", TILED)
 def test_in_pieces_a_model_has_its_loss_and_gradients(name: str) -> None:
     """Loss and gradients match untiled transformers, with and without checkpointing; the pieces do not
-    divide the rows."""
+    divide the rows.
+    """
     model = model_of(name)
     found = tileable(model, block_names)
     assert found == [f"{block}.{TILED[name]}" for block in block_names(model)]
@@ -130,7 +131,8 @@ def test_the_backward_draws_the_dropout_of_the_forward() -> None:
 
 def test_a_checkpointed_block_that_ends_with_its_mlp_runs_it_as_often_as_without_pieces() -> None:
     """The recomputation stops at the MLP's input, so each piece runs forward twice. Gemma 2's following norm needs a
-    third."""
+    third.
+    """
     runs = {}
     for name in ("llama, untied", "gemma2, soft-capped"):
         model = model_of(name)

@@ -1,5 +1,6 @@
 """Tests of offloaded checkpoint inputs, in host memory and on drives: results keep their bits, and bytes match the
-plan."""
+plan.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def drives(folder: Path, count: int) -> list[Path]:
 )
 def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: int, folder: Path) -> None:
     """Nine blocks with dropout train identically with immediate copies, late copies out of order, and GPU stream
-    queues."""
+    queues.
+    """
     expected, weights = without(folder, tied, variant, accumulate)
     words = [*ON, *words, *VARIANTS[variant], "--accumulate", str(accumulate)]
     model, data = model_of(folder, tied=tied), batches(3 * accumulate)
@@ -133,7 +135,8 @@ class Counting(CpuDevice):
 
 def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str, Any]:
     """Return the bytes of the third step of nine blocks: moved on drives, in memory when the forward
-    ends, and planned."""
+    ends, and planned.
+    """
     model = model_of(folder, tied=True)
     words = (*ON, f"model.offload_activations={home}", "--seq-len", "24", "--micro-batch", "2", *words)
     inputs: list[weakref.ref[Any]] = []
@@ -227,7 +230,7 @@ def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path)
             assert torch.equal(kept.give(handles[number]), inputs[number])
     with kept.forward():
         handles = [kept.keep(one) for one in inputs[:1] * 2]
-    for number in (0, 1):  # in the other order
+    for number in (0, 1):  # a different order from the previous one
         assert torch.equal(kept.give(handles[number]), inputs[0])
     kept.close()
     transfers.close()

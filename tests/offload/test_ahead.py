@@ -62,7 +62,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record, for each step that was started speculatively, how many of its updated pages were kept, and
-    of how many."""
+    of how many.
+    """
     found, its = [], SpeculativeStep.kept
 
     def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
@@ -159,8 +160,9 @@ def test_experts_that_are_not_used(folder: Path, drive: Path) -> None:
 def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
     states: str, folder: Path, drive: Path, kept: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    """Other weights have taken more steps, since this block is unused from the first; noise depends on the weight's
-    step."""
+    """The block is unused from the first step, so the others have taken more; noise depends on the largest count of
+    steps.
+    """
     found, unused = [], {1, 2, 5}
     for how in (IN_LINE, FULL):
         words = [*HOMES["nothing in RAM"], "optim.max_grad_norm=0", f"optim.moment_dtype={states}", how]
@@ -179,8 +181,7 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
 def test_a_step_that_is_skipped_changes_nothing(
     home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """An overflow and NaN in steps 1, 3 and 4 of 7 leave the weights and the state as they were; fp16
-    halves its scale."""
+    """An overflow and NaN in steps 1, 3 and 4 of 7 leave weights and state unchanged; fp16 halves its scale."""
     words = ["--dtype", dtype, "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
     words = words if dtype == "fp16" else words[:2]
     found = []
@@ -225,7 +226,8 @@ def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
     home: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps 2, 4 and 5 of 7 are skipped with transfers in flight. The step after 4 is not speculative, the one after 5
-    is."""
+    is.
+    """
     model, words, found = gpt2(folder), ["--dtype", "bf16", "optim.max_grad_norm=0"], []
     ahead = iter([True, True, True, True, False, True, True])
     monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(ahead)))

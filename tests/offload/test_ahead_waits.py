@@ -1,6 +1,6 @@
 """Tests that the speculative update waits for what it needs, and for nothing else. Each fails if its wait is removed.
 
-Writes are held back, and a transfer of the same bytes in the meantime shows the missing wait.
+Writes are delayed, and a transfer of the same bytes in the meantime reveals the missing wait.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def test_a_step_that_is_skipped_waits_for_what_was_written(
     file: str, folder: Path, drive: Path, writes: HeldWrites
 ) -> None:
     """The old weights overwrite the new ones, and the next step's state goes where the skipped state
-    would have gone."""
+    would have gone.
+    """
     with engine(gpt2(folder), *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         before = {name: tensor.clone() for name, tensor in masters(ours).items()}
@@ -124,7 +125,8 @@ def test_a_forward_goes_on_while_state_is_on_its_way(how: str, folder: Path, dri
 @pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
 def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
     """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
-    complete."""
+    complete.
+    """
     made: dict[int, Any] = {}
     found: list[bool] = []
     offer, read, commit = PagePipeline.offer, Gradients.read, PlacedWeights.commit
@@ -190,7 +192,8 @@ def test_what_the_next_forward_needs_first_comes_first(
     folder: Path, drive: Path, writes: HeldWrites, monkeypatch: Any
 ) -> None:
     """Two slots are busy until all blocks except the first are complete; then pages are updated in the
-    forward's order."""
+    forward's order.
+    """
     read: list[int] = []
     monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]

@@ -110,7 +110,8 @@ def test_sums_are_those_of_one_rank(
     world: int, nodes: int, piece: int, home: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums in RAM and on a node's drive match one rank's; norm pieces of `piece` elements span several
-    ranks and nodes."""
+    ranks and nodes.
+    """
     monkeypatch.setattr(norm_shards, "_PIECE", piece)
     units, micro = model(tied=True), MICRO * world
     place = Place(world, nodes=nodes)
@@ -121,7 +122,7 @@ def test_sums_are_those_of_one_rank(
             for number in range(rank, micro, world):
                 hand_over(gradients, seed=micro * step + number, last=number + world >= micro)
             found.append(bits(gradients))
-            barrier()  # as a real update does
+            barrier()  # a real update ends with a barrier, too
             gradients.clear()
         return found
 
@@ -159,8 +160,9 @@ def test_sums_are_those_of_one_rank(
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("width", [1024, 16384, 65536])
 def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norm pieces lie inside one rank's elements, span two, or span all. One weight has no gradient; some ranks no
-    elements."""
+    """Norm pieces are inside one rank's elements, or span two or all. One weight has no gradient; some ranks no
+    elements.
+    """
     world = 5
     monkeypatch.setattr(norm_shards, "_PIECE", width)
     monkeypatch.setattr(norm_shards, "_CHUNK", width)

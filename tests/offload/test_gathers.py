@@ -1,5 +1,6 @@
 """Tests of weights in RAM that ranks copy by parts and all-gather: every rank gets the right bits, whatever it needs
-next."""
+next.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces tha
 
 def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], list[int]]:
     """Run the ranks' programs. Return each rank's list of correct fetches, or its error, and the elements that each
-    copied."""
+    copied.
+    """
     between, place = Threads(WORLD), Place(WORLD, nodes=1)
     units = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
     copied = [0] * WORLD
@@ -129,7 +131,8 @@ def test_the_parts_and_what_is_left_are_all_of_a_unit() -> None:
 
 def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, norms, masters, moments and evaluation losses match one rank's. Layer drop makes ranks need different
-    units."""
+    units.
+    """
     monkeypatch.setattr(layout, "SMALL", 0)
     tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
     dropped = model_directory(tmp_path / "dropped", "opt")  # each rank drops different layers

@@ -168,7 +168,8 @@ def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int
 
 def test_units_may_have_different_homes(tmp_path: Path) -> None:
     """Placing units on the device, in RAM and on a drive together does not change the sums that the update reads, or
-    the norm."""
+    the norm.
+    """
     units = model(tied=True)
     file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
     found = []
@@ -224,8 +225,9 @@ def test_a_unit_that_lacks_a_gradient_or_a_copy_is_not_told_of() -> None:
 
 
 def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
-    """Blocks' weights have 12,000 and 120 bytes. With 13,000 in flight besides the largest, the third block's matrix
-    waits."""
+    """Blocks' weights have 12,000 and 120 bytes. If 13,000 may be in flight in addition to the largest, the third
+    block's matrix waits.
+    """
     units, device = model(), HeldDevice()
     with sums(units, RAM, device=device, dtype=torch.bfloat16, in_flight_bytes=13_000) as gradients:
         thread = on_a_thread(lambda: hand_over(gradients, units, last=True, seed=0))
@@ -242,7 +244,7 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
 def test_what_is_in_flight_is_bounded_beside_the_largest() -> None:
     out, futures = InFlight(100), [Future() for _ in range(4)]
     for size, future in zip((1000, 60, 40), futures, strict=False):
-        out.add(size, future)  # This returns: 100 are allowed besides the 1000.
+        out.add(size, future)  # This returns: 100 are allowed in addition to the 1000.
     thread = on_a_thread(lambda: out.add(1, futures[3]))
     thread.join(0.2)
     assert thread.is_alive()
@@ -275,7 +277,8 @@ def test_a_rings_memory_is_given_out_again_when_it_was_read_and_not_before() -> 
 
 def test_a_tied_weights_gradients_meet_on_the_device() -> None:
     """Both uses are added in the gradients' dtype, as in autograd, and one copy leaves the device. One use is copied
-    alone."""
+    alone.
+    """
     units, device = model(tied=True), HeldDevice()
     with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
         given = hand_over(gradients, units, last=True, seed=1)
@@ -300,7 +303,7 @@ def test_a_tied_weights_gradients_meet_on_the_device() -> None:
 def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three micro-batches, `add` never waits and all norms of sums are taken on the thread that sums."""
+    """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
     norms, waits, inside = [], [], threading.local()
     norm, add, wait = module.norm_of, Gradients.add, Future.wait
 
@@ -411,7 +414,7 @@ def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
 
 @pytest.mark.usefixtures("nothing_is_small")
 def test_a_gpus_norms_are_the_same_for_all_homes_of_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a GPU's norms, losses, norms and clipped masters of three micro-batches match for every placement."""
+    """Losses, norms and clipped masters of three micro-batches do not depend on the placement, with a GPU's norms."""
     monkeypatch.setattr(Gradients, "_norm_of_sum", staticmethod(ordered_norm))
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()

@@ -50,6 +50,7 @@ assert current_rss_bytes() - before < 8 << 20
 
 def test_what_is_freed_of_a_long_row_goes_back_at_once() -> None:
     """Freed allocations of 4 MiB below live ones are returned; shorter rows' would remain as holes. A new process has
-    no holes yet."""
+    no holes yet.
+    """
     done = subprocess.run([sys.executable, "-c", LONG_ROW], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

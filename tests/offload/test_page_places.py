@@ -1,5 +1,6 @@
 """Tests of pages with two copies on a drive: a step is written next to the previous one, and is committed as a whole or
-not at all."""
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def lease(drive: Path) -> Path:
 @pytest.mark.parametrize("home", HOMES)
 def test_the_bits_are_plain_torchs(home: str, overlap: str, model: Path, drive: Path, tmp_path: Path) -> None:
     """Moments match those of pages with one copy, both copies are used, and a loaded checkpoint trains on
-    identically."""
+    identically.
+    """
     words = [*HOMES[home], f"tiered.overlap={overlap}"]
     with engine(model, *words, "tiered.state_copies=1", drives=[drive]) as ours:
         train(ours, batches(4))
@@ -223,7 +225,8 @@ def test_the_order_that_a_power_cut_needs(
     overlap: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages are synced before the record that names them, and the record before the next update
-    overwrites old pages."""
+    overwrites old pages.
+    """
     calls: list[str] = []
 
     def seen(name: str) -> Callable[..., Any]:
@@ -275,7 +278,7 @@ def test_a_snapshot_is_of_its_moment_while_two_steps_go_on(
 
 
 def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: Path) -> None:
-    """With two copies of each page, only the second update from now would overwrite what the save reads."""
+    """Only the second update from now would overwrite what the save reads, since pages have two copies."""
     with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
         snapshot = ours.snapshot()
         late = threading.Timer(60, snapshot.close)

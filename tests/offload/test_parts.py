@@ -125,7 +125,8 @@ def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_recomputation_that_keeps_bare_weights_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that calls torch's checkpoint directly keeps all weights of the block, so its modules cannot
-    share buffers."""
+    share buffers.
+    """
     monkeypatch.setattr(offloaded_model, "keep_weights", lambda *_: None)
     model = model_of(folder, "qwen3")
     with (
@@ -136,7 +137,7 @@ def test_a_recomputation_that_keeps_bare_weights_is_refused(folder: Path, monkey
 
 
 def test_drives_move_what_is_planned(folder: Path) -> None:
-    """By the kernel's I/O counters, weights of modules that the backward recomputes are read once more."""
+    """The kernel's I/O counters show that weights of recomputed modules are read once more."""
     model, moved = model_of(folder, "qwen3"), {}
     for parts in (True, False):
         words = ("--params", "nvme", "--ram-fraction", "1", ON, "tiered.weight_buffers=1", *([PARTS] if parts else []))
@@ -153,7 +154,8 @@ def test_drives_move_what_is_planned(folder: Path) -> None:
 
 def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -> None:
     """Absent weights are NaN: code that reads one without calling its module stops the run rather than
-    use old values."""
+    use old values.
+    """
     model = model_of(folder, "qwen3")
     with engine(model, *RAM, OFF, PARTS, "tiered.weight_buffers=1") as ours:
         mlp = ours.offloaded._module.get_submodule("model.layers.1.mlp")

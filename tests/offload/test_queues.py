@@ -1,5 +1,6 @@
 """Tests of the real CUDA device on simulated streams that run late: results match plain torch, and a missing wait would
-show."""
+show.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.Mo
 
 def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that completes the read queues the copy, before the weights are needed; the compute stream is not
-    delayed."""
+    delayed.
+    """
     with queued(monkeypatch, haste=0.0) as cuda:
         device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
         filled: list[torch.Tensor] = []
@@ -140,8 +142,9 @@ def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
 
 
 def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two staging buffers, the third read starts only after the first copy, on another thread than the requesting
-    one."""
+    """The third read into two staging buffers starts only after the first copy, on another thread than the requesting
+    one.
+    """
     with queued(monkeypatch, haste=0.0) as cuda:
         device = cuda.device(staging_bytes=4096, stagings=2)
         inside, reads = [torch.zeros(1024) for _ in range(4)], [Future() for _ in range(4)]

@@ -30,7 +30,8 @@ MICRO, STEPS = 4, 3
 @pytest.mark.parametrize(("world", "nodes"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's bytes for outboxes, sums, norms, network, gathered weights and drives are those counted
-    in two runs."""
+    in two runs.
+    """
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
     (drive := tmp_path / "drive").mkdir()

@@ -1,5 +1,6 @@
 """Tests of the speculative update with several ranks: it has the bits of one rank, whatever the decision about a step
-is."""
+is.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path)
 
 def test_overflow_and_accumulation(tmp_path: Path) -> None:
     """fp16 finds its scale, with two micro-batches a rank; 8-bit moments are rounded stochastically, by the step's
-    number."""
+    number.
+    """
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
     words = ("--dtype", "fp16", "optim.initial_loss_scale=16777216", "optim.moment_dtype=8bit", "optim.max_grad_norm=0")

@@ -1,5 +1,6 @@
 """Tests of the tiered engine on several ranks: it has one rank's bits for the same micro-batches, and reports why it
-ends."""
+ends.
+"""
 
 from __future__ import annotations
 

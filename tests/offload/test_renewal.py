@@ -12,7 +12,7 @@ from offload_trainer.offload.update.progress import UpdateProgress
 from offload_trainer.plan.tiered.layout import Page
 
 UNITS = [0, 1, 2]
-PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1, 0, 8)]]  # of each rank
+PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1, 0, 8)]]  # pages of each rank
 
 
 @pytest.fixture

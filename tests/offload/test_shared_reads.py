@@ -1,5 +1,6 @@
 """Tests of weights that several ranks (threads here) read from a drive: one read serves all ranks
-that need them next."""
+that need them next.
+"""
 
 from __future__ import annotations
 

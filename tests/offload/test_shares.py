@@ -1,6 +1,6 @@
 """Tests of optimizer state on the device: any split among device, RAM and drives gives the same bits.
 
-Without a GPU, host memory stands in for the device's; `queues.py` simulates a GPU's streams that run late.
+Without a GPU, host memory replaces the device's; `queues.py` simulates a GPU's streams that run late.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def in_ram(folder: Path, dtype: str, tied: bool, accumulate: int, *words: str) -
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("share", SHARES)
 def test_shares_do_not_change_a_bit(share: str, run: str, folder: Path, tmp_path: Path) -> None:
-    """With dropout, losses, norms, masters and moments match, also after resuming halfway with other shares.
+    """Losses, norms, masters and moments match with dropout, also after resuming halfway with other shares.
 
     The bf16 run and the fp16 run together resume each share as every other.
     """
@@ -182,7 +182,8 @@ def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_pages_live_where_the_shares_say(folder: Path) -> None:
     """The device holds whole units with their gradients (a remainder aside), and each share is exact up
-    to alignment."""
+    to alignment.
+    """
     model = model_in(folder, tied=True)
     for share, wanted in (
         ("device", {DEVICE: 1.0}),

@@ -1,5 +1,6 @@
 """Tests of prefetching weights to the device: each transfer starts before its unit is needed, and
-bytes match the plan."""
+bytes match the plan.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +103,7 @@ def third_step(
 def test_nothing_is_started_only_when_it_is_needed(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second step on, `need` never starts a fetch, not even for heads, embeddings or the first
-    unit of a pass."""
+    """`need` never starts a fetch after the first step, not even for heads, embeddings or the first unit of a pass."""
     events, _, _ = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
     for before, event in pairwise(events):
         assert not (event[0] == "start" and before == ("need", event[1])), f"{event} was needed before"

@@ -77,7 +77,7 @@ CHECKPOINTING = {
 def test_losses_and_norms_are_plain_torchs(
     architecture: str, home: str, checkpointing: str, tied: bool, folder: Path
 ) -> None:
-    """In fp32 for three steps, every placement and form of checkpointing matches plain torch without checkpointing."""
+    """Every placement and form of checkpointing matches plain torch without checkpointing, in fp32 for three steps."""
     model = model_directory(folder / f"{architecture}-{tied}", architecture, tied=tied)
     wished = [*HOMES[home], *CHECKPOINTING[checkpointing]]
     with engine(model, "--dtype", "fp32", *wished, drives=drives(folder, 1)) as ours:
@@ -195,7 +195,9 @@ def skip_last_block(trained: PlainEngine | TieredEngine, steps: set[int]):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(home: str, folder: Path) -> None:
-    """As in torch, they get no decay and no bias-correction step, also after a checkpoint and with accumulation."""
+    """Such weights get no decay and no bias-correction step, as in torch, also after a checkpoint and with
+    accumulation.
+    """
     model = model_directory(folder / "gpt2-True", "gpt2")
     unused = {2, 3, 6}
     with engine(model, "--engine", "plain") as reference:
@@ -432,7 +434,7 @@ def test_stored_precision_trains_like_fp32(states: str, folder: Path) -> None:
 
 
 def test_bytes_are_the_planned_ones_and_no_more(folder: Path) -> None:
-    """By the kernel's counters, the state is read and written once each step, or half of it with half in RAM."""
+    """The kernel's counters show that state is read and written once each step, or half of it with half in RAM."""
     from offload_trainer.telemetry.meters import read_io
 
     model = model_directory(folder / "gpt2-True", "gpt2")

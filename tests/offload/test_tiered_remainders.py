@@ -1,5 +1,6 @@
 """Tests of masters stored as rounding remainders: they have the bits of fp32 masters in every placement, with fewer
-bytes."""
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def gpt2(folder: Path) -> Path:
 
 
 def plant_ties(ours: TieredEngine) -> None:
-    """Set every third master halfway between two bf16 weights, on either side of zero."""
+    """Set every third master exactly halfway between two bf16 weights; others round either way."""
     for name, value in masters(ours).items():
         words = value.view(torch.int32)
         words[..., ::3] &= ~0xFFFF
@@ -167,7 +168,8 @@ def test_bytes_are_the_planned_ones(
     words: list[str], read: float, written: float, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel's counters match the plan except for prefetched weights; the update moves the stated bytes a
-    parameter."""
+    parameter.
+    """
     plans: list[Plan] = []
     monkeypatch.setattr(bench_of_engines, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[0])
     model = model_directory(folder / "large", "gpt2", n_embd=256, n_layer=2)  # fields are padded to whole sectors

@@ -137,7 +137,7 @@ def test_native_carries_what_is_not_finite() -> None:
 def test_native_reads_every_fp16_gradient() -> None:
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     grad = grad[grad.isfinite()]
-    exp_avg = torch.zeros(grad.numel())  # with beta1 = 0 it becomes the gradient itself
+    exp_avg = torch.zeros(grad.numel())  # it equals the gradient if beta1 = 0
     hyper = AdamW(0.0, (0.0, 0.9), 1e-8, 0.0)
     state = (torch.zeros_like(exp_avg), exp_avg, exp_avg + 1)
     update_stretch(NativeKernel(), *state, grad, None, scale=1.0, hyper=hyper, step=1)

@@ -64,7 +64,8 @@ def fuses() -> bool:
 
 def of_all_shapes(n: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Return blocks of 256 that alternate between random bits with special values, many magnitudes, normal, subnormal
-    and zero."""
+    and zero.
+    """
     random = torch.Generator().manual_seed(seed)
     integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]
     values = torch.randint(0, 2 ** (8 * dtype.itemsize), (n,), generator=random).to(integer).view(dtype)

@@ -200,7 +200,7 @@ def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
 
 
 def state_bytes(*words: str) -> Iterator[int]:
-    """Yield the planned bytes of state in RAM, of state in all tiers, and of checkpoints, on a machine with a GPU."""
+    """Yield the planned bytes of state in RAM, of state elsewhere, and of checkpoints, on a machine with a GPU."""
     config = load_config(["--model", "gpt2-10b", "--dtype", "fp16", "--nvme", "/ssd", "--ram-fraction", "0.25", *words])
     source = resolve_model(config.model, seed=0)
     plan = make_plan(config, source.shape, read_machine("v100-32gb"))

@@ -50,12 +50,13 @@ def test_8_bit_is_bitsandbytes(signed: bool) -> None:
     assert torch.equal(moments.dynamic_map(signed), table)
     x = values(20_013, signed=signed)
     x[512:768] = x[1024:1536] = 0.5  # bitsandbytes guarantees nothing for blocks that are zero or not finite
-    # For doubles it finds the nearest code by trying all. Its CPU kernel for floats does not: zero becomes 2e-5, for
+    # It finds the nearest code of a double by trying all. Its CPU kernel for floats does not: zero becomes 2e-5, for
     # example.
     theirs, scales = torch.ops.bitsandbytes.quantize_blockwise.default(x.double(), table, 256)
     codes, absmax, back = encoded(moments, x, signed=signed)
     assert torch.equal(absmax, scales)
-    if not signed:  # The one difference: its kernel and its CUDA kernels choose the nearest code, which may be zero.
+    # The one difference: bitsandbytes takes the nearest code, which may be zero for a value that is not.
+    if not signed:
         theirs[(theirs == 0) & (x > 0)] = 1
     # It multiplies by 1 / absmax, so a value in the middle, up to fp32's last places, may be rounded either way.
     other = theirs != codes
@@ -203,7 +204,7 @@ def test_small_gradients_among_large_ones_make_no_large_update(form: str) -> Non
 
 
 def test_gradients_that_shrink_make_no_large_update() -> None:
-    """With rounding to nearest, second moments that should grow would stay: updates would reach 9 times the rate."""
+    """Second moments that should grow would stay with rounding to nearest: updates would reach 9 times the rate."""
     assert updates("fp32", TorchKernel, shrinking(), beta2=0.999)[0] < 1.1
     assert updates("8bit", TorchKernel, shrinking(), beta2=0.999)[0] < 4
 

@@ -1,5 +1,6 @@
 """Tests of the native kernel's threads: their number is fixed, and they survive forks, several callers and process
-exit."""
+exit.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Tests of masters stored as rounding remainders: every master is restored, and updates have the bits
-of fp32 masters."""
+of fp32 masters.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Tests of updating a page in one call: every kernel has torch's bits for parts with different settings and every
-moment format."""
+moment format.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def same(one: Page, other: Page) -> bool:
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) -> None:
-    """That includes 8-bit moments, which decoding and encoding would change."""
+    """The promise includes 8-bit moments, which decoding and encoding would change."""
     before, _ = random_page(N, form(states))
     fields, out = updated(kind(), PARTS, states=states)
     outside = torch.ones(N, dtype=torch.bool)

@@ -1,5 +1,6 @@
 """Tests of GPU models: which compiled kernels run on them, what their units compute, and what plan, bench and doctor
-report."""
+report.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ def test_free_bytes_are_those_before_the_context_that_asking_makes(
 @pytest.mark.parametrize("gpu", [16 * 10**9, 34 * 10**9, 150 * 10**9])
 def test_auto_leaves_a_reserve_free(gpu: int) -> None:
     """The reserve is the larger of 1 % and 500 MB, for cuBLAS workspaces, kernels that are loaded late,
-    and rounding."""
+    and rounding.
+    """
     machine = replace(read_machine("v100-32gb"), gpu_bytes=gpu, ram_bytes=10**12)
     shape = preset_shape("gpt2-10b" if gpu > 30 * 10**9 else "gpt2-xl", item_bytes=2)
     plan = make_plan(load_config(["--model", "gpt2-10b", "--dtype", "fp16", "--engine", "tiered"]), shape, machine)
@@ -232,7 +234,8 @@ def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypa
         process_setup.prepare_process(load_config([]))
         return [os.environ.get(name) for name in names]
 
-    grows = "expandable_segments:True"  # Both variables are set, since torch 2.9 and later warn about the second one.
+    # Both names are set: torch 2.9 and later read the first, and warn if they must read the second.
+    grows = "expandable_segments:True"
     assert prepared() == [grows, grows, "32"]
     own = "max_split_size_mb:128"
     assert prepared(PYTORCH_ALLOC_CONF=own) == [own, None, "32"]

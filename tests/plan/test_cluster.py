@@ -41,7 +41,8 @@ def by_link(plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
 
 def test_bytes_on_the_network_are_those_that_leave_and_enter_a_node() -> None:
     """Count element by element: an owner receives its gradients from every rank, and each node receives every new
-    weight."""
+    weight.
+    """
     micro, nodes, gpus = 3, 3, 2
     shape, world = SHAPES["gpt2-mini"], nodes * gpus
     config = wish("--engine", "tiered", "--params", "cpu", "--accumulate", str(micro), "--dtype", "bf16")
@@ -86,7 +87,8 @@ def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> Non
 
 def test_seconds_of_the_links() -> None:
     """Network transfers overlap with products, and new weights with the update; additions and barriers do
-    not overlap."""
+    not overlap.
+    """
     plan = planned(cluster(network=rate(1e9)), "--params", "gpu", nodes=2)
     found = by_link(plan)
     seconds = plan.forecast.seconds

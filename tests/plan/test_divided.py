@@ -1,5 +1,6 @@
 """Tests of dividing blocks into modules that are fetched separately: how a block is divided, and when a plan chooses
-it."""
+it.
+"""
 
 from __future__ import annotations
 
@@ -137,11 +138,11 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
         assert way(plan) == first, rung
     refused = planned(needs[-1] - 10**6)
     assert not refused.fits
-    assert way(refused) == ("block", 3)  # as configured
+    assert way(refused) == ("block", 3)  # the configured way
 
 
 def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For two GPUs on one machine or on two, the comparison tables choose what a run would."""
+    """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     compared = list[Plan]()
     taken = plan_command._of_rows
     monkeypatch.setattr(
@@ -194,7 +195,7 @@ def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
 
 
 def test_one_buffer_is_no_way_ahead() -> None:
-    """With one buffer, transfers are not overlapped, and add to the computing time."""
+    """A single buffer allows no overlap, so transfers add to the computing time."""
     timed = replace(
         machine(gpu=ROOMY).rates,
         matmul={"bf16": Rate(1e12, "measured", "")},

@@ -69,7 +69,8 @@ def test_planned_bytes_are_those_that_torch_tracks(
     name: str, kept: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is at most 2 % below and 8 % above, with the loss in one or several chunks, for a row length not counted
-    before."""
+    before.
+    """
     monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, MODELS[name])
     config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, *KEPT[kept]), tmp_path)
     config = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
@@ -91,7 +92,8 @@ def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
     name: str, kept: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One count with stand-ins fits MLP pieces of any length, which need fewer bytes than whole MLPs. MLPs are the
-    widest part."""
+    widest part.
+    """
     wide = {"vocab_size": 300, "n_inner": 2048, "intermediate_size": 1024, "moe_intermediate_size": 256}
     shape = {key: wide.get(key, value) for key, value in ({"n_inner": 0} | MODELS[name]).items()}
     monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, shape)
@@ -201,7 +203,8 @@ def test_what_cannot_be_counted_is_estimated_and_said(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", ["Bamba", "BertGeneration", "FalconH1", "Gemma3", "Gemma4Text"])
 def test_what_once_could_not_be_counted_is(kind: str) -> None:
     """These have recurrent state, unnamed blocks, a head that reads the body, a vision tower's blocks, or
-    no token ids."""
+    no token ids.
+    """
     shape = shape_of(getattr(transformers, f"{kind}Config"))
     assert shape.on_gpu is not None
     assert len(shape.on_gpu.blocks) == shape.layers
@@ -210,7 +213,7 @@ def test_what_once_could_not_be_counted_is(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Blt", "CTRL", "DiffLlama"])
 def test_an_architecture_that_cannot_be_counted_has_a_shape(kind: str) -> None:
-    """That includes one that stores its sizes elsewhere (Blt), and one whose blocks are unknown (CTRL)."""
+    """The shape is known even if sizes are stored elsewhere (Blt) or the blocks are unknown (CTRL)."""
     shape = shape_of(getattr(transformers, f"{kind}Config"))
     assert shape.on_gpu is shape.on_cpu is None
     assert shape.layers > 0
@@ -267,9 +270,9 @@ def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
 
     assert peak(1) == 2 * 10 + 10 * 10 + 1000 + 15 * 10  # the last block's backward, with what the first block keeps
     assert peak(100) == (2 + 20 + 40) * 1000  # the loss
-    # in chunks: the last one, with what the others keep
+    # chunks: the last one, with what the others keep
     assert peak(100, chunk=100) == (2 + 20) * 1000 + 2 * 900 + 300 + 40 * 100
-    assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # in small chunks, the last block's backward needs more
+    assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # small chunks: the last block's backward needs more
     assert peak(1, checkpointing=True) == 2 * 2 * 10 + 1000 + 15 * 10
     assert peak(1, checkpointing=True, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
     assert peak(1, checkpointing=True, keepers=4) == (1 + 2 / 4) * 2 * 10 + 1000 + 15 * 10

@@ -1,5 +1,6 @@
 """Tests that a checkpoint of another run is refused with a useful message, also by `plan`, and with
-advice that works."""
+advice that works.
+"""
 
 from __future__ import annotations
 

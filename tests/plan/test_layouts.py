@@ -1,5 +1,6 @@
 """Tests of layouts that candidates of a plan share: each is computed once, and equals what a candidate would compute
-alone."""
+alone.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +145,7 @@ def test_of_many_units_that_lie_alike_one_is_asked(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_order_that_comes_again_is_walked_until_it_repeats_itself() -> None:
-    """For random units, orders and buffers, the fetches equal those of the written-out repetition."""
+    """The fetches equal those of the written-out repetition, for random units, orders and buffers."""
     draw = random.Random(7)
     for _ in range(300):
         count = draw.randint(1, 8)

@@ -1,5 +1,6 @@
 """Tests of rows that fit only with MLPs in pieces, and of the longest row that fits, in what `plan` chooses and
-reports."""
+reports.
+"""
 
 from __future__ import annotations
 

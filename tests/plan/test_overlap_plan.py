@@ -147,7 +147,7 @@ def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
 
 
 def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
-    """A drive that is busy with weights half of the time has the other half free; a CPU that computes has none."""
+    """A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time."""
     drive, weights = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.5, "", "drive", "sda")
     assert behind_the_backward(4.0, drive, weights).hidden == pytest.approx(0.5, rel=0.01)
     adamw, cpu = Bound("update", 1.0, "", "adamw"), Bound("backward", 1.0, "", "compute")
@@ -167,7 +167,7 @@ def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
 
 
 def test_a_forward_waits_for_all_that_is_complete_last() -> None:
-    """Of the remaining 0.8 s of 2.0 s, embeddings on drives take 0.6 s; in RAM they take their arithmetic only."""
+    """Embeddings on drives take 0.6 s of the remaining 0.8 s of 2.0 s; in RAM they take their arithmetic only."""
     units = units_of(SHAPES["gpt2-medium"])
     found = forecast(2.0, 1.0, Bound("update", 2.0, "", "drive", "sda"), Bound("update", 0.4, "", "adamw"))
     left = replace(found, seconds=found.seconds | {"update": 0.8})

@@ -130,7 +130,8 @@ def test_a_stage_that_cannot_be_is_refused() -> None:
 
 def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
     """If all weights stay, they come once; if none stay, twice. A checkpointed block's recomputation gathers nothing
-    more."""
+    more.
+    """
     sizes = zero_sizes(SHAPE, DeepSpeedSection(), Placement("cpu", "cpu"), world=8, item_bytes=2)
     small = sum(weight.numel for weight in SHAPE.weights if weight.numel <= 100_000)
     moving = SHAPE.parameters - small
@@ -168,7 +169,7 @@ def test_tensor_parallel_by_hand() -> None:
 def test_sequence_and_pipeline_by_hand() -> None:
     step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
     found = moved(Mode(sequence=4, data=2), step)
-    each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # of queries, and equally of keys, values and results: 16 heads of 64
+    each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # bytes of queries, and equally of keys, values and results: 16 heads of 64
     assert found["all-to-alls", "forward"].bytes == pytest.approx(4 * 24 * 4 * each)
     fewer = replace(step, shape=replace(SHAPE, heads=16, key_heads=4))
     held = weights_held(Mode(sequence=4), SHAPE)
@@ -226,7 +227,7 @@ def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() 
 
 
 def test_seconds_of_products_links_and_bubbles() -> None:
-    """With free links all modes compute equally long; a pipeline has bubbles, and a slow network adds time."""
+    """All modes compute equally long with free links; a pipeline has bubbles, and a slow network adds time."""
     words = ("--accumulate", "8", "--micro-batch", "1", "model.activation_checkpointing=off")
     step = work(*words, nodes=2)
     free = here(between_gpus=rate(1e20), network=rate(1e20))
@@ -304,7 +305,8 @@ def chosen(*words: str, shape: ModelShape = RULED, world: int = 4, nodes: int = 
 
 def test_tensor_ranks_are_chosen_by_the_links() -> None:
     """Tensor ranks pay off for few tokens on a fast link, where gradients outweigh activations, but not across a
-    network."""
+    network.
+    """
     few, fast = ("--micro-batch", "1", "--seq-len", "128"), {"between_gpus": rate(1e11)}
     count, plan = chosen(*few, **fast)
     assert count > 1
@@ -348,7 +350,7 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     whole, shared = by_name["tiered, 8 ranks"], by_name["tiered, 8 ranks, sequence 2"]
     assert (whole["words"], shared["words"]) == ("--engine tiered", "--engine tiered parallel.sequence=2")
     assert (whole["accumulate"] * whole["micro_batch"], shared["accumulate"] * shared["micro_batch"]) == (16, 32)
-    assert shared["collectives"] == 24 * 4 * 3 * shared["accumulate"]  # for each checkpointed block
+    assert shared["collectives"] == 24 * 4 * 3 * shared["accumulate"]  # each checkpointed block has as many
     assert shared["network_bytes"] == whole["network_bytes"]  # neighbouring ranks share rows
     assert shared["pcie_bytes"] > whole["pcie_bytes"]
     assert ["sequence" in row["name"] for row in found["modes"]].count(True) == 3

@@ -174,7 +174,8 @@ def test_where_the_gpu_has_no_kernel_no_state_is_there() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_divide_every_unit(ranks: int) -> None:
     """Each element belongs to one rank; ranks have about equal parts of each tier, and pages stay inside one rank's
-    part."""
+    part.
+    """
     units = units_of(SHAPES["gpt2"])
     pages = pages_of(units, page=100_000, ram_fraction=0.5, speeds=[1.0], ranks=ranks)
     homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[1.0], ranks=ranks)
@@ -311,7 +312,7 @@ def test_rows_longer_than_the_context_are_refused() -> None:
 
 
 def test_sizes_follow_the_largest_weight() -> None:
-    """With an embedding larger than all else, buffers hold it, sub-groups end with it, and it is counted once."""
+    """Buffers hold an embedding larger than all else; sub-groups end with it, and it is counted once."""
     weights = [Weight("wte", (100_000, 4096))] + [Weight(f"w{i}", (4096, 512)) for i in range(64)]
     shape = ModelShape(tuple(weights), layers=16, hidden=4096, vocabulary=100_000, context=1024)
     sizes = zero_sizes(shape, TrainConfig().deepspeed, Placement("nvme", "nvme"), world=1, item_bytes=2)
@@ -369,7 +370,8 @@ def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
 
 def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
     """The plan lists the sums in 4 or 2 bytes; the backward copies nothing out, and the update copies all
-    of it once."""
+    of it once.
+    """
     shape, words = SHAPES["gpt2-xl"], ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     trained = sum(unit.trained for unit in units_of(shape))
     for extra, size in (([], 4), (["optim.accumulate_dtype=model"], 2)):
@@ -389,7 +391,7 @@ def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
 
 
 def test_gradients_on_their_way_are_counted() -> None:
-    """On a GPU the largest gradient and 256 MB are in flight; a CPU copies synchronously and has none."""
+    """The largest gradient and 256 MB are in flight on a GPU; a CPU copies synchronously, with nothing in flight."""
     shape, e = SHAPES["gpt2-xl"], 2
     words = ("--gpu-fraction", "0", "--micro-batch", "1", "--params", "gpu")
 

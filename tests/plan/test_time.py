@@ -1,5 +1,6 @@
 """Tests of a plan's seconds and traffic, against hand computation for simple machines and a real walk through the
-buffers."""
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
 
 
 def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
-    """With weights and gradients on the drive too, more is read than written."""
+    """More is read than written if weights and gradients are on the drive too."""
     words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "tiered.master_format=fp32")
     shape = SHAPES["gpt2-medium"]
     plan = make_plan(wish(*words), shape, timed(matmul=1e18))
@@ -77,7 +78,8 @@ def test_compute_counts_the_recomputation() -> None:
 
 def test_what_is_no_product_takes_its_own_time() -> None:
     """Attention, elementwise operations and the loss have their own rates; a checkpointed backward repeats the blocks'
-    forward."""
+    forward.
+    """
     rates = {"attention": (1e9, 2e9), "values": (3e6, 4e6), "loss": (5e6, 6e6)}
     here = timed()
     layers = {
@@ -116,7 +118,8 @@ def test_two_directories_on_one_disk_share_its_speed() -> None:
 
 def test_earlier_runs_correct_the_next_plan() -> None:
     """A correction applies to the resource that bounds the phase: a drive-bound forward does not correct a computing
-    one."""
+    one.
+    """
     here = timed()
     kept = {"tiered.forward.compute": 1.5, "tiered.forward.drive": 7.0, "deepspeed.forward.compute": 9.0}
     corrected = replace(here, rates=replace(here.rates, corrections=kept))

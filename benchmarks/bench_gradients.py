@@ -1,12 +1,12 @@
-"""Backward passes of one step against a stand-in for a GPU: does handing over gradients stop what computes?
+"""Benchmark the hand-over of gradients: measure whether it delays the backward on a simulated GPU.
 
     python benchmarks/bench_gradients.py [MODEL] [--home ram gpu] [--backward 3] [--micro-batches 4] [--speed 20e9]
 
-The stand-in computes for `--backward` seconds a micro-batch, divided over the weights as their elements, and half of
-that in the forward; it takes work in ahead of time, as a GPU does. Copies out take as long as their bytes at `--speed`,
-one after the other, none before its gradient is computed. Additions on it go at 500 GB/s and count as computing. The
-additions in host memory are real ones, by the thread that does them in training. Seconds are those in which the
-stand-in is through with a backward; "beyond adds" is without those that it does itself.
+The simulated GPU computes `--backward` seconds for each micro-batch, divided among weights by their elements, and half
+of that in the forward. It accepts work ahead of time, as a GPU does. Copies to the host take their bytes at `--speed`,
+one after the other, and none starts before its gradient is computed. Additions on the device run at 500 GB/s and count
+as computing. Additions in host memory are real, on the thread that does them in training. The reported seconds end
+when the simulated GPU has finished a backward; "beyond adds" excludes its own additions.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from offload_trainer.plan.tiered.spec import GRADIENTS_IN_FLIGHT, gradient_ring
 from offload_trainer.settings import load_config
 from offload_trainer.storage.transfer import Future, ThreadedTransfers
 
-MEMORY = 500e9  # bytes/s that the stand-in adds at
+MEMORY = 500e9  # bytes/s of additions on the simulated GPU
 
 
 class TimedDevice(CpuDevice):
-    """Computes and copies by the clock alone: what a copy should bring is not brought."""
+    """A device that only simulates the time of computing and copying; copies move no data."""
 
     def __init__(self, *, speed: float) -> None:
         super().__init__()
-        self.computed = 0.0  # when what it was told so far will be done
-        self._speed, self._sent = speed, 0.0  # the same of the copies
+        self.computed = 0.0  # when the work queued so far will be done
+        self._speed, self._sent = speed, 0.0  # the same for copies
         self._due: queue.SimpleQueue[tuple[float, Future] | None] = queue.SimpleQueue()
         self._timer = threading.Thread(target=self._tell, name="timer", daemon=True)
         self._timer.start()
@@ -70,7 +70,7 @@ class TimedDevice(CpuDevice):
 def backward_passes(
     units: Sequence[Unit], config: TrainConfig, *, home: int, seconds: float, speed: float
 ) -> list[tuple[float, float]]:
-    """(seconds of a backward, of which additions on the device) for each micro-batch of a step."""
+    """Return (seconds of the backward, seconds of its additions on the device) for each micro-batch of a step."""
     device, transfers = TimedDevice(speed=speed), ThreadedTransfers()
     homes = [home] * len(units)
     gradients = Gradients(
@@ -89,7 +89,7 @@ def backward_passes(
     )
     for unit in units:
         if (sums := gradients.store.host(unit.index)) is not None:
-            sums.zero_()  # pinned memory is there from the start
+            sums.zero_()  # Training allocates pinned memory at the start.
     weights = [place.weight for unit in reversed(units) for place in reversed(unit.places)]
     total = sum(weight.numel for weight in weights)
     where = "meta" if home == DEVICE else "cpu"
@@ -106,7 +106,7 @@ def backward_passes(
                 device.compute((4 + 4 + 2) * weight.numel / MEMORY)
         gradients.end_of_backward(last=False)
         found.append((device.computed - before, adding))
-        # The host is some way ahead of a GPU and no more: it waits for the loss, for one.
+        # The host runs only a limited time ahead of a GPU; for example, it waits for the loss.
         time.sleep(max(0.0, device.computed - time.monotonic()))
     gradients.finish()
     gradients.close()

@@ -1,9 +1,9 @@
-"""What a checkpoint costs the training: steps without one, with one behind them, and with one before them.
+"""Benchmark the cost of a checkpoint during training: steps without one, with one in the background, and after one.
 
     python benchmarks/bench_save.py --rounds 3 --steps 4 -- --model gpt2-medium --nvme DIR --ram-fraction 0.5 ...
 
-The three ways alternate in one process; a round's figure is its whole time, until the checkpoint is safe, less that of
-the same steps without one. The words after -- are those of a run.
+The three ways alternate in one process. A round's cost is its time, until the checkpoint is complete, minus the time
+of the same steps without a checkpoint. The words after -- configure the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main() -> None:
 
 
 def compare(job: Any, *, rounds: int, steps: int) -> dict[str, Any]:
-    """Bytes of a checkpoint, seconds of one alone, and of each round's `steps` by the way it was saved."""
+    """Return a checkpoint's bytes, its seconds alone, and the seconds of each round's `steps` for each
+    way of saving.
+    """
     from offload_trainer.checkpoint import TrainState
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.trainer import timed_steps

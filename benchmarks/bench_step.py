@@ -1,19 +1,22 @@
-"""Paired A/B of engines: each case is a process of its own, and they take steps in turn on the same rows.
+"""Paired A/B benchmark of engines: each case has its own process, and the cases take turns on the same rows.
 
     bench_step.py [--warm 2] [--pairs 5] [--plant N] [--json FILE] [--table FILE] [--note TEXT] [WORDS]
                   --case "NAME: WORDS" ...
     bench_step.py --sweep [the same, with one --case]
 
-WORDS are what `offload-train` takes (--model gpt2-medium --seq-len 128 ...); a case's come after the common ones and
-win. `--engine native` is plain torch's forward and backward without any update: what every engine has to do at least.
+WORDS are `offload-train` arguments (--model gpt2-medium --seq-len 128 ...); a case's words follow the common ones and
+take precedence. `--engine native` runs plain torch's forward and backward without an update: the least that every
+engine must do.
 
     parent:  build A, build B ...  ->  A step, B step, A step, B step ...  ->  medians, ratios, settings
-    child:   offload-train's own way from wish to engine; in place of its loop, a step whenever the parent asks
+    child:   the normal path of offload-train to an engine; instead of its loop, a step whenever the parent asks
 
-Children that wait are stopped (SIGSTOP), so nothing their threads do while idle costs the working one anything.
-Checkpoints, validation and export are off. `--plant N`: in each Nth timed step gradients are a million times too large,
-so `optim.max_grad_norm=1000` clips those steps alone; the table has the mean step too, and the plan's. `--sweep` tunes
-DeepSpeed's NVMe optimizer, key by key.
+Waiting children are stopped (SIGSTOP), so that their idle threads cost the running child nothing. Checkpoints,
+validation and export are off.
+
+`--plant N` multiplies the gradients of each Nth timed step by a million, so that `optim.max_grad_norm=1000` clips only
+those; the table then has the mean step too, measured and planned. `--sweep` tunes DeepSpeed's NVMe optimizer, one key
+after another.
 """
 
 from __future__ import annotations
@@ -41,17 +44,18 @@ from offload_trainer.errors import TrainerError
 from offload_trainer.plan.deepspeed.candidate import TUNING_OF_DRIVES
 from offload_trainer.storage.owned_dirs import scratch
 
-ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]  # one schedule, however many are timed
+# the same schedule, however many steps are timed
+ALWAYS = ["--steps", "1000", "train.eval_every=0", "--save-every", "0"]
 SECONDS = ("step", "forward", "backward", "update")
-PLANTED = 1e6  # times what gradients are
+PLANTED = 1e6  # factor of planted gradients
 
 # -- the child ---------------------------------------------------------------------------------------------------------
 
 
 def child(words: list[str]) -> None:
-    """Build what `words` say, then answer each line on stdin with a step: JSON lines on the stdout of old.
+    """Build the engine for `words`, then answer each line on stdin with a step, as JSON lines on the original stdout.
 
-    A line that says `planted` is a step whose gradients are `PLANTED` times what they are.
+    The line `planted` asks for a step whose gradients are multiplied by `PLANTED`.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped child must not outlive its parent
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -63,7 +67,7 @@ def child(words: list[str]) -> None:
     config = load_config(["plain" if word == "native" else word for word in words])
     prepare_process(config)
     cli._quiet()
-    from offload_trainer.run import train  # torch comes with it, and the threads are set before
+    from offload_trainer.run import train  # This imports torch, so threads must have been configured before.
     from offload_trainer.run.build import build_engine
     from offload_trainer.telemetry.meters import peak_rss_bytes
     from offload_trainer.trainer import timed_steps
@@ -83,7 +87,7 @@ def child(words: list[str]) -> None:
 
 @contextmanager
 def enlarged() -> Iterator[None]:
-    """All gradients are `PLANTED` times what they are; losses are what they are."""
+    """Multiply all gradients by `PLANTED` inside the block, without changing the losses."""
     from offload_trainer.model.loss import CausalLoss
 
     forward = CausalLoss.forward
@@ -101,7 +105,7 @@ def enlarged() -> Iterator[None]:
 
 
 def native_engine(setup: Any, **_: Any) -> Any:
-    """The part of every engine that is plain torch: forward and backward, the gradients thrown away."""
+    """Build an engine that only runs plain torch's forward and backward, and discards the gradients."""
     import torch
 
     from offload_trainer.engine.cpu_matmul import use_fp32_products
@@ -137,18 +141,19 @@ def native_engine(setup: Any, **_: Any) -> Any:
 
 @dataclass
 class Case:
-    """One case, and what its process answered. The first `warm` steps do not count."""
+    """A case and its process's answers. The first `warm` steps are not counted."""
 
     name: str
     words: list[str]
     warm: int
     facts: dict[str, Any] = field(default_factory=dict)
-    told: dict[str, Any] = field(default_factory=dict)  # plan, machine, environment, deepspeed: its run directory's
+    # plan, machine, environment and deepspeed files of its run directory
+    told: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Its process, built and standing still; ended, and its files removed, on the way out."""
+        """Start the case's process, built and stopped; end it and remove its files afterwards."""
         with scratch("bench-") as folder:
             self._log = folder / "log"
             command = [sys.executable, __file__, "--child", *ALWAYS, *self.words, "--output", f"{folder}/run"]
@@ -162,7 +167,7 @@ class Case:
                 yield
             finally:
                 self._process.send_signal(signal.SIGCONT)
-                self._process.communicate()  # no more lines: it closes its engine and ends
+                self._process.communicate()  # closing stdin makes it close its engine and exit
 
     def step(self, *, planted: bool) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -171,10 +176,10 @@ class Case:
         print(f"{self.name}:", *(f"{key} {self.steps[-1][key]:.4g}" for key in (*SECONDS, "loss")), file=sys.stderr)
 
     def _answer(self) -> dict[str, Any]:
-        """The next answer; then the process stands still. Raises TrainerError with its last words."""
+        """Return the next answer and stop the process. Raises TrainerError with the end of its log if it has died."""
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()  # its last words come after its answers' end
+            self._process.wait()  # its log may be written after its stdout is closed
             raise TrainerError(f"{self.name}: ... {' '.join(self._log.read_text(errors='replace').split())[-400:]}")
         self._process.send_signal(signal.SIGSTOP)
         return json.loads(line)
@@ -197,9 +202,10 @@ def measure(cases: list[Case], *, steps: int, plant: int = 0) -> None:
 
 
 def sweep(base: Case, *, steps: int) -> list[Case]:
-    """`base` and the variations of it that ran, the fastest update first: it is what these keys steer.
+    """Return `base` and its variations that ran, sorted by update time, which these keys affect.
 
-    It repeats within a percent where the drive's speed is held; the noise of forward and backward would choose instead.
+    The update time repeats within a percent at a fixed drive speed; noise in forward and backward would hide
+    differences.
     """
     measure([base], steps=steps)
     ran = [base]
@@ -217,7 +223,7 @@ def sweep(base: Case, *, steps: int) -> list[Case]:
 
 
 def means(cases: list[Case], *, plant: int) -> Iterator[str]:
-    """Each case's mean step beside the plan's, which says what one that is clipped takes more."""
+    """Yield a table of mean steps, measured and planned, including the plan's extra time for clipped steps."""
     yield " | ".join(["case", "mean step", "planned", "of it for clipped ones", "measured / planned"])
     yield " | ".join(["---"] * 5)
     for case in cases:
@@ -233,7 +239,9 @@ def spread(numbers: list[float]) -> str:
 
 
 def table(cases: list[Case]) -> Iterator[str]:
-    """Medians and spread; drive traffic in bytes a parameter; peaks over all steps, the warm ones too."""
+    """Yield a table of medians and spreads, drive bytes a parameter, and memory peaks over all steps, including
+    warm-up.
+    """
     yield " | ".join(
         ["case", *SECONDS, "read B/param", "written B/param", "peak RSS GB", "planned", "with build", "built in s"]
     )
@@ -249,7 +257,7 @@ def table(cases: list[Case]) -> Iterator[str]:
 
 
 def ratios(cases: list[Case]) -> Iterator[str]:
-    """How many times as long the first takes as the second, for each two cases."""
+    """Yield a table of time ratios for each pair of cases."""
     yield " | ".join(["ratio of medians", *SECONDS, "step, pair by pair"])
     yield " | ".join(["---"] * 6)
     for one, other in combinations(cases, 2):
@@ -260,7 +268,7 @@ def ratios(cases: list[Case]) -> Iterator[str]:
 
 
 def settings(case: Case) -> Iterator[str]:
-    """The words, what the plan made of them, what DeepSpeed was told, and what the model did."""
+    """Yield a case's words, the plan's choices, DeepSpeed's configuration, losses and norms."""
     yield from (f"### {case.name}", "", f"`{shlex.join(case.words)}`", "")
     words = {"plan": case.told["plan"]["chosen"], "deepspeed": case.told.get("deepspeed")}
     yield from ("```json", *(json.dumps({name: content}) for name, content in words.items() if content), "```", "")
@@ -268,7 +276,7 @@ def settings(case: Case) -> Iterator[str]:
 
 
 def machine(case: Case) -> str:
-    """What the numbers depend on and no setting says."""
+    """Return the facts about machine and versions that the numbers depend on."""
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, text=True)
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     cpu = {key.strip(): value.strip() for key, _, value in lines}

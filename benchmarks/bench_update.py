@@ -1,15 +1,15 @@
-"""How fast the CPU's AdamW is, next to how fast the memory is.
+"""Benchmark the CPU's AdamW kernels against memory bandwidth.
 
     bench_update.py [--parameters 100e6] [--rounds 7] [--threads N] [--json]
     bench_update.py --page 4194304 [--states fp32,bf16,8bit] [...]
 
-One update goes from a bf16 gradient to a bf16 weight: convert, scale, AdamW on fp32 master and moments, round. It moves
-28 bytes a parameter at least. Each kernel does it in turn, DeepSpeed does it as its ZeRO optimizers do, operation by
-operation, and the bound is an in-place scaling of the master weights (8 bytes a parameter). Everything takes turns, so
-that a busy machine hurts all alike; figures are medians with their least and greatest.
+One update turns bf16 gradients into bf16 weights: convert, scale, AdamW on fp32 masters and moments, round. It moves at
+least 28 bytes a parameter. The candidates are our kernels and DeepSpeed's sequence of operations as in its ZeRO
+optimizers. The bound is an in-place scaling of the master weights (8 bytes a parameter). Candidates take turns, so that
+other load affects all equally; figures are medians with minimum and maximum.
 
-With --page the native kernel alone, with moments in each form: all parameters in one call, then in pages of so many,
-as training has them; and the cost of a call on a page no part of which has a gradient.
+With --page, only the native kernel is timed, with each moment format: all parameters in one call, then in pages of this
+size, as in training. A call on a page without any gradient is timed too.
 """
 
 import argparse
@@ -39,12 +39,12 @@ STATES = ("fp32", "bf16", "8bit")
 
 
 class Work(NamedTuple):
-    bytes: float  # of memory traffic a parameter
+    bytes: float  # bytes of memory traffic a parameter
     step: Callable[[int], None]
 
 
 def candidates(n: int) -> dict[str, Work]:
-    """What is compared, by name; what this machine cannot have is left out, with a word."""
+    """Return the candidates by name; those unavailable on this machine are left out with a message."""
     buffers = make_buffers(n)[0]
     found = {"in-place scale": Work(SCALE_BYTES, lambda step: buffers.fields["master"].mul_(0.999999))}
     for name in ("native", "torch"):
@@ -61,7 +61,7 @@ def candidates(n: int) -> dict[str, Work]:
 
 
 def in_pages(kernel: Kernel, n: int, *, page: int, forms: Sequence[str]) -> dict[str, Work]:
-    """One call and many, for each form of moments."""
+    """Return one call and many page calls for each moment format."""
     found = {}
     for states in forms:
         form = state_format("adamw", states)
@@ -72,11 +72,11 @@ def in_pages(kernel: Kernel, n: int, *, page: int, forms: Sequence[str]) -> dict
 
 
 def measure(work: dict[str, Work], *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each candidate in each round, after one round that does not count."""
+    """Return each candidate's seconds in each round, after an uncounted first round."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     names, order = list(work), random.Random(0)
     for number in range(rounds + 1):
-        order.shuffle(names)  # OpenMP's threads spin on for a while, to the harm of whoever comes next
+        order.shuffle(names)  # OpenMP's threads keep spinning for a while, which slows down the next candidate.
         for name in names:
             start = time.perf_counter()
             work[name].step(number + 1)
@@ -86,7 +86,7 @@ def measure(work: dict[str, Work], *, rounds: int) -> dict[str, list[float]]:
 
 
 def empty_call(kernel: Kernel, *, states: str, calls: int = 2000) -> float:
-    """Seconds of a call that has nothing to update, the median."""
+    """Return the median seconds of a call that has nothing to update."""
     form = state_format("adamw", states)
     page = make_buffers(1 << 16, format=form)[0]
     noise = RoundingNoise(Noise(0, 1), 0, 0) if form.moments.stochastic else None
@@ -99,7 +99,7 @@ def empty_call(kernel: Kernel, *, states: str, calls: int = 2000) -> float:
 
 
 def summary(work: dict[str, Work], seconds: dict[str, list[float]], n: int) -> dict[str, dict[str, float]]:
-    """GB/s (10^9) and parameters a second, by the median; the ratios are of medians."""
+    """Return GB/s (10^9) and parameters per second by the median, and ratios of medians."""
     rates = {name: [work[name].bytes * n / second / 1e9 for second in seconds[name]] for name in work}
     medians = {name: statistics.median(rate) for name, rate in rates.items()}
     speeds = {name: medians[name] * 1e9 / work[name].bytes for name in work}

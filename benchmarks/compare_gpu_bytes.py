@@ -1,11 +1,11 @@
-"""GPU bytes that are planned, beside those that torch itself tracks. No GPU and no memory is needed.
+"""Compare planned GPU bytes with those that torch tracks. This needs neither a GPU nor the memory.
 
     compare_gpu_bytes.py [--only TEXT ...] [--quick] [--table FILE] [--json FILE]
 
-The module that is trained, at its full depth and with its loss, checkpointing and hand-over of gradients, runs forward
-and backward on tensors without memory (FakeTensorMode), and torch.distributed._tools.mem_tracker.MemTracker notes the
-peak. The plan's figure is what it counts on the GPU beside what no tensor shows: the driver's context, gradients that
-are still being copied, and the allocator's margin.
+The module that a run trains, at full depth with loss, checkpointing and hand-over of gradients, runs forward and
+backward on tensors without memory (FakeTensorMode). torch.distributed._tools.mem_tracker.MemTracker records the peak.
+The planned figure leaves out what no tensor shows: the driver's context, gradients that are still being copied, and
+the allocator's margin.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from offload_trainer.plan.machine import DriveFacts, MachineProfile
 from offload_trainer.plan.planner import make_plan
 from offload_trainer.storage.owned_dirs import scratch
 
-UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # by no tensor
+UNSEEN = ("CUDA context", "reserve", "allocator", "gradients in flight", "NCCL", "broadcasts")  # not visible as tensors
 
 _LLAMA = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-SHAPES: dict[str, dict[str, Any]] = {  # keys of their config.json that make a difference to bytes
+SHAPES: dict[str, dict[str, Any]] = {  # the keys of their config.json that affect bytes
     "Llama-3-8B": {
         **_LLAMA,
         **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
@@ -82,7 +82,7 @@ class Case:
 
 def cases(*, quick: bool) -> list[Case]:
     sizes = [(4, 1024)] if quick else [(rows, length) for length in (1024, 8192) for rows in (1, 4, 16)]
-    kinds = [(True, False), (True, True), (False, False)]  # what is not recomputed cannot be kept elsewhere
+    kinds = [(True, False), (True, True), (False, False)]  # inputs can be offloaded only with checkpointing
     return [Case(model, *size, *kind) for model in (*PRESETS, *SHAPES) for size in sizes for kind in kinds]
 
 
@@ -109,21 +109,21 @@ def wish(case: Case, folder: Path) -> TrainConfig:
 
 
 def planned(config: TrainConfig, source: ModelSource) -> int:
-    """Of one rank, where several share rows."""
+    """Return the planned GPU bytes of one rank, without `UNSEEN` items."""
     machine = MachineProfile(
         gpu="any", gpu_bytes=10**13, ram_bytes=10**13, cores=8, drives=(), output=DriveFacts("/out", 10**13, "ext4")
     )
     ranks = config.parallel.sequence
     plan = make_plan(config, source.shape, machine, world=ranks)
-    # Inputs of blocks that leave are gone at once here; those still on their way are the plan's.
+    # Offloaded block inputs are freed immediately here; the plan also counts those in transit.
     unseen = (*UNSEEN, "block inputs") if config.model.offload_activations else UNSEEN
     return sum(item.bytes for item in plan.items if item.tier == "gpu" and item.name not in unseen) // ranks
 
 
 def tracked(config: TrainConfig, source: ModelSource) -> int:
-    """The peak of one micro-batch, weights and all; of a piece of it where ranks share rows."""
+    """Return the peak bytes of a micro-batch with the weights, or of a rank's part of it if ranks share rows."""
     with ExitStack() as stack:
-        # Asked of values that are not there: rows of consecutive positions are not packed.
+        # transformers would inspect values that do not exist; rows of consecutive positions are not packed.
         asked = masking_utils.find_packed_sequence_indices
         stack.callback(setattr, masking_utils, "find_packed_sequence_indices", asked)
         masking_utils.find_packed_sequence_indices = lambda *_: None
@@ -150,7 +150,7 @@ def tracked(config: TrainConfig, source: ModelSource) -> int:
 
 
 class _Peak(MemTracker):
-    """Without its accounts of each module, which take most of the time."""
+    """A MemTracker without per-module statistics, which take most of its time."""
 
     def _note(self, *_: Any) -> None:
         pass
@@ -159,7 +159,7 @@ class _Peak(MemTracker):
 
 
 def _hand_over(tied: dict[int, list[torch.Tensor]], parameter: torch.nn.Parameter) -> None:
-    """Gone at once; a tied weight's waits for that of its other use, and is added to it."""
+    """Drop a complete gradient; a tied weight's first one is kept until that of its other use is added."""
     gradient, parameter.grad = parameter.grad, None
     waiting = tied.get(parameter.untyped_storage()._cdata)
     if waiting is None or gradient is None:
@@ -171,9 +171,9 @@ def _hand_over(tied: dict[int, list[torch.Tensor]], parameter: torch.nn.Paramete
 
 
 def _take_apart(module: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
-    """A tied weight is a parameter for each of its uses, on the same memory, as the engine makes it.
+    """Give each use of a tied weight its own parameter on the same memory, as the engine does.
 
-    A list for what waits, by the memory of each that is tied.
+    Return an empty list for waiting gradients, keyed by the storage of each tied weight.
     """
     seen: set[int] = set()
     tied: dict[int, list[torch.Tensor]] = {}
@@ -189,7 +189,7 @@ def _take_apart(module: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
 
 
 def _keep_inputs_elsewhere(module: Any) -> None:
-    """What checkpointing keeps leaves the device, here for one that is not counted."""
+    """Simulate offloading of checkpointed inputs by moving them to the meta device, which is not counted."""
 
     def kept_elsewhere(function: Any, *args: Any, **kwargs: Any) -> Any:
         def back(there: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""GGUF files in llama.cpp itself: its log-probabilities beside transformers' for the model that they were made of.
+"""Compare exported GGUF files in llama.cpp with transformers: log-probabilities of the next token.
 
     pip install xllamacpp
     python benchmarks/compare_llamacpp.py
 
-Each architecture with random weights, two layers, in three types; the probabilities of the token after two prompts.
+Each architecture is tested with two layers of random weights, three file types and two prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload_trainer.export.gguf import DTYPES, write_gguf
 from offload_trainer.storage.owned_dirs import scratch
 
 VOCABULARY = 2050
-# Ones after which no model here is likeliest to end the text: llama.cpp tells no probabilities then.
+# None of these models predicts the end of text after these prompts; llama.cpp would then return no probabilities.
 PROMPTS = [
     [5, 300, 17, 1200, 44, 900, 3, 3, 2000, 8, 77, 123, 456, 789, 1011, 1213, 1415, 1617],
     [700, 1, 2, 3, 4, 5, 6, 7, 8],
@@ -78,11 +78,11 @@ def main() -> None:
                 spread = torch.stack(right).std().item()
                 print(f"| {name} | {dtype} | {apart:.2g} | {spread:.2g} | {'yes' if same else 'NO'} |", flush=True)
     sys.stdout.flush()
-    os._exit(0)  # the servers' threads do not end by themselves
+    os._exit(0)  # the servers' threads never end
 
 
 def save(config: Any, directory: Path) -> Any:
-    """A model with random weights, norms and biases too, and a directory as exports have it."""
+    """Create a model with random weights, including norms and biases, and its export directory without weights."""
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -96,7 +96,7 @@ def save(config: Any, directory: Path) -> Any:
 
 
 def log_probabilities(file: Path) -> Any:
-    """A function from a prompt's ids to llama.cpp's log-probabilities of the next token, fp32 [vocabulary]."""
+    """Return a function from a prompt's ids to llama.cpp's log-probabilities of the next token, fp32 [vocabulary]."""
     wishes = xllamacpp.CommonParams()
     wishes.model.path = str(file)
     wishes.n_ctx, wishes.n_parallel, wishes.n_gpu_layers, wishes.cpuparams.n_threads = 256, 1, 0, 1

@@ -1,12 +1,13 @@
-"""The same model, rows, precision and tokens in other people's trainers: seconds, bytes, memory, losses, resuming.
+"""Compare this package with other trainers on the same model, rows and precision: seconds, bytes, memory, losses,
+resuming.
 
     compare_peers.py [--model gpt2-medium] [--drive DIR] [--steps 6] [--seq-len 128] [--micro-batch 1] [--accumulate 1]
                      [--limit 1200] [--only NAME ...] [--page FILE.md] [--picture FILE.svg] [--json FILE]
 
-Each row is a loop of its own, as that project's documentation has it, in a process of its own: it takes all steps, and
-then, in two more processes, half of them with a save and the rest after loading it. Weights are the same file, rows
-the same array; bf16, AdamW with one rate and no schedule, clipping at 1. What a peer cannot do here says so in its row,
-in its own words. A drive of known speed: run this inside a box (kernel cgroups), as below.
+Each peer is a training loop as in that project's documentation, in a separate process. It takes all steps. Then two
+more processes take half of the steps with a save, and the rest after loading it. The weights come from the same file
+and the rows from the same array. All use bf16, AdamW with a constant rate, and clipping at 1. If a peer cannot run
+here, its row has its own error message. For a drive of known speed, run this inside a box (kernel cgroups):
 
     box --read 400M --write 400M --ram 12G --dir DIR -- python benchmarks/compare_peers.py --drive DIR ...
 """
@@ -37,28 +38,28 @@ PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "torchao", "offl
 
 @dataclass(frozen=True)
 class Job:
-    """What each peer is given."""
+    """The input of each peer."""
 
-    model: Path  # as transformers saves it
+    model: Path  # a directory written by transformers
     rows: Any  # int64 [steps, accumulate, micro_batch, seq_len]
     drive: Path
     saves: Path
-    begin: int  # of the steps, the first to take
+    begin: int  # first step to take
     end: int
-    save: bool  # at the end
+    save: bool  # after the last step
 
     @property
     def accumulate(self) -> int:
         return int(self.rows.shape[1])
 
 
-Steps = Iterator[float]  # the mean loss of each step, as it is taken
+Steps = Iterator[float]  # yields the mean loss of each step
 
 # -- peers -------------------------------------------------------------------------------------------------------------
 
 
 def ours(job: Job, **keys: Any) -> Steps:
-    """docs/library.md."""
+    """Train with this package as docs/library.md shows."""
     import offload_trainer as ot
 
     shape = {
@@ -89,7 +90,7 @@ def _quiet(line: str) -> None:
 
 
 def zero(job: Job, *, optimizer: dict[str, Any], settings: dict[str, Any] | None = None) -> Steps:
-    """deepspeed.ai/tutorials/zero-offload and docs/config-json: ZeRO-3, weights on the CPU, the optimizer as given."""
+    """Train with ZeRO-3 as in deepspeed.ai/tutorials/zero-offload and docs/config-json, weights on the CPU."""
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
@@ -124,7 +125,7 @@ def zero(job: Job, *, optimizer: dict[str, Any], settings: dict[str, Any] | None
 
 
 def trainer(job: Job) -> Steps:
-    """transformers' Trainer with the JSON for NVMe of huggingface.co/docs/transformers/deepspeed."""
+    """Train with transformers' Trainer and the NVMe JSON of huggingface.co/docs/transformers/deepspeed."""
     import torch
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -133,13 +134,13 @@ def trainer(job: Job) -> Steps:
     length = job.rows.shape[3]
     losses: list[float] = []
 
-    class InOrder(Trainer):  # rows as they come; its own order is drawn
+    class InOrder(Trainer):  # keeps the order of rows, which Trainer would shuffle
         def _get_train_sampler(self, *_: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
         def compute_loss(self, *words: Any, **keys: Any) -> Any:
             found = super().compute_loss(*words, **keys)
-            # It divides by all tokens of the step, those at the begin of a row too, which no token predicts.
+            # The Trainer divides by all tokens of the step, including each row's first, which is not predicted.
             losses.append(
                 float(found[0] if isinstance(found, tuple) else found) * job.accumulate * length / (length - 1)
             )
@@ -175,7 +176,7 @@ def trainer(job: Job) -> Steps:
 
 
 def _documented(drive: Path) -> dict[str, Any]:
-    """The page's own example for NVMe; its `auto` values are the Trainer's."""
+    """Return the documented example for NVMe; the Trainer fills in its `auto` values."""
     home = {"device": "nvme", "nvme_path": str(drive), "pin_memory": True}
     return {
         "bf16": {"enabled": "auto"},
@@ -209,7 +210,9 @@ def _documented(drive: Path) -> dict[str, Any]:
 
 
 def fsdp2(job: Job) -> Steps:
-    """docs.pytorch.org: fully_shard with CPUOffloadPolicy, a MixedPrecisionPolicy, and distributed checkpoints."""
+    """Train with fully_shard, CPUOffloadPolicy, MixedPrecisionPolicy and distributed checkpoints, as in
+    docs.pytorch.org.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -226,7 +229,7 @@ def fsdp2(job: Job) -> Steps:
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        # Without a GPU all is in host memory already.
+        # Without a GPU everything is in host memory already.
         "offload_policy": CPUOffloadPolicy() if device == "cuda" else OffloadPolicy(),
     }
     for block in model.get_submodule(_blocks(model)):
@@ -255,7 +258,7 @@ def fsdp2(job: Job) -> Steps:
 
 
 def torchao(job: Job) -> Steps:
-    """torchao's README: CPUOffloadOptimizer over fused AdamW, weights on the GPU."""
+    """Train with CPUOffloadOptimizer over fused AdamW as in torchao's README, weights on the GPU."""
     import torch
     from torchao.optim import CPUOffloadOptimizer
     from transformers import AutoModelForCausalLM
@@ -284,7 +287,7 @@ def torchao(job: Job) -> Steps:
 
 
 def _blocks(model: Any) -> str:
-    """Where the repeated blocks are."""
+    """Return the name of the model's list of blocks."""
     import torch
 
     lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
@@ -292,7 +295,7 @@ def _blocks(model: Any) -> str:
 
 
 def _alone() -> None:
-    """One rank, without a launcher."""
+    """Set the environment of a single rank without a launcher."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -305,7 +308,7 @@ def _swapped(job: Job, **keys: Any) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": str(job.drive), **keys}
 
 
-# The best of the sweep in docs/benchmarks/step.md.
+# The best result of the sweep in docs/benchmarks/step.md.
 _TUNED: dict[str, Any] = {
     "zero_optimization": {"sub_group_size": 50_000_000},
     "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
@@ -338,13 +341,13 @@ PEERS: dict[str, tuple[str, Callable[[Job], Steps]]] = {
     "torchao": ("CPUOffloadOptimizer over fused AdamW", torchao),
 }
 
-# -- a process of each -------------------------------------------------------------------------------------------------
+# -- a process of each peer --------------------------------------------------------------------------------------------
 
-_CLOCK: list[float] = []  # seconds of steps, where a peer takes them all before it tells of any
+_CLOCK: list[float] = []  # seconds of steps, for a peer that takes all steps before it yields a loss
 
 
 def child(name: str, words: dict[str, Any]) -> None:
-    """Take the steps; a line of JSON on the stdout of old."""
+    """Take the steps, and print one line of JSON to the original stdout."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout
     import torch
@@ -364,18 +367,18 @@ def child(name: str, words: dict[str, Any]) -> None:
     told = {"losses": losses, "seconds": _CLOCK[-len(losses) :] or seconds, "moved": [] if _CLOCK else moved}
     print(json.dumps(told | {"peak": peak_rss_bytes()}), file=answers, flush=True)
     answers.close()
-    os._exit(0)  # some leave threads behind
+    os._exit(0)  # some peers leave threads running
 
 
 def _moved() -> tuple[int, int]:
-    """Bytes that this process has had read from drives, and written to them."""
+    """Return the bytes that this process has read from and written to drives."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
 @dataclass
 class Row:
-    """Of the table."""
+    """A row of the table."""
 
     name: str
     about: str
@@ -388,7 +391,9 @@ class Row:
 
 
 def measure(name: str, folder: Path, *, drive: Path, steps: int, limit: int) -> Row:
-    """Three processes, of at most `limit` s each: all of the steps; half of them and a save; the rest after that."""
+    """Run three processes of at most `limit` s each: all steps, half of them with a save, and the rest after loading
+    it.
+    """
     row = Row(name, PEERS[name][0])
     words = {"model": str(folder / "model"), "rows": str(folder / "rows.pt"), "drive": str(drive)}
 
@@ -422,7 +427,7 @@ def measure(name: str, folder: Path, *, drive: Path, steps: int, limit: int) -> 
 
 
 def _last_words(log: str, code: int) -> str:
-    """The last line of a traceback, or of whatever was said."""
+    """Return the last line that looks like an error, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line or line.startswith("AssertionError")]
     return (errors or lines or [f"exit code {code}"])[-1][:300]
@@ -432,7 +437,7 @@ def _last_words(log: str, code: int) -> str:
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> int:
-    """The model as transformers saves it, with random weights, and rows of the text that ships; returns parameters."""
+    """Write a model with random weights, and rows of the text that the package includes; return the parameter count."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
@@ -451,7 +456,9 @@ def prepare(folder: Path, options: argparse.Namespace) -> int:
 
 
 def table(rows: Sequence[Row], *, parameters: int) -> Iterator[str]:
-    """Medians over all steps but the first; bytes a parameter and step; the peak is of resident memory."""
+    """Yield a table of medians over all steps except the first, bytes per parameter and step, and peak
+    resident memory.
+    """
     yield "| | seconds a step | read B/param | written B/param | peak RSS | last loss | resumes |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for row in rows:
@@ -474,7 +481,7 @@ def _cell(text: str) -> str:
 
 
 def picture(rows: Sequence[Row]) -> str:
-    """Seconds a step as bars, an SVG."""
+    """Return an SVG bar chart of the seconds a step."""
     ran = [row for row in rows if not row.failed]
     longest = max(median(row.seconds[1:]) for row in ran)
     lines = [
@@ -491,7 +498,7 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def page(rows: Sequence[Row], *, parameters: int, options: argparse.Namespace, picture_name: str | None) -> str:
-    """All of it as Markdown."""
+    """Return the whole page as Markdown."""
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, text=True)
     tokens = options.accumulate * options.micro_batch * options.seq_len
     lines = [
@@ -519,7 +526,7 @@ def page(rows: Sequence[Row], *, parameters: int, options: argparse.Namespace, p
 
 
 def losses_table(rows: Sequence[Row]) -> list[str]:
-    """The loss of each step, side by side."""
+    """Return a table of every step's loss."""
     steps = max((len(row.losses) for row in rows), default=0)
     return [
         "The rate has no warm-up, so what differs in the last digit at step 2 is magnified from step to step.",

@@ -1,12 +1,14 @@
-"""The plan beside the run: peak host bytes, drive bytes, seconds of the update, over sizes, engines, homes, ways.
+"""Compare plans with runs: peak host bytes, drive bytes and update seconds, over sizes, engines, placements and
+schedules.
 
     compare_predictions.py --nvme DIR [--ways] [--only TEXT ...] [--steps 6] [--table FILE] [--json FILE]
 
-`--ways`: eight short runs instead, with the update in line, behind the forward, behind the backward, with remainders.
+`--ways` instead makes eight short runs whose update has no overlap, overlaps the forward or backward, or uses
+remainders.
 
-The machine is timed first (`offload-train bench`, into a cache of its own), then each case is planned and run for a few
-steps in a process of its own. Run it in a box with a drive of known speed: what other machines do to a shared drive
-between bench and run is not the plan's fault.
+The machine is timed first (`offload-train bench`, into a separate cache). Then each case is planned, and runs for a few
+steps in a separate process. Run this in a box with a drive of known speed, since the plan cannot foresee what other
+machines do to a shared drive.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ _IN_LINE, _FORWARD = (
     ["tiered.master_format=fp32", "tiered.overlap=off"],
     ["tiered.master_format=fp32", "tiered.overlap=forward"],
 )
-_FULL = ["tiered.overlap=backward", "optim.max_grad_norm=1000"]  # nothing is clipped
+_FULL = ["tiered.overlap=backward", "optim.max_grad_norm=1000"]  # high enough that nothing is clipped
 _LONG = ["--model", "gpt2", "--seq-len", "1024", "--micro-batch", "1", "--dtype", "bf16"]
 WAYS = {
     "124M x 128, state on the drive, in line": [*_124M, "--ram-fraction", "0", *_IN_LINE],
@@ -102,7 +104,7 @@ def planned(words: list[str], drive: str) -> dict[str, Any]:
 
 
 def compare(words: list[str], drive: str, *, steps: int) -> list[tuple[float | None, float | None]]:
-    """(planned, measured) in the order of the columns."""
+    """Return (planned, measured) pairs in the order of the columns."""
     plan = planned(words, drive)
     with _bytes_below(Path(drive)) as taken:
         trial = run_trial(words, "", steps=steps, say=say)
@@ -130,7 +132,7 @@ def compare(words: list[str], drive: str, *, steps: int) -> list[tuple[float | N
 
 @contextmanager
 def _bytes_below(drive: Path) -> Iterator[list[int]]:
-    """What private directories of runs there take while inside, looked at again and again."""
+    """Sample the bytes of the runs' private directories on the drive, every 0.1 s inside the block."""
     found, ended = [0], threading.Event()
 
     def look() -> None:

@@ -1,10 +1,9 @@
-"""Adam's moments in each precision that they can be stored in: the largest update, with the loss beside it, as tables.
+"""Compare Adam's moments in each stored precision: tables of the largest update and of the loss.
 
     compare_states.py OUT [STEPS]
 
-The validation loss hides an update of thousands of times the rate in a few rows of an embedding, so both stand in one
-table, with bitsandbytes' 8-bit AdamW on the CPU for comparison (on fp32 masters, in plain torch). OUT is the page to
-write.
+The validation loss does not show an update of thousands of times the rate in a few rows of an embedding, so the tables
+have both. bitsandbytes' 8-bit AdamW on the CPU is included (on fp32 masters, in plain torch). OUT is the page to write.
 """
 
 from __future__ import annotations
@@ -32,13 +31,15 @@ from offload_trainer.storage.owned_dirs import scratch
 from offload_trainer.telemetry.meters import PhaseClock
 
 FORMS = ("fp32", "bf16", "8bit", "bitsandbytes")
-LR = 1e-3  # of the constructed gradients; the largest update is in units of it
+LR = 1e-3  # rate for the constructed gradients; the largest update is in units of it
 
-# -- gradients made for it -------------------------------------------------------------------------------------------
+# -- constructed gradients ---------------------------------------------------------------------------------------------
 
 
 def constructed() -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, gradients [steps, elements]): blocks of 256, of which one element or all are far smaller than others."""
+    """Yield (name, gradients [steps, elements]) in which one element of each 256, or all, are far smaller
+    than others.
+    """
     random = torch.Generator().manual_seed(0)
     steps, blocks = 200, 40
     normal = torch.randn(steps, 256 * blocks, generator=random)
@@ -67,7 +68,7 @@ def constructed() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[float, float]) -> float:
-    """Largest change of an element in one step, in units of the rate, without weight decay."""
+    """Return the largest change of an element in one step, in units of the rate, without weight decay."""
     n = gradients.shape[1]
     weight = torch.nn.Parameter(torch.zeros(n))
     first, second = torch.zeros(n), torch.zeros(n)
@@ -90,7 +91,7 @@ def largest_of_gradients(form: str, gradients: torch.Tensor, *, betas: tuple[flo
 
 
 def _store(form: str, first: torch.Tensor, second: torch.Tensor, step: int) -> None:
-    """Leave in the moments what is left of them once they have been stored."""
+    """Replace the moments with what remains of them after being stored in `form`."""
     for values, signed in ((first, True), (second, False)):
         noise = Noise(0, step).bits(str(signed), 0, 0)
         if form == "bf16":
@@ -107,7 +108,7 @@ def _store(form: str, first: torch.Tensor, second: torch.Tensor, step: int) -> N
 
 
 def models(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """(name, words): models on the text that ships with the package, whose ids are seen often to once in a while."""
+    """Yield (name, words) of models on the text that the package includes, whose ids range from frequent to rare."""
     for hidden in (64, 256):
         directory = folder / f"qwen3-{hidden}"
         directory.mkdir()
@@ -122,7 +123,7 @@ def models(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def run(form: str, words: list[str], *, steps: int) -> dict[str, Any]:
-    """Largest update in units of its step's rate, largest weight of the embedding, validation losses."""
+    """Return the largest update in units of its step's rate, the largest embedding weight, and validation losses."""
     engine = ["--engine", "plain"] if form == "bitsandbytes" else ["--engine", "tiered", f"optim.moment_dtype={form}"]
     found: dict[str, Any] = {}
     with scratch("states-") as folder:

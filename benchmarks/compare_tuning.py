@@ -1,9 +1,9 @@
-"""What `tune` picks, beside a full sweep of the same keys and DeepSpeed's own defaults. Run it in a box.
+"""Compare the choice of `tune` with a full sweep of the same keys and with DeepSpeed's defaults. Run it in a box.
 
     compare_tuning.py --nvme DIR [--steps 5] [--table FILE] [WORDS]
 
-All of it with the optimizer state on the drive. The tuner is held against a sweep of its keys in every combination.
-DeepSpeed's defaults are those of its documentation (0.19), except that a buffer holds a whole sub-group.
+All optimizer state is on the drive. The sweep tries every combination of the tuner's keys. DeepSpeed's defaults are
+those of its documentation (0.19), except that a buffer holds a whole sub-group.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""CPU seconds that each command takes until its first byte on a terminal, and what it says.
+"""Measure the CPU seconds until each command's first output on a terminal, and show that output.
 
     python benchmarks/first_lines.py [--rounds 3] [COMMAND...]
 
-Each runs in an empty directory on a terminal of its own and is killed once it has said something. CPU seconds are the
-process's own (user and system, of all its threads), which other work on the machine changes little; the least of the
-rounds is told.
+Each command runs in an empty directory on a separate terminal and is killed after its first output. CPU seconds are the
+process's own (user and system, all threads), which other load changes little; the minimum of the rounds is reported.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ WORDS = {
 
 
 def first_line(words: list[str], folder: Path) -> tuple[float, str]:
-    """CPU seconds until the first byte, and what came with it."""
+    """Return the CPU seconds until the first byte, and the first line."""
     ours, theirs = pty.openpty()
     argv = [sys.executable, "-m", "offload_trainer", *words]
     process = subprocess.Popen(argv, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)

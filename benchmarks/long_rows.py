@@ -1,19 +1,21 @@
-"""Rows and blocks in bounded memory: MLPs in pieces; blocks' inputs elsewhere, or over ranks; blocks by the module.
+"""Benchmark rows and blocks in bounded memory: tiled MLPs, offloaded or shared block inputs, and blocks fetched by
+module.
 
     python benchmarks/long_rows.py tiles  --drive DIR [--tokens 32768] [--dtype fp32] [--box "box --ram 1536M --"]
     python benchmarks/long_rows.py parts  --drive DIR [--dtype fp32] [--box "box --ram 1536M --"]
     python benchmarks/long_rows.py inputs --drive DIR [--dtype fp32]
 
-`tiles`: one row of a small Llama with wide MLPs, whole outside of the box, then inside it: whole, which the plan
-refuses; whole all the same (--force), which the kernel kills; and in pieces, as the plan chooses. `parts`: the same of
-a Llama whose blocks are too large, all of it on the drive, with blocks whole and by the module. `inputs`: what is
-kept of 48 narrow blocks of a row of 8,192 tokens, where it is, in host memory, on the drive; by two ranks, each with
-half of every row (parallel.sequence), or with half of each product (parallel.tensor) and all that is kept, or half of
-it (parallel.partition_activations).
+`tiles` trains one row of a small Llama with wide MLPs: untiled outside the box, then inside it. There the plan refuses
+the untiled run, the kernel kills it if forced (--force), and the plan's choice of tiles runs. `parts` does the same
+for a Llama with blocks that are too large, everything on the drive, fetched whole and by module.
 
-Prints for each run its exit code, the peak of resident memory beside what the plan says, of all ranks, and the losses.
-Of several ranks that is the sum of what the kernel says of each one's largest (VmHWM), less pages of files, libraries
-above all, that more than one of them has: those are there once, as the plan counts them.
+`inputs` trains 48 narrow blocks on a row of 8,192 tokens, with block inputs in place, in host memory, or on the drive.
+Two ranks then have half of every row each (parallel.sequence), or half of each product (parallel.tensor) with whole or
+partitioned inputs (parallel.partition_activations).
+
+For each run, the exit code, the peak of resident memory, the planned memory of all ranks, and the losses are printed.
+With several ranks, the peak is the sum of each rank's maximum (VmHWM). File pages that several ranks map, mostly
+libraries, count once, as in the plan.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ _STOCK = ["--engine", "deepspeed", "--gpus", "2", "--optimizer", "cpu"]
 WIDE = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
 DEEP = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 48, "num_attention_heads": 2}
 LARGE = {"hidden_size": 1024, "intermediate_size": 24576, "num_hidden_layers": 2, "num_attention_heads": 8}
-TOKENS = 8192  # of a row
-THREADS = 1  # of a rank; more only wait for each other where cores are shared
+TOKENS = 8192  # length of a row
+THREADS = 1  # threads of each rank; more would only wait for each other on shared cores
 STEPS = 2
 KILLED = -9
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")  # a launcher's, of another run
+# variables of another run's launcher
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 INPUTS = {
     "here": ["--engine", "tiered"],
     "in host memory": ["--engine", "tiered", "model.offload_activations=cpu"],
@@ -61,11 +64,11 @@ class Found:
     """A finished run."""
 
     code: int
-    peaks: tuple[int, ...]  # bytes of resident memory of each rank up to the last step; none where there was no step
+    peaks: tuple[int, ...]  # bytes of peak resident memory of each rank until the last step; empty without a step
     losses: tuple[float, ...]
-    plan: dict[str, Any]  # empty where there is none
+    plan: dict[str, Any]  # empty if there is no plan
     said: str  # on stderr
-    again: int = 0  # bytes of those that another rank has too
+    again: int = 0  # bytes of `peaks` that are counted twice, since ranks share them
 
     @property
     def peak(self) -> int:
@@ -81,7 +84,7 @@ class Found:
 
 
 def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequence[str] = ()) -> Found:
-    """Two steps of a model of this shape in processes of its own, its output in `folder`."""
+    """Train two steps of a model of this shape in separate processes, with output in `folder`."""
     model, output = folder / f"model-{name}", folder / f"run-{name}"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(_LLAMA | shape))
@@ -94,13 +97,13 @@ def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequen
     with (folder / f"{name}.txt").open("w+") as said:
         child = subprocess.Popen([*box, *command, *always, *words], stdout=subprocess.DEVNULL, stderr=said, env=alone)
         while child.poll() is None:
-            if not steps.exists() or steps.read_bytes().count(b"\n") < STEPS:  # exports are none of the plan's
+            if not steps.exists() or steps.read_bytes().count(b"\n") < STEPS:  # the plan does not cover exports
                 ranks |= {pid: held for pid in ranks_below(child.pid) if (held := resident(pid)).most}
             time.sleep(0.05)
         said.seek(0)
         text = said.read()
     lines = [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
-    # Its own words of the kernel's VmHWM: the maximum that wait4 tells outlives exec, so it may be this process's.
+    # This is the run's own VmHWM: wait4's maximum survives exec, and so may belong to this process.
     own = (lines[-1]["host_rss_bytes"],) if lines else ()
     several = sorted(ranks.values(), key=lambda held: held.most)[-2:] if "--gpus" in words else []
     return Found(
@@ -115,14 +118,14 @@ def run(folder: Path, name: str, shape: dict[str, int], *words: str, box: Sequen
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of a process: the most it ever had resident, and pages of files now."""
+    """A process's peak resident bytes, and its current bytes of file pages."""
 
     most: int = 0
     files: int = 0
 
 
 def resident(pid: int) -> Resident:
-    """Nothing where it is gone."""
+    """Return the memory of a process, or zeros if it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,12 +1,12 @@
-"""Memory, drive bytes and update seconds of 1, 2 and 4 ranks on this machine, beside the plan's and beside one rank's.
+"""Compare memory, drive bytes and update seconds of 1, 2 and 4 ranks on this machine with the plan and with one rank.
 
     python benchmarks/ranks_memory.py [--ranks 1,2,4] [--pairs 3] [--box "box --read 400M --write 400M --"]
         [WORDS]
 
-Each run is the command as users give it (`--engine tiered --gpus N`), with the same rows a step: N ranks take 4 / N
-micro-batches each. One run of each N is looked at, and never timed: PSS over all ranks (/proc/PID/smaps_rollup: what
-they share counts once), as often as it can be read. Then `--pairs` rounds of 1, 2, 4, 1, ... are timed and not looked
-at; the update's ratio is round by round to that round's one rank. WORDS go to all runs (--ram-fraction 0.5 --nvme DIR).
+Each run is the user's command (`--engine tiered --gpus N`) with the same rows a step: N ranks take 4 / N micro-batches
+each. One run of each N is only sampled for memory and not timed: PSS over all ranks (/proc/PID/smaps_rollup, where
+shared pages count once), as often as possible. Then `--pairs` rounds of 1, 2, 4, 1, ... are timed without sampling. The
+update's ratio relates to one rank in the same round. WORDS apply to all runs (--ram-fraction 0.5 --nvme DIR).
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ COMMON += ["--save-every", "0", "train.eval_every=0", "data.shuffle=false", "tie
 
 @dataclass(frozen=True)
 class Ran:
-    """A run's own numbers, and the largest sum of PSS that was seen, in bytes; 0 where nobody looked."""
+    """A run's metrics, and the largest observed sum of PSS in bytes, 0 without sampling."""
 
     plan: dict[str, Any]
     steps: list[dict[str, Any]]
     pss: int
-    parts: dict[str, int]  # of that moment: shared memory, anonymous, files
+    parts: dict[str, int]  # shared, anonymous and file memory at that moment
 
     def of_steps(self, key: str) -> float:
-        """The middle one of the steps that count."""
+        """Return the median over the timed steps."""
         found = [step["phases"]["update"] if key == "update" else step[key] for step in self.steps[2:]]
         return float(median(value or 0 for value in found))
 
 
 def ranks_below(parent: int) -> list[int]:
-    """Processes of a command's tree that train."""
+    """Return the training processes among a command's descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -76,11 +76,11 @@ def ranks_below(parent: int) -> list[int]:
             continue
         if b"offload_trainer" in words and b"train" in words:
             found.append(pid)
-    return [pid for pid in found if not set(children.get(pid, [])) & set(found)]  # but their launcher
+    return [pid for pid in found if not set(children.get(pid, [])) & set(found)]  # all except their launcher
 
 
 def pss_of(pids: list[int]) -> dict[str, int]:
-    """Bytes of all of them together, by kind: what several map counts once."""
+    """Return bytes of all processes by kind; memory that several map counts once."""
     sums: dict[str, int] = {}
     for pid in pids:
         try:
@@ -95,7 +95,7 @@ def pss_of(pids: list[int]) -> dict[str, int]:
 
 
 def run(count: int, words: list[str], *, box: list[str], looked_at: bool) -> Ran:
-    """One run of so many ranks."""
+    """Train with `count` ranks."""
     with scratch("ranks-") as folder:
         told = ["--gpus", str(count), "--accumulate", str(ROWS // count), "--output", f"{folder}/run"]
         command = [*box, sys.executable, "-m", "offload_trainer", "train", *COMMON, *told, *words]

@@ -1,10 +1,10 @@
-"""Pretrained weights in and exports out of a model larger than memory, its logits held against the live model's.
+"""Test pretrained weights and exports of a model larger than memory: the export must have the live model's logits.
 
     python benchmarks/weights_in_a_box.py DIRECTORY [--parameters 1.0e9] [--dtype bf16] [--box "box --ram 2G --"]
 
-Writes a Llama with random fp32 weights in shards, a tensor at a time; imports it with everything on the drive, asks
-the live engine for logits and saves a checkpoint, all within the box; exports that within the box; and loads the export
-with transformers outside of it. Prints the bytes, seconds and peaks, and whether the logits are equal.
+A Llama with random fp32 weights is written in shards, one tensor at a time. Within the box, it is imported with
+everything on the drive, the live engine computes logits and saves a checkpoint, and that is exported. transformers then
+loads the export outside the box. Bytes, seconds, peaks and the comparison of logits are printed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def timed(name: str, command: list[str]) -> None:
 
 
 def write_model(directory: Path, *, parameters: float) -> int:
-    """A Llama of at least so many parameters, a tensor at a time, in shards of one block each."""
+    """Write a Llama of at least `parameters` parameters, one tensor at a time, in shards of one block each."""
     import torch
     from transformers import LlamaConfig
 
@@ -109,7 +109,7 @@ def write_model(directory: Path, *, parameters: float) -> int:
 
 
 def live(directory: Path, dtype: str) -> None:
-    """Import, ask for logits, save a checkpoint. Everything that can be is on the drive."""
+    """Import the model, compute logits and save a checkpoint, with everything possible on the drive."""
     from offload_trainer import cli
     from offload_trainer.run.process_setup import prepare_process
     from offload_trainer.settings import load_config
@@ -147,7 +147,7 @@ def live(directory: Path, dtype: str) -> None:
 
 
 def loaded(directory: Path, dtype: str) -> None:
-    """The export in transformers, with the same arithmetic for 16-bit products as the engine has on this CPU."""
+    """Load the export in transformers, with the engine's arithmetic for 16-bit products on this CPU."""
     import torch
     from transformers import AutoModelForCausalLM
 

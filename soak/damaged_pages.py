@@ -1,14 +1,15 @@
-"""Damage page files of killed runs at random: they are refused by name, or resumed from with the right bits.
+"""Damage page files of killed runs at random: the next start must refuse them by name, or resume with the right bits.
 
     python soak/damaged_pages.py --damages 500 --commands 50 --seed 0
 
-Runs of several kinds keep all state on drives, in pages of two places, and save nothing. Each is killed in the middle
-of an update or between two. Then one thing at a time is damaged: bits, pages and blocks of zeros, pages of another run,
-of another step or another page's, files cut short or gone, or another run's, and each slot of the record. What is left
-is checked as a start does: the files are described and recorded as they were, and each page is read by `PageStore`. If
-nothing is refused, the bytes of all pages, and what the record says of the loop, must be those that the run left alone
-had after that step. Of `--commands` damages the start itself is tried: it must exit with 2, say what is wrong and leave
-every byte as it was, or end with the losses and the weights of the run left alone.
+Runs of several kinds keep all state on drives, in pages with two copies, and save no checkpoints. Each is killed during
+an update or between two updates. Then one thing at a time is damaged: bits, pages or blocks of zeros, pages of another
+run, step or place, truncated, missing or exchanged files, or a slot of the record.
+
+Most damages are checked with the functions that a start calls: the description and the record are read, and
+`PageStore` reads each page. If nothing is refused, all pages and the loop's state must have the bytes of an
+undisturbed run after that step. For `--commands` of the damages, the real command runs: it must exit with 2, say what
+is wrong and change no byte, or finish with the losses and weights of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What page files hold after a step."""
+    """The content of page files after one step."""
 
     pages: list[bytes]
-    rest: dict[str, Any]  # of the record: the engine's and the loop's state
+    rest: dict[str, Any]  # the engine's and the training loop's state in the record
 
 
 @dataclass
 class Killed:
-    """A run that was killed, as it lay there."""
+    """A killed run and the files that it left."""
 
     output: Path
     leases: list[Path]
@@ -87,7 +88,7 @@ class Killed:
 
 
 class Trial:
-    """One kind of run: left alone, killed several times, and damaged."""
+    """Runs of one kind: one is left undisturbed, others are killed several times and damaged."""
 
     def __init__(self, folder: Path, kind: int, dice: random.Random) -> None:
         self.folder, self.kind, self.dice = folder, kind, dice
@@ -108,10 +109,10 @@ class Trial:
         where = ["--output", output, f"data.cache={self.folder.parent / 'cache'}", "placement.threads=1"]
         return [*small, *state, *named, *kind, *where, "--steps", STEPS, "train.eval_every=0", *more]
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- preparation ---------------------------------------------------------------------------------------------------
 
     def steps_of(self, output: Path) -> dict[int, Step]:
-        """Of a run that is left alone: what its page files hold after each step."""
+        """Train an undisturbed run; return the content of its page files after each step."""
         kept = self.folder / "kept"
         kept.mkdir()
         command = Command(self.words(output), log=self.log, first=partial(keep_each_record, kept))
@@ -124,7 +125,7 @@ class Trial:
         return found
 
     def held(self, leases: list[Path]) -> Step:
-        """What these page files hold, read without looking at any checksum."""
+        """Return the content of these page files, without verifying checksums."""
         from offload_trainer.offloading.pages.manifest import StoreManifest, read_newest
         from offload_trainer.offloading.pages.store import offsets, size_of_home
         from offload_trainer.plan.tiered.state_formats import state_format
@@ -144,7 +145,9 @@ class Trial:
         return Step(pages, {"step": newest.step, "engine": newest.engine, "train": newest.train})
 
     def killed(self, output: Path, *more: object) -> Killed:
-        """A run that was killed at a random write into its page files, once a step of it was recorded."""
+        """Return a run that was killed at a random write into its page files, after it had recorded at least
+        one step.
+        """
         before = {path for drive in self.drives for path in drive.glob("offload-trainer/*")}
         while True:
             at = self.dice.randrange(20, 90)
@@ -168,10 +171,10 @@ class Trial:
         except AssertionError:
             return 0
 
-    # -- the trials -----------------------------------------------------------------------------------------------
+    # -- trials --------------------------------------------------------------------------------------------------------
 
     def carry_out(self, damages: int, commands: int) -> Counter[str]:
-        """Each tenth part of the damages has a killed run of its own. What came of them, by the kind of damage."""
+        """Damage killed runs, about ten damages to each; count the outcomes by kind of damage."""
         found = Counter[str]()
         runs = max(1, min(8, damages // 10))
         for number in range(runs):
@@ -199,7 +202,7 @@ class Trial:
                 path.write_bytes(content)
 
     def by_library(self, killed: Killed) -> str:
-        """What a start would find, by the functions that it calls; Difference where that is wrong."""
+        """Return the outcome of the functions that a start calls; raise Difference if it is wrong."""
         from offload_trainer.errors import TrainerError
 
         try:
@@ -211,7 +214,9 @@ class Trial:
         return self.right(found, killed)
 
     def right(self, found: Step | None, killed: Killed) -> str:
-        """Whether that is a step of the run left alone, one that the killed run had come to."""
+        """Return the outcome in words; raise Difference unless `found` is the undisturbed run's last or last but one
+        step.
+        """
         if found is None:
             if killed.step > 1:
                 raise Difference(f"all of {killed.step} steps would be forgotten")
@@ -246,7 +251,7 @@ class Trial:
     # -- damage ---------------------------------------------------------------------------------------------------
 
     def damage(self, killed: Killed) -> str:
-        """Carry out one at random; in words."""
+        """Apply one random damage; return its description."""
         kinds: list[Callable[[Killed], str]] = [
             self.bits, self.bits, self.zeros, self.swapped, self.swapped, self.shorter, self.slot, self.slot, self.file,
         ]  # fmt: skip
@@ -262,7 +267,7 @@ class Trial:
         return f"bits in {path.name}"
 
     def zeros(self, killed: Killed) -> str:
-        """A page in one of its places, or some blocks."""
+        """Zero one copy of a page, or some blocks."""
         path = self.dice.choice(self.named(killed, "state"))
         content, size = bytearray(path.read_bytes()), self.dice.choice((4096, 16384, 49152, 196608))
         at = self.dice.randrange(max(1, len(content) - size)) // 4096 * 4096
@@ -271,7 +276,9 @@ class Trial:
         return "zeros in state"
 
     def swapped(self, killed: Killed) -> str:
-        """A stretch of another run, of the other place, of another page, or of another step of the same run."""
+        """Overwrite a range with bytes of another run, the other copy, another page, or another step of the
+        same run.
+        """
         path = self.dice.choice(self.named(killed, "state"))
         number = [lease / "state" for lease in killed.leases].index(path)
         content = bytearray(path.read_bytes())
@@ -298,7 +305,7 @@ class Trial:
         return f"{path.name} cut short"
 
     def slot(self, killed: Killed) -> str:
-        """One slot of the record, or both."""
+        """Damage one slot of the record, or both."""
         (path,) = self.named(killed, "record")
         content = bytearray(path.read_bytes())
         half = len(content) // 2
@@ -317,7 +324,7 @@ class Trial:
         return f"{'both slots' if which == 2 else 'the newer slot' if which == newer else 'the older slot'} {how}"
 
     def file(self, killed: Killed) -> str:
-        """Gone, or another run's."""
+        """Remove a file, or replace it with another run's."""
         path = self.dice.choice(self.named(killed, "state", "record", "store.json"))
         if self.dice.random() < 0.5:
             path.unlink()
@@ -331,7 +338,7 @@ class Trial:
 
 
 def read_as_a_start_does(killed: Killed) -> Step | None:
-    """What run/page_file_resume.py and the engine do with them, without the rest of a start."""
+    """Read the page files as run/page_file_resume.py and the engine do, without the rest of a start."""
     from offload_trainer.offloading.device.base import CpuDevice
     from offload_trainer.offloading.pages.checksums import PageChecksums
     from offload_trainer.offloading.pages.index import files_of
@@ -391,7 +398,7 @@ def read_all(leases: list[Path]) -> Files:
 
 
 def kill_at_write(number: int) -> None:
-    """End the command before its write of that number into page files."""
+    """Kill the process before its Nth write into page files, N = `number`."""
     write, left = os.pwritev, [number]
 
     def dying(descriptor: int, *given: Any) -> int:
@@ -405,7 +412,7 @@ def kill_at_write(number: int) -> None:
 
 
 def keep_each_record(folder: Path) -> None:
-    """Copy the private directories whenever the record of a step is written."""
+    """Copy the private directories to `folder` whenever a step's record is written."""
     from offload_trainer.offloading.pages.manifest import read_description
     from offload_trainer.storage.ab_record import Record
 

@@ -1,11 +1,11 @@
-"""A rank killed, a rank stopped, a disk that is full: the command itself with `--gpus 3`, and a rerun of each.
+"""Kill a rank, stop a rank, or fill the disk of a real `offload-train --gpus 3` run, and then rerun the command.
 
     python soak/faults_of_ranks.py [--ranks 3]
 
-Ranks are processes that `offload-train --gpus` starts, as a user does (`kill_ranks.py` tries many moments, with forks).
-In each run, once four steps are told, a rank is hit; or the disk of its output, a tmpfs, is filled by another file. All
-processes must have ended within 30 s, with the reason told; the same command again, once there is room, must end with
-the losses, norms, masters and moments of one rank that was left alone. Needs root, for the tmpfs.
+The ranks are started by the command's own launcher, as for a user (`kill_ranks.py` tries many moments, with forks).
+In each run, after four steps, one rank is hit, or another file fills the run's output disk (a tmpfs). All processes
+must end within 30 s and state the reason. Once there is space again, the same command must finish with the losses,
+norms, masters and moments of one undisturbed rank. Mounting the tmpfs needs root.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload_trainer.storage.owned_dirs import scratch
 
 STEPS, AFTER, WITHIN = 20, 4, 30.0
 ACCUMULATE = 12  # micro-batches of a step, over all ranks
-ROOM = "64M"  # of the tmpfs
+ROOM = "64M"  # size of the tmpfs
 HITS = {
     "killed": (signal.SIGKILL, "rank {rank} was killed by SIGKILL"),
     "stopped": (signal.SIGSTOP, "has been stopped for 10 s"),
@@ -34,7 +34,7 @@ HITS = {
 
 
 class Ranks:
-    """`offload-train WORDS --gpus N`; its processes are known by a variable of its environment."""
+    """A running `offload-train WORDS --gpus N`, whose processes are found by a variable in their environment."""
 
     def __init__(self, words: list[str], *, count: int, log: Path) -> None:
         self.log, self.name = log, os.urandom(8).hex().encode()
@@ -44,14 +44,14 @@ class Ranks:
             self.process = subprocess.Popen(command, stdout=said, stderr=said, env=named)
 
     def ranks(self) -> dict[int, int]:
-        """Process by rank, of those that live."""
+        """Return the pid of each live rank."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 given = dict(part.partition(b"=")[::2] for part in (folder / "environ").read_bytes().split(b"\0"))
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # it has just ended
             if given.get(b"FAULTS_OF_RANKS") == self.name and b"RANK" in given and state not in "ZX":
                 found[int(given[b"RANK"])] = int(folder.name)
         return found
@@ -63,7 +63,7 @@ class Ranks:
             time.sleep(0.001)
 
     def end(self, *, since: float | None = None) -> float:
-        """Seconds from `since` (now, if None) until the launcher and all ranks have ended."""
+        """Return the seconds from `since` (default: now) until the launcher and all ranks have ended."""
         since = time.monotonic() if since is None else since
         self.process.wait(timeout=600)
         while left := self.ranks():
@@ -95,7 +95,7 @@ class Trial:
             raise Difference(f"exit {run.process.returncode}: {run.log.read_text()[-4000:]}")
 
     def hit(self, what: str) -> float:
-        """Seconds until all have ended."""
+        """Hit a rank; return the seconds until all processes have ended."""
         output, (number, told) = self.folder / what, HITS[what]
         run, rank = self.begun(output), self.ranks - 1
         began = time.monotonic()
@@ -106,13 +106,13 @@ class Trial:
         return seconds
 
     def begun(self, output: Path) -> Ranks:
-        """A run that has told of so many steps."""
+        """Start a run and wait until it has logged `AFTER` steps."""
         run = self.start(output, ranks=self.ranks)
         run.until(lambda: lines(output / "metrics.jsonl") >= AFTER)
         return run
 
     def fill(self) -> float:
-        """Seconds until all have ended, from when a write that had no room was told."""
+        """Fill the disk; return the seconds from the reported failed write until all processes have ended."""
         output = self.folder / "full"
         output.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", output], check=True)
@@ -139,7 +139,7 @@ class Trial:
             verify_checkpoint(checkpoint)
 
     def again(self, output: Path) -> None:
-        """The same command, to its end, which must be that of one rank."""
+        """Rerun the command to the end; raise Difference unless the result is that of one rank."""
         self.run(output, ranks=self.ranks)
         ours, theirs = (rows(directory / "metrics.jsonl") for directory in (output, self.alone))
         if ours != theirs:

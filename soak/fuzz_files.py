@@ -1,9 +1,10 @@
-"""Files that are read back, changed in every way that comes to mind, and read by what reads them in a run.
+"""Corrupt files that the program reads back, in many ways, and check that reading them is safe.
 
     python soak/fuzz_files.py --each 2000 --seed 1 [KIND ...]
 
-Whatever a file holds: one clean line is said of it or it is taken, nothing outside its directory is opened, and it
-takes no more than seconds of CPU time and some memory. Kinds: manifest, run, state, store, sidecar, machine, index.
+Whatever a file contains, the program accepts it or rejects it with a clean message, opens nothing outside the file's
+directory, and uses only seconds of CPU time and limited memory. Kinds: manifest, run, state, store, sidecar, machine,
+index.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from fuzz_kinds import KINDS, Kind
 from offload_trainer.errors import TrainerError
 from offload_trainer.storage.owned_dirs import scratch
 
-SECONDS = 20.0  # of CPU time, for one file: a busy machine takes nothing from it
-HANGING = 600.0  # seconds of the clock, for one file: whatever waits uses no CPU time
-MEMORY = 1 << 30  # bytes, more than before
+SECONDS = 20.0  # CPU seconds for one file, so that a busy machine does not matter
+HANGING = 600.0  # elapsed seconds for one file, since waiting uses no CPU time
+MEMORY = 1 << 30  # bytes above the initial peak
 NOBODY = 65534
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63 - 1, 2**63, 10**30, -(10**30), 0.5, 1e308, -1e-320, float("nan"),
@@ -47,10 +48,10 @@ WORDS = [
 
 
 class Violation(Exception):
-    """What must not happen, and to which file."""
+    """A broken guarantee, and the file that broke it."""
 
 
-# -- mutations: (the file as it is, chance) -> nothing; the file is another afterwards ---------------------------------
+# -- mutations: each takes the file's path and a random generator, and changes the file in place -----------------------
 
 
 def flip(path: Path, draw: random.Random) -> None:
@@ -73,7 +74,7 @@ def insert(path: Path, draw: random.Random) -> None:
 
 
 def number(path: Path, draw: random.Random) -> None:
-    """One number becomes another word."""
+    """Replace one number with another word."""
     data = path.read_bytes()
     places = [i for i in range(1, len(data)) if data[i : i + 1].isdigit() and not data[i - 1 : i].isalnum()]
     if places:
@@ -83,12 +84,12 @@ def number(path: Path, draw: random.Random) -> None:
 
 
 def odd(draw: random.Random) -> Any:
-    """One of its own, since what it is put into may be changed again."""
+    """Return a copy of a random odd value, since it may be mutated again."""
     return copy.deepcopy(draw.choice(ODD))
 
 
 def tree(path: Path, draw: random.Random) -> None:
-    """One to three places of the tree hold something else, are gone, are named otherwise or come twice."""
+    """Replace, delete, rename or duplicate one to three places of the JSON tree."""
     try:
         value = json.loads(path.read_bytes())
     except ValueError:
@@ -132,7 +133,7 @@ def _change(holder: Any, key: Any, draw: random.Random) -> None:
 
 
 def twice(path: Path, draw: random.Random) -> None:
-    """The first object begins with a key that it has already."""
+    """Duplicate the first key of the first object."""
     data = path.read_bytes()
     first = data.find(b"{")
     end = data.find(b":", first)
@@ -149,7 +150,7 @@ def deep(path: Path, draw: random.Random) -> None:
 
 def large(path: Path, draw: random.Random) -> None:
     if draw.random() < 0.5:
-        os.truncate(path, 1 << draw.choice([27, 40]))  # a hole
+        os.truncate(path, 1 << draw.choice([27, 40]))  # a sparse file
     else:
         path.write_bytes(draw.choice([b" ", b"[", b"[],", b'"a",', b"1,"]) * draw.choice([10**5, 10**6]))
 
@@ -160,7 +161,7 @@ def encoded(path: Path, draw: random.Random) -> None:
 
 
 def other_kind(path: Path, draw: random.Random) -> None:
-    """No file at all, or something that is none."""
+    """Remove the file, or replace it with something that is not a regular file."""
     path.unlink()
     kind = draw.choice(["gone", "directory", "pipe", "link outside", "link to itself", "link to nothing", "memory"])
     if kind == "directory":
@@ -173,33 +174,33 @@ def other_kind(path: Path, draw: random.Random) -> None:
 
 
 def unreadable(path: Path, draw: random.Random) -> None:
-    """To all but root; of the file, or of the directory that it lies in."""
+    """Make the file, or its directory, unreadable for everyone but root."""
     (path if draw.random() < 0.5 else path.parent).chmod(0)
 
 
-SECRET = "../../secret.json"  # a whole file of no use, outside
+SECRET = "../../secret.json"  # an irrelevant file outside the directory
 MUTATIONS: list[Callable[[Path, random.Random], None]] = [
     flip, cut, insert, number, number, tree, tree, tree, tree, tree, tree, twice, deep, large, encoded, other_kind,
     unreadable,
 ]  # fmt: skip
 
 
-# -- one file after the other ------------------------------------------------------------------------------------------
+# -- one file after another --------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """Every file that Python code opens while it is on: outside of the directory is a violation."""
+    """An audit hook that records every file opened outside the directory while it is active."""
 
     def __init__(self) -> None:
         self.inside: Path | None = None
-        self.links = False  # one that is inside may lead out
+        self.links = False  # links inside the directory may lead out of it
         self.outside: list[str] = []
         sys.addaudithook(self._look)
 
     def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.inside is None or event != "open" or not isinstance(arguments[0], (str, bytes)):
             return
-        inside, self.inside = self.inside, None  # what follows opens nothing of interest
+        inside, self.inside = self.inside, None  # the calls below open nothing of interest
         named = os.fsdecode(arguments[0])
         path = os.path.abspath(named) if self.links else os.path.realpath(named)
         code = (sys.prefix, sys.base_prefix, os.path.dirname(sys.modules["offload_trainer"].__path__[0]))
@@ -211,7 +212,7 @@ class Watch:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raise Violation after SECONDS of CPU time, or HANGING seconds of the clock."""
+    """Raise Violation after SECONDS of CPU time, or HANGING elapsed seconds."""
     limits = (
         (signal.SIGPROF, signal.ITIMER_PROF, SECONDS, f"took more than {SECONDS:.0f} s of CPU time"),
         (signal.SIGALRM, signal.ITIMER_REAL, HANGING, f"waited for more than {HANGING:.0f} s"),
@@ -230,7 +231,7 @@ def _late(told: str, *_: object) -> None:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Without root's leave to read everything."""
+    """Run without root's permission to read everything."""
     if os.geteuid() != 0:
         yield
         return
@@ -242,7 +243,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def fuzz_one(kind: Kind, draw: random.Random, watch: Watch) -> str:
-    """Change one file, read, and put it back; what came of it. Raises Violation."""
+    """Change one file, read it, and restore it; return "taken" or "refused". Raises Violation."""
     name = draw.choice(kind.files)
     path = kind.folder / name
     mutation = draw.choice(MUTATIONS)
@@ -272,16 +273,16 @@ def fuzz_one(kind: Kind, draw: random.Random, watch: Watch) -> str:
 
 
 def made(name: str, place: Path) -> Kind:
-    """A kind's whole files below `place`, with something outside of them that links and names may try to reach."""
+    """Create a kind's valid files below `place`, and a file outside them that links and names may try to reach."""
     (place / "secret.json").write_text('{"secret": 1}')
     return KINDS[name](place / "kinds" / name)
 
 
 def fuzz(kind: Kind, *, each: int, seed: int, watch: Watch) -> tuple[Counter[str], list[str]]:
-    """`each` files of a kind, drawn from the seed: how many were refused, and what must not have happened."""
+    """Fuzz `each` files of a kind, drawn from the seed; return counts of outcomes, and the violations."""
     came: Counter[str] = Counter()
     wrong = []
-    kind.use()  # whole, it is taken; what is imported late is imported now
+    kind.use()  # The unchanged files are accepted, and late imports happen now.
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for index in range(each):
         try:

@@ -1,4 +1,4 @@
-"""The kinds of files that fuzz_files.py changes: a whole one of each, and what reads it in a run."""
+"""The kinds of files that fuzz_files.py changes: how to create valid ones, and the code that reads them in a run."""
 
 from __future__ import annotations
 
@@ -46,22 +46,25 @@ _TINY = [
 
 @dataclass
 class Kind:
-    """One kind: whole files in a folder of its own, those of `files` to be changed, and what reads them in a run."""
+    """Valid files in a separate folder, the `files` among them that are mutated, and a function that reads them as a
+    run does.
+    """
 
     name: str
     folder: Path
     files: list[str]
     use: Callable[[], None]
-    synchronize: Callable[[str, random.Random], None] = lambda name, draw: None  # what says something of a changed file
-    beside: tuple[str, ...] = ()  # changes with them
-    links: bool = False  # are followed: they are the user's own
+    # updates other files that describe the changed one
+    synchronize: Callable[[str, random.Random], None] = lambda name, draw: None
+    beside: tuple[str, ...] = ()  # files that change together with those
+    links: bool = False  # links are followed, since these files belong to the user
 
     def __post_init__(self) -> None:
         self._whole = {path: path.read_bytes() for path in (self.folder / name for name in (*self.files, *self.beside))}
         self._moved = 0
 
     def restore(self) -> None:
-        """As it was before the change."""
+        """Restore the original files."""
         for path, data in self._whole.items():
             if path.is_dir() and not path.is_symlink():
                 self._moved += 1
@@ -73,7 +76,7 @@ class Kind:
 
 
 def _checkpoint(name: str, files: list[str]) -> Callable[[Path], Kind]:
-    """The second checkpoint of a run with a model of one layer."""
+    """Return a function that creates the second checkpoint of a run with a one-layer model."""
 
     def make(folder: Path) -> Kind:
         config = load_config(_TINY)
@@ -126,7 +129,9 @@ def _export(path: Path) -> None:
 
 
 def _say_in_manifest(path: Path, draw: random.Random) -> None:
-    """The manifest says of the changed file what it holds now, nearly always, or it would go no further."""
+    """Update the manifest for the changed file in most cases, since otherwise the checksum would reject
+    every change.
+    """
     if path.name == "MANIFEST.json" or not os.access(path.parent, os.X_OK):
         return
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 24 or draw.random() < 0.1:
@@ -140,7 +145,7 @@ def _say_in_manifest(path: Path, draw: random.Random) -> None:
 
 
 def _store(folder: Path) -> Kind:
-    """Page files of a run that died."""
+    """Create page files of a run that died."""
     config = load_config(_TINY)
     source = resolve_model(config.model, seed=0)
     lease, model = folder / "run-0000dead", folder / "model"
@@ -160,7 +165,7 @@ def _store(folder: Path) -> Kind:
 
 
 def _sidecar(folder: Path) -> Kind:
-    """A token file of two blocks and what lies beside it."""
+    """Create a token file of two blocks, and its sidecar."""
     with TokenWriter(folder / "t.bin", tokenizer="0123456789abcdef", vocabulary=512, end_of_text=1) as writer:
         writer.text_bytes = 10**6
         writer.write([i % 500 for i in range(600_000)])
@@ -175,7 +180,7 @@ def _sidecar(folder: Path) -> Kind:
 
 
 def _machine(folder: Path) -> Kind:
-    """Kept rates, and a machine that is described in a file; plans on both."""
+    """Create stored rates and a machine described in a file; reading them plans with both."""
     folder.mkdir(parents=True)
     rate = Rate(1e9, "measured", "timed")
     rates = Rates(
@@ -204,7 +209,7 @@ def _machine(folder: Path) -> Kind:
 
 
 def _index(folder: Path) -> Kind:
-    """A model directory of two shards, and a whole one outside."""
+    """Create a model directory of two shards, and a complete one outside it."""
     folder.mkdir(parents=True)
     source = resolve_model(load_config(_TINY).model, seed=0)
     save_model_config(source, folder, dtype=torch.bfloat16, end_of_text=0)

@@ -1,11 +1,11 @@
-"""SIGKILL a small run at random moments, over and over, and hold what it ends with against one that was left alone.
+"""Kill (SIGKILL) a small run at random moments, and compare its result with that of an undisturbed run.
 
     python soak/kill_and_resume.py --kills 200 --seed 0
 
-A run is killed while it starts, trains, saves, prunes or exports, and started again by the same command, with another
-placement of its state at times. After every kill each checkpoint that has a manifest must be whole. When a run gets to
-its end its losses, gradient norms and rates, the masters and both moments, and the export must be those of the
-uninterrupted run, bit for bit. `soak.py` does the same with everything else that can end or disturb a run.
+A run is killed while it starts, trains, saves, prunes or exports, and restarted by the same command, sometimes with
+another placement of its state. After every kill, each checkpoint with a manifest must be complete. When a run
+finishes, its losses, gradient norms, rates, masters, moments and export must match the undisturbed run bit for bit.
+`soak.py` does the same with everything else that can end or disturb a run.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def main() -> None:
 
 
 class Trial:
-    """Runs, kills and comparisons under one directory."""
+    """Runs, kills and comparisons in one directory."""
 
     def __init__(self, folder: Path, dice: random.Random) -> None:
         self.folder, self.dice = folder, dice
         self.drive = folder / "drive"
         self.drive.mkdir()
         self.log = folder / "log.txt"
-        self.found: Counter[str] = Counter()  # what a kill hit
+        self.found: Counter[str] = Counter()  # phases that kills hit
         self.finished = self.made = self.exports = 0
         self.reference = folder / "uninterrupted"
 
@@ -101,7 +101,7 @@ class Trial:
         finish(words, log=self.log)
 
     def kill(self, words: list[object], when: Callable[[], bool]) -> bool:
-        """Run a command and kill it once `when` holds; whether it was still alive."""
+        """Run a command and kill it once `when` is true; return True if it was still running."""
         command = Command(words, log=self.log)
         if command.wait_for(when):
             command.send(signal.SIGKILL)
@@ -131,10 +131,10 @@ class Trial:
             self.found["in an export"] += 1
         if destination.exists():
             compare_export(destination, self.reference / "hf")
-            self.exports += 1  # the next one goes elsewhere
+            self.exports += 1  # the next export uses another directory
 
     def compare(self, output: Path) -> None:
-        """The run's numbers, state and export are the uninterrupted one's."""
+        """Raise Difference unless the run's metrics, state and export match the undisturbed run's."""
         ours, theirs = (rows(directory / "metrics.jsonl") for directory in (output, self.reference))
         if ours != theirs:
             raise Difference(f"{output}: {ours}\nuninterrupted: {theirs}")

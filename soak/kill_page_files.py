@@ -1,12 +1,12 @@
-"""SIGKILL runs without checkpoints at random moments: each start goes on from the page files, to the same bits.
+"""Kill (SIGKILL) runs without checkpoints at random moments: each restart resumes from the page files, bit for bit.
 
     python soak/kill_page_files.py --kills 300 --seed 0 --ranks 2
 
-All state is on drives, in pages of two places, and nothing is ever saved. A run is killed while it starts, trains,
-goes on or exports, and started again by the same command; at times other runs start on its drive meanwhile. After each
-kill the files must be of one whole step, never an earlier one than before, and the next start must say that it goes on
-from that step. Of several ranks one is killed. When a run gets to its end, its lines and its weights
-must be those of the run left alone, of one rank, bit for bit.
+All state is on drives, in pages with two copies, and no checkpoint is ever saved. A run is killed while it starts,
+resumes, trains or exports, and restarted by the same command; sometimes other runs use its drive in between. After each
+kill the files must hold one complete step, never an earlier one than before, and the next start must say that it
+resumes from that step. With several ranks, one of them is killed. When a run finishes, its metrics and its weights
+must match those of one undisturbed rank bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload_trainer.errors import UserError
 from offload_trainer.offloading.pages.index import read_store
 
 STEPS = 30
-KINDS = (  # of each run; both AdamW and Lion, both ways of an update, each form of moments, one drive or two
+KINDS = (  # settings of each run: AdamW and Lion, every update schedule, each moment format, one drive or two
     ["tiered.overlap=off"],
     ["tiered.overlap=forward"],
     ["tiered.overlap=backward"],
@@ -48,12 +48,12 @@ def main() -> None:
 
 
 class Trial:
-    """Runs, kills and comparisons under one directory."""
+    """Runs, kills and comparisons in one directory."""
 
     def __init__(self, folder: Path, dice: random.Random, *, ranks: int) -> None:
         self.folder, self.dice, self.ranks = folder, dice, ranks
         self.log = folder / "log.txt"
-        self.found: Counter[str] = Counter()  # what a kill left
+        self.found: Counter[str] = Counter()  # states that kills left
         self.runs = 0
         for name in ("one", "two"):
             (folder / name).mkdir()
@@ -96,7 +96,7 @@ class Trial:
         ]
 
     def one_run(self, output: Path, kind: int, *, most: int) -> None:
-        """Killed until it gets to its end, or enough were."""
+        """Kill and restart a run until it finishes or `most` kills were made."""
         step = 0
         while True:
             command = self.start(self.words(kind, output, ranks=self.ranks))
@@ -116,13 +116,13 @@ class Trial:
         return Command(words, log=self.log) if self.ranks == 1 else Ranks(words, count=self.ranks, log=self.log)
 
     def kill(self, command: Command) -> None:
-        """All of it, where it is one process; without their launcher ranks would end in order, and save."""
+        """Kill the process, or one rank; killing the launcher would make the ranks save and exit in order."""
         ranks = command.ranks if isinstance(command, Ranks) else []
         with suppress(ProcessLookupError):
             os.kill(self.dice.choice(ranks or [command.pid]), signal.SIGKILL)
 
     def moment(self, output: Path) -> Callable[[], bool]:
-        """A random moment: of the start, or so many steps on and a part of one."""
+        """Return a condition for a random moment: during the start, or some steps and a fraction later."""
         begun, seen = time.monotonic(), lines(output / "metrics.jsonl")
         at_start, after = self.dice.random() < 0.2, seen + self.dice.randrange(0, 9)
         delay = self.dice.uniform(0, 2.0 if at_start else 0.08)
@@ -138,7 +138,9 @@ class Trial:
         return when
 
     def told(self, text: str, step: int) -> None:
-        """A start that came as far said that it goes on from `step`, if page files were left."""
+        """Raise Difference unless a start that got far enough said that it resumes from `step`, or from nothing if that
+        is 0.
+        """
         if "engine ready" not in text:
             return
         said = [line for line in text.splitlines() if "going on from the page files" in line]
@@ -150,7 +152,7 @@ class Trial:
             raise Difference(f"no page files were left, and the start says that it goes on from some:\n{text}")
 
     def left(self, output: Path, before: int) -> int:
-        """The step of the page files that a kill has left; 0 without any."""
+        """Return the step of the page files that a kill left, or 0 if there are none."""
         listed = output / "pages"
         folders = [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
         step, what = 0, "no step"
@@ -169,7 +171,7 @@ class Trial:
         return step
 
     def another(self) -> None:
-        """Another run on the same drives, which removes what dead runs have left."""
+        """Train another run on the same drives, which removes what dead runs left there."""
         place = self.folder / f"another-{self.killed}"
         finish([*self.words(2, place, ranks=1), "--steps", 1], log=self.log)
 
@@ -186,7 +188,7 @@ class Trial:
 
 
 def _loops_step(folder: Path) -> int:
-    """Of the loop, which is ahead of the updates where some were skipped."""
+    """Return the loop's step, which is ahead of the updates if some were skipped."""
     from offload_trainer.offloading.pages.manifest import read_description, read_newest
 
     newest = read_newest(read_description(folder))

@@ -1,13 +1,13 @@
-"""End runs of several ranks at random moments, over and over, and hold what they end with against one rank left alone.
+"""End runs of several ranks at random moments, and compare their results with those of one undisturbed rank.
 
     python soak/kill_ranks.py --ranks 3 --kills 200 --seed 0
 
-A rank, or the launcher, is killed, stopped (SIGSTOP) or told to end while the run starts, trains, saves or prunes, and
-the same command is given again, at times with another placement or number of ranks. All processes must have ended
-within 30 s, with the reason told; each checkpoint that has a manifest must be whole. When a run gets to its end, its
-losses, norms and rates, and the files of its last checkpoint must be those of one rank that was left alone.
+A rank or the launcher is killed, stopped (SIGSTOP) or terminated while the run starts, trains, saves or prunes. Then
+the same command runs again, sometimes with another placement or number of ranks. All processes must end within 30 s and
+state the reason, and each checkpoint with a manifest must be complete. When a run finishes, its losses, norms, rates
+and last checkpoint must match one undisturbed rank.
 
-Ranks are forks, and so is their launcher (`launch`), which does with ranks that end what the program's own does.
+Ranks are forks, and so is their launcher (`launch`), which treats ranks that end as the program's own launcher does.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from offload_trainer.run.ranks.watchdog import LAUNCHER, begin_launchers_watch
 from offload_trainer.stdio import write_now
 
 STEPS, EVERY, KEEP = 10, 2, 2
-MICRO_BATCHES = 6  # a step, over all ranks
-WITHIN = 30.0  # seconds in which all must have ended
+MICRO_BATCHES = 6  # per step, over all ranks
+WITHIN = 30.0  # seconds in which all processes must have ended
 PLACEMENTS = (
     ["--ram-fraction", "1"],
     ["--params", "cpu", "--ram-fraction", "1"],
     ["--optimizer", "nvme", "--ram-fraction", "0.5"],
     ["--optimizer", "nvme", "--params", "cpu"],
 )
-# Whom, with what, and what is then told; {rank}: the one that was hit.
+# The target, the signal, and the message that must follow; {rank} is the rank that was hit.
 HITS = {
     "a rank killed": ("rank", signal.SIGKILL, "rank {rank} was killed by SIGKILL"),
     "a rank stopped": ("rank", signal.SIGSTOP, "has been stopped for 10 s"),
@@ -69,12 +69,12 @@ WEIGHTS = (6, 2, 1, 2, 2)
 
 @dataclass
 class Launcher:
-    """Ranks of one command, started and ended as the program's own launcher does, whose ranks take seconds to begin."""
+    """A launcher that forks the ranks of one command, since the program's own ranks take seconds to start."""
 
     words: Sequence[str]
     count: int
-    told: Path  # gets the ranks' processes, a line each
-    ranks: dict[int, int] = field(default_factory=dict)  # rank by process
+    told: Path  # receives the ranks' pids, one per line
+    ranks: dict[int, int] = field(default_factory=dict)  # rank by pid
     stopped: int = 0
     pid: int = field(default_factory=os.getpid)
 
@@ -127,7 +127,7 @@ class Launcher:
 
 
 class Ranks(Command):
-    """`offload-train WORDS` by several ranks. It has ended once all of its processes have."""
+    """`offload-train WORDS` on several ranks. It counts as ended once all of its processes have ended."""
 
     def __init__(self, words: Sequence[object], *, count: int, log: Path) -> None:
         self._count, self._told = count, log.with_name("ranks")
@@ -139,7 +139,7 @@ class Ranks(Command):
 
     @property
     def ranks(self) -> list[int]:
-        """The processes of ranks 0, 1, ...; none before all are started."""
+        """The pids of ranks 0, 1, ...; empty until all have started."""
         return [int(line) for line in self._told.read_text().split()] if self._told.exists() else []
 
     def ended(self) -> bool:
@@ -161,7 +161,7 @@ def _lives(pid: int) -> bool:
 
 
 class Trial:
-    """Runs, hits and comparisons under one directory."""
+    """Runs, hits and comparisons in one directory."""
 
     def __init__(self, folder: Path, dice: random.Random, *, ranks: int) -> None:
         self.folder, self.dice, self.ranks = folder, dice, ranks
@@ -204,7 +204,7 @@ class Trial:
         return Ranks(self.words(output, self.dice.choice(PLACEMENTS), ranks=count), count=count, log=self.log)
 
     def hit(self, output: Path) -> None:
-        """Start or go on, and end it at a random moment."""
+        """Start or resume the run, and hit it at a random moment."""
         words, when = moment(self.dice, output, steps=STEPS)
         command = self.start(output)
         (what,) = self.dice.choices(list(HITS), WEIGHTS)
@@ -220,7 +220,7 @@ class Trial:
         command.wait()
         seconds = time.monotonic() - began
         if command.code == 0 or not lives or f"done: {STEPS} steps" in command.text:
-            return  # it had done its work, with or without its launcher
+            return  # it had finished its work, with or without its launcher
         if seconds > WITHIN:
             raise Difference(f"{what} {words}: the last process ended after {seconds:.1f} s: {command}")
         if told.format(rank=rank) not in command.text or "Traceback" in command.text:
@@ -232,7 +232,7 @@ class Trial:
             verify_checkpoint(checkpoint)
 
     def finish(self, output: Path) -> None:
-        """To its end, where all must be as if nothing had happened, and as by one rank."""
+        """Run to the end; raise Difference unless the result is that of one undisturbed rank."""
         command = self.start(output)
         if command.wait() != 0:
             raise Difference(f"exit {command.code}: {command}")

@@ -1,15 +1,15 @@
-"""What torch.distributed.pipelining makes of transformers' models: the trial that docs/pipeline.md tells of.
+"""Test torch.distributed.pipelining on transformers' models; docs/pipeline.md reports the results.
 
     python soak/pipeline_trial.py FOLDER [--steps 5]
 
-Two ranks (gloo, CPU, fp32), each with half of the blocks of a small model, whose own forward runs with the other half
-passing on what it is given. Four micro-batches a step, AdamW, clipped to a norm of 1 over both stages; against one
-process with all of it. Rows of the table, each in processes of its own:
+Two ranks (gloo, CPU, fp32) each have half of the blocks of a small model. The model's own forward runs on each, with
+identities in place of the missing blocks. A step has four micro-batches and AdamW, and clips the norm over both stages
+to 1; the reference is one process with the whole model. The table's rows, each in separate processes:
 
     traced      torch's own split of the whole model (`pipeline`, by torch.export)
-    torch       GPipe and 1F1B, torch's AdamW; a tied head's gradient summed over the two ranks that have it, and not
-    offloaded   each stage a session of ours (`ot.offload`), weights and state on a drive
-    dropout     the same with dropout, seeded anew for each micro-batch on each rank
+    torch       GPipe and 1F1B, torch's AdamW; a tied head's gradient summed over its two ranks, and not summed
+    offloaded   each stage in a session of this package (`ot.offload`), weights and state on a drive
+    dropout     the same with dropout, reseeded for each micro-batch on each rank
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def model_of(case: str) -> PreTrainedModel:
 
 
 def rows_of(steps: int) -> list[torch.Tensor]:
-    """int64 [MICRO x ROWS, LENGTH + 1] for each step: each token follows from the one before."""
+    """Return int64 [MICRO x ROWS, LENGTH + 1] for each step: each token is a function of the one before it."""
     made, generator = [], torch.Generator().manual_seed(5)
     for _ in range(steps):
         columns = [torch.randint(VOCABULARY, (MICRO * ROWS,), generator=generator)]
@@ -72,19 +72,19 @@ def rows_of(steps: int) -> list[torch.Tensor]:
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of a micro-batch, as a part of the mean over all of them."""
+    """Return a micro-batch's contribution to the mean loss of the step."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / MICRO
 
 
 class Passing(nn.Module):
-    """In the place of a block that another rank has."""
+    """An identity in place of a block that another rank has."""
 
     def forward(self, states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return states
 
 
 class Stage(nn.Module):
-    """A part of the blocks within the model's own forward, which makes positions, rotary tables and masks as always."""
+    """Part of the blocks in the model's own forward, which still computes positions, rotary tables and masks."""
 
     def __init__(self, model: PreTrainedModel, number: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Stage(nn.Module):
             getattr(body, name)[0].register_forward_hook(lambda *_: self._come)
             for embedding in (part for part in body.modules() if isinstance(part, nn.Embedding)):
                 tied = embedding.weight is model.get_output_embeddings().weight
-                embedding.weight.requires_grad_(tied)  # what it gives is thrown away; where it is tied it is the head
+                embedding.weight.requires_grad_(tied)  # Its output is discarded; a tied embedding is also the head.
         if not self.last:
             norm = "norm" if hasattr(body, "norm") else "ln_f"
             setattr(body, norm, nn.Identity())
@@ -108,7 +108,7 @@ class Stage(nn.Module):
         self.seeds = iter(range(10**9))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Ids [rows, length] on the first stage, else states of the one before; states, or logits on the last."""
+        """Map ids [rows, length] (first stage) or hidden states to hidden states, or to logits (last stage)."""
         torch.manual_seed(next(self.seeds))
         ids = given if self.first else torch.zeros(given.shape[:2], dtype=torch.int64)
         self._come = given
@@ -137,11 +137,11 @@ def alone(case: str, steps: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
-# -- one of two -------------------------------------------------------------------------------------------------------
+# -- one of two ranks --------------------------------------------------------------------------------------------------
 
 
 def staged(case: str, steps: int, *, folder: Path, ties: bool = False, offloaded: bool = False) -> dict[str, Any]:
-    """One rank's part."""
+    """Train one rank's stage; return losses and norms."""
     rank = dist.get_rank()
     stage = Stage(model_of(case), rank).train()
     with ExitStack() as stack:
@@ -172,7 +172,7 @@ def staged(case: str, steps: int, *, folder: Path, ties: bool = False, offloaded
 
 
 def _torch(stage: Stage, *, ties: bool) -> Callable[[], float]:
-    """The update of one stage; returns the norm over all stages."""
+    """Return the update function of one stage, which returns the norm over all stages."""
     trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     adam = torch.optim.AdamW(trained, lr=LR)
     shared = stage.model.get_input_embeddings().weight if ties else None
@@ -182,7 +182,7 @@ def _torch(stage: Stage, *, ties: bool) -> Callable[[], float]:
         if shared is not None:
             dist.all_reduce(shared.grad)
         for parameter in trained:
-            counts = parameter is not shared or stage.first  # once
+            counts = parameter is not shared or stage.first  # counted once
             squares += parameter.grad.square().sum() * counts if parameter.grad is not None else 0
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
@@ -197,7 +197,7 @@ def _torch(stage: Stage, *, ties: bool) -> Callable[[], float]:
 
 
 def _offloaded(stage: Stage, drive: Path, stack: ExitStack) -> Callable[[], float]:
-    """The same where the stage's weights and state are on a drive."""
+    """Return the same for a stage whose weights and state are on a drive."""
     drive.mkdir()
     away = dict.fromkeys(("params", "optimizer", "gradients"), "nvme")
     mine = [name for name, part in stage.named_modules() if type(part).__name__ == "LlamaDecoderLayer"]
@@ -223,7 +223,7 @@ def _offloaded(stage: Stage, drive: Path, stack: ExitStack) -> Callable[[], floa
 
 
 def traced(case: str) -> dict[str, Any]:
-    """torch's own split, and what its two parts are together beside the model."""
+    """Split the model with torch's tracer, and compare its parts with the whole model."""
     model = model_of(case).eval()
     ids = rows_of(1)[0][:ROWS, :-1].contiguous()
     at = "model.layers.2" if case.startswith("llama") else "transformer.h.2"
@@ -243,7 +243,7 @@ def traced(case: str) -> dict[str, Any]:
     return {"stages": made.num_stages, "apart": float((logits - expected).abs().max()), "rows of another length": other}
 
 
-# -- all of them ------------------------------------------------------------------------------------------------------
+# -- all cases ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -288,7 +288,7 @@ def as_rank(case: str, rank: str, *, folder: Path, steps: int) -> int:
 
 
 def told(case: str, folder: Path, logs: list[Any], codes: list[int], *, steps: int) -> str:
-    """How far losses and norms are from one process's, or the last error of what ranks said."""
+    """Return how far losses and norms are from one process's, or the ranks' last errors."""
     if any(codes):
         said = [Path(log.name).read_text().splitlines() for log in logs]
         errors = [next((line for line in reversed(lines) if "Error: " in line), "") for lines in said]

@@ -1,14 +1,16 @@
-"""Ranks against one rank: the same bits wherever things live, and the drive bytes of one.
+"""Compare several ranks with one rank: the same bits in every placement, and the same drive bytes.
 
     python soak/ranks_matrix.py FOLDER [--worlds 2 3 4] [--steps 20] [--only WORD ...] [--models gpt2 ...]
 
-Small models, tied and untied; bf16 and fp32; weights on the device, in RAM and on a drive, sums of gradients there too;
-none, half and all of the state in RAM. With half of it the update runs behind the forward, and inputs of blocks are on
-the drive where weights are. 2 ranks have two micro-batches each, 3 and 4 have one. Losses, norms, masters and moments
-must be those of one rank, everything in RAM, with the same micro-batches, to the last bit. Drive bytes must be those of
-one rank with as many micro-batches as each of the ranks has, but with half of the state, which each rank rounds up to
-4096 elements, with inputs, which are each rank's own, and where one micro-batch alone has sums in 16 bits.
-Prints a line a case; ends with 1 where anything differs.
+Small tied and untied models run in bf16 and fp32, with weights on the device, in RAM and on a drive (then with
+gradients there too), and with none, half or all of the state in RAM. With half of the state in RAM, the update overlaps
+the forward, and block inputs are on the drive if the weights are. 2 ranks have two micro-batches each, 3 and 4 have
+one. Losses, norms, masters and moments must match, bit for bit, one rank with the same micro-batches and everything in
+RAM.
+
+Drive bytes must be those of one rank with the micro-batches of each rank. Exceptions are half of the state, which each
+rank rounds up to 4096 elements, block inputs, which each rank has, and 16-bit sums of a single micro-batch. One line is
+printed for each case; the exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ SHAPES = {
     "gpt2": {"n_layer": 3, **DROPOUT},
     "qwen3": {"num_hidden_layers": 3},
     "mixtral": {},
-    "opt": {},  # leaves out blocks at random, in each micro-batch others: its ranks never do the same
+    "opt": {},  # It drops random blocks, different ones in each micro-batch, so its ranks never need the same.
 }
 KINDS = [("gpt2", True), ("gpt2", False), ("qwen3", True), ("qwen3", False), ("mixtral", False), ("opt", True)]
 AWAY = ("placement.gradients=nvme",)
@@ -43,7 +45,7 @@ LONG = 7200  # seconds
 
 
 def cases(folder: Path, *, steps: int, models: list[str], only: list[str]) -> dict[str, Case]:
-    """By name; `only` those whose name has all of these words."""
+    """Return the cases by name; `only` selects names that contain all of these words."""
     made = {}
     drive = folder / "drive"
     drive.mkdir()
@@ -65,7 +67,7 @@ def by(ranks: int, case: Case, *, micro: int, out: Path) -> Case:
 
 
 def references(wanted: Mapping[str, Case], micro: int, folder: Path) -> dict[str, Case]:
-    """One rank, everything in RAM; cases of one model and dtype have the same."""
+    """Return one rank's cases with everything in RAM, shared by cases with the same model and dtype."""
     made = {}
     for name, case in wanted.items():
         model, tied, dtype, *_ = name.split("-")

@@ -1,13 +1,15 @@
-"""Random sequences of commands on small models, for a given time; after each, everything that was promised is checked.
+"""Run random sequences of commands on small models for a given time, and check every guarantee after each command.
 
     python soak/soak.py --minutes 60 --seed 1
 
-Each round takes one or two runs of kinds drawn from `soak_world.KINDS` and does to them what users, terminals and
-disks do: trains, kills and stops at random moments, resumes with other homes and shares and on other drives, saves on
-demand, starts twice, exports, renames, fills a disk, closes terminals and pipes, times the machine, tunes. After every
-command each checkpoint must be whole and hold the state of the run left alone at that step, bit for bit, or have been
-pruned by the rule; so must metrics; the user's own files must be as they were. The first difference ends the soak with
-exit code 1: it prints the seed and the round's commands, and keeps the directory. `--round N` repeats one round.
+Each round takes one or two runs of kinds drawn from `soak_world.KINDS` and does what users, terminals and disks do. It
+trains, kills and stops them at random moments, resumes with other placements, shares and drives, saves on demand,
+starts twice, exports, renames, fills a disk, closes terminals and pipes, times the machine, and tunes.
+
+After every command, each checkpoint must be complete and match the undisturbed run at that step bit for bit, unless it
+was pruned by the rule. Metrics must match too, and the user's own files must be unchanged. The first difference ends
+the soak with exit code 1; it prints the seed and the round's commands, and keeps the directory. `--round N` repeats one
+round.
 """
 
 from __future__ import annotations
@@ -79,14 +81,14 @@ class Soak:
         self.fates = {name: weight for name, (weight, _) in FATES.items() if name not in without}
         self.actions = {name: about for name, about in self.ACTIONS.items() if name not in without}
         self.done: Counter[str] = Counter()
-        self.sequence: list[str] = []  # of this round
+        self.sequence: list[str] = []  # commands of this round
         self.dice = random.Random()
         self.training = Training(world, done=self.done, note=self.note)
         self.trials: list[Trial] = []
         self.made = 0
 
     def round(self, number: int) -> None:
-        """One or two runs, from nothing to their end."""
+        """Train one or two new runs to their end, with random events in between."""
         self.sequence, self.made = [], 0
         self.dice = self.training.dice = random.Random(f"{self.seed} {number}")
         self.trials = [self.new_trial() for _ in range(self.dice.choice((1, 1, 2)))]
@@ -114,7 +116,7 @@ class Soak:
         return trial
 
     def begin_anew(self) -> None:
-        """A run that is done has little left to happen to it: at times it makes room for another."""
+        """Replace finished runs with new ones in most cases, since little more can happen to a finished run."""
         for place, trial in enumerate(self.trials):
             if trial.reached == STEPS and self.dice.random() < 0.7:
                 self.note(f"rm -r {trial.output}")
@@ -140,11 +142,13 @@ class Soak:
             self.export_pages()
 
     def train_all(self) -> None:
-        """Both runs of this round, on the same drives."""
+        """Train both runs of this round on the same drives."""
         self.train(*((trial, self.fate(trial)) for trial in self.trials))
 
     def train_twice(self) -> None:
-        """Two starts in the same directory: whoever holds it first trains, and the other is refused or comes after."""
+        """Start two commands in one directory: the first to lock it trains, and the other is refused or runs
+        afterwards.
+        """
         trial = self.dice.choice(self.trials)
         first = self.training.start(trial, "second start")
         first.command.wait_for(moment(self.dice, trial.output, steps=STEPS)[1])
@@ -156,7 +160,7 @@ class Soak:
         self.training.check_end(second)
 
     def export(self, trial: Trial | None = None, *, kill: bool | None = None) -> None:
-        """A run, or one of its checkpoints; killed at times, and repeated then."""
+        """Export a run or one of its checkpoints; sometimes kill the export and repeat it."""
         trial = trial or self.dice.choice(self.trials)
         found = sorted(self.present(trial))
         if not trial.reached:
@@ -193,13 +197,13 @@ class Soak:
         self.done[f"export: exit {command.code}"] += 1
 
     def take_away(self, place: Path, trial: Trial, step: int, dtype: str) -> None:
-        """An export that is there is whole."""
+        """Check the export at `place`, if there is one, and remove it."""
         if place.exists():
             self.world.check_export(place, trial.kind, step, dtype)
             shutil.rmtree(place)
 
     def export_pages(self) -> None:
-        """The page files of each run that died: refused, or its weights after the update that is named."""
+        """Export the page files of each dead run: it is refused, or gives the weights after the stated update."""
         place = self.world.exports / "pages"
         for folder, trial in self.world.dead_stores(self.trials):
             words = ["export", folder, place, "--dtype", "fp32"]
@@ -217,7 +221,7 @@ class Soak:
         return trial.present
 
     def rename_checkpoint(self) -> None:
-        """The user puts one aside under a name of his own, or takes it back."""
+        """Rename a checkpoint as a user would, or rename it back."""
         trial = self.dice.choice(self.trials)
         back = [path for path, step in trial.renamed.items() if not self.step(trial, step).exists()]
         if back and self.dice.random() < 0.3:
@@ -252,7 +256,7 @@ class Soak:
         self.done["run directory renamed"] += 1
 
     def rename_own(self) -> None:
-        """Something of the user's own, on a drive beside ours."""
+        """Rename something of the user's on a drive that runs use, too."""
         root = self.dice.choice(self.world.drives) / "offload-trainer"
         ours = {trial.output for trial in self.trials}
         mine = [path for path in sorted(root.iterdir()) if path in self.world.sentinels.known and path not in ours]
@@ -273,13 +277,13 @@ class Soak:
         self.run_aside([*words, "--write", self.world.folder / "tuned.yaml"], small_tune, [drive])
 
     def look(self) -> None:
-        """Commands that write nothing."""
+        """Run a command that writes nothing."""
         trial = self.dice.choice(self.trials)
         words = [*self.world.words(trial.kind), "--nvme", self.world.drives[0], "--output", trial.output]
         self.run_aside([self.dice.choice(["plan", "doctor", "prepare"]), *words], None, [])
 
     def run_aside(self, words: list[object], first: Callable[[], None] | None, drives: list[Path]) -> None:
-        """A command that is not training, killed at times."""
+        """Run a command other than training, and kill it in half of the cases."""
         delay = self.dice.uniform(0, 3) if self.dice.random() < 0.5 else float("inf")
         self.note(f"{' '.join(map(str, words))}   # {'goes on' if delay > 9 else f'SIGKILL {delay:.4f} s in'}")
         command, begun = Command(words, log=self.training.log(), first=first), time.monotonic()
@@ -305,7 +309,7 @@ class Soak:
     }
 
     def print_table(self) -> None:
-        """What was done, and what was checked."""
+        """Print what was done and what was checked."""
         for title, counts in (("done", self.done), ("checked", self.world.checked)):
             print(f"\n| {title} | times |\n| --- | --- |")
             for name, count in sorted(counts.items()):
@@ -314,7 +318,7 @@ class Soak:
 
 
 def small_bench() -> None:
-    """In the fork: products, arrays and files of a few megabytes."""
+    """Shrink the bench to a few megabytes; called in the fork."""
     from offload_trainer.machine import bench
 
     bench._PIECE, bench._MATRIX_CPU = 1 << 20, (64, 64, 64)
@@ -325,7 +329,7 @@ def small_bench() -> None:
 
 
 def small_tune() -> None:
-    """In the fork: one setting beside the plan's."""
+    """Make `tune` try a single alternative to the plan; called in the fork."""
     from offload_trainer.plan.tiered.engine import TieredCandidate
 
     TieredCandidate.tunable = lambda self: [("tiered.page_buffers=4",)]

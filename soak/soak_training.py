@@ -1,4 +1,4 @@
-"""Training commands of a soak: where their state lives, what happens to them at a random moment, how they must end."""
+"""Training commands of a soak: they get random placements and random events, and their end is checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ON_DRIVES = (
     ["--params", "nvme", "--optimizer", "nvme", "placement.gradients=nvme"],
     ["--params", "cpu", "--ram-fraction", "0.25"],
 )
-# What may happen to a training command, how often, and the exit codes that it may have then.
+# Events of a training command, with their weights and the exit codes that they allow.
 FATES: dict[str, tuple[int, set[int]]] = {
     "goes on": (2, {0}),
     "SIGKILL": (5, {0, -signal.SIGKILL}),
@@ -39,33 +39,35 @@ FATES: dict[str, tuple[int, set[int]]] = {
 
 @dataclass
 class Flight:
-    """A training command under way, and what is to happen to it."""
+    """A running training command, and the event that will happen to it."""
 
     trial: Trial
     command: Command
     fate: str
-    due: Callable[[], bool]  # when it does
+    due: Callable[[], bool]  # true when the event is due
     drives: list[Path]
-    before: bytes  # metrics.jsonl, and the newest checkpoint, when it started
+    before: bytes  # metrics.jsonl, and the newest checkpoint's step, at the start
     base: int
     happened: bool = False
 
 
 class Training:
-    """Starts training commands in a world, and holds how they end against how they should."""
+    """Starts training commands in a world, and checks how they end."""
 
     def __init__(self, world: World, *, done: Counter[str], note: Callable[[str], None]) -> None:
         self.world, self.done, self.note = world, done, note
-        self.dice = random.Random()  # of the round
+        self.dice = random.Random()  # replaced in each round
         self.serial = 0
 
     def log(self) -> Path:
-        """A place for what the next command says; the last twenty are kept."""
+        """Return the path for the next command's log; the last twenty are kept."""
         self.serial += 1
         return self.world.folder / f"log-{self.serial % 20}.txt"
 
     def train(self, wishes: list[tuple[Trial, str]], *, trials: list[Trial]) -> None:
-        """Start these at the same time, and let happen to each what is wished; `trials`: all that there are."""
+        """Start these trials together, apply the named event to each, and check the results. `trials` are all of the
+        world's.
+        """
         full = any(fate == "disk full" for _, fate in wishes)
         flights = [self.start(trial, "disk full" if full and trial.on_disk else fate) for trial, fate in wishes]
         deadline = time.monotonic() + PATIENCE
@@ -83,7 +85,7 @@ class Training:
         if all(flight.command.code == 0 for flight in flights):
             trained = [
                 flight for flight in flights if "done before" not in flight.command.text
-            ]  # else nothing is leased
+            ]  # otherwise no drive is leased
             self.world.check_drives([drive for flight in trained for drive in flight.drives], trials)
 
     def start(self, trial: Trial, fate: str) -> Flight:
@@ -100,7 +102,7 @@ class Training:
         return Flight(trial, command, fate, due, drives, before, base, happened=fate in ("goes on", "second start"))
 
     def placement(self, trial: Trial) -> tuple[list[str], list[Path]]:
-        """Words for where the state lives this time, and the drives that they lease."""
+        """Return random words for the state's placement, and the drives that it leases."""
         dice = self.dice
         drives = dice.sample(self.world.drives, dice.randrange(1, 3))
         if trial.on_disk and dice.random() < 0.3:
@@ -120,7 +122,7 @@ class Training:
         return [*named, *dice.choice(ON_DRIVES), *inside], drives
 
     def let_happen(self, flight: Flight) -> None:
-        """What is to happen, once it is due."""
+        """Apply the event once it is due."""
         if flight.happened or flight.command.ended() or not flight.due():
             return
         flight.happened = True
@@ -135,7 +137,7 @@ class Training:
             flight.command.send(getattr(signal, flight.fate))
 
     def check_end(self, flight: Flight) -> None:
-        """The exit code and what was said; saved to the last step, unless that could not be."""
+        """Check the exit code and the messages, and that the last step was saved if it could be."""
         trial, command, fate = flight.trial, flight.command, flight.fate
         refused = fate == "second start" and command.code == 2 and "another run" in command.text
         if not refused and command.code not in FATES.get(fate, (0, {0}))[1]:
@@ -156,7 +158,7 @@ class Training:
 
 
 def fill(directory: Path) -> None:
-    """Not one byte is left on its filesystem."""
+    """Fill the filesystem of `directory` to its last byte."""
     with open(directory / "filler", "wb", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
             try:

@@ -1,11 +1,11 @@
-"""Where a soak takes place: kinds of runs, the user's own files among ours, and what must hold after every command.
+"""The environment of a soak: kinds of runs, the user's own files among the program's, and checks after every command.
 
 DIRECTORY/
-    alone/KIND/            the run left alone, a checkpoint after each step
+    alone/KIND/            the undisturbed run, with a checkpoint after each step
     models/ cache/ tmp/    model directories, all caches, TMPDIR
     runs/ exports/         what the commands write
     drives/a, drives/b     --nvme
-    disk/                  a small filesystem of its own, where one can be mounted
+    disk/                  a separate small filesystem, if one can be mounted
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ DROPOUT = tuple(f"model.overrides.{name}_pdrop=0.1" for name in ("resid", "embd"
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and how it is trained: whatever happens, its numbers are those of the run left alone."""
+    """A model and its training settings; the results must always be those of the undisturbed run."""
 
     name: str
     words: tuple[str, ...]
-    model: str = ""  # of MODELS; empty: the default preset, small
-    plain: bool = False  # plain torch keeps the same state
+    model: str = ""  # key of MODELS; empty: a small model of the default preset
+    plain: bool = False  # plain torch has the same state
 
 
 KINDS = (
@@ -81,15 +81,16 @@ KINDS = (
 
 @dataclass
 class Trial:
-    """One run directory and what is known of it."""
+    """A run directory and what is known about it."""
 
     kind: Kind
     output: Path
     every: int
     keep: int
     on_disk: bool
-    final: bool = False  # no checkpoints unless something asks for one; its weights are exported at the end
-    present: set[int] = field(default_factory=set)  # checkpoints at the last look, without what the user took since
+    final: bool = False  # no checkpoints unless requested; the weights are exported at the end
+    # checkpoints at the last check, except those that the user has since renamed
+    present: set[int] = field(default_factory=set)
     renamed: dict[Path, int] = field(default_factory=dict)
 
     @property
@@ -98,23 +99,23 @@ class Trial:
 
     @property
     def newest(self) -> int:
-        """The step of its newest checkpoint."""
+        """The step of its newest checkpoint, or 0."""
         return max(checkpoints_in(self.checkpoints), default=0)
 
     @property
     def reached(self) -> int:
-        """The step that its newest checkpoint or its final weights are of."""
+        """The step of its final weights, if exported, or of its newest checkpoint."""
         return STEPS if (self.output / "export").exists() else self.newest
 
 
 class Sentinels:
-    """Files of the user's: nothing but the user may touch them."""
+    """The user's files, which only the user may change."""
 
     def __init__(self) -> None:
         self.known: dict[Path, tuple[str, int]] = {}
 
     def plant(self, folder: Path, *names: str) -> None:
-        """A small tree of each name: files, one of them hidden, an empty directory and a link."""
+        """Create a small tree for each name: files, one of them hidden, an empty directory and a link."""
         for name in names:
             tree = folder / name
             (tree / "nested/empty").mkdir(parents=True, exist_ok=True)
@@ -135,7 +136,7 @@ class Sentinels:
             self.known[path] = _look(path)
 
     def move(self, old: Path, new: Path) -> None:
-        """The user renames a directory, whoever's it is."""
+        """Rename a directory, as a user would, and keep track of the files in it."""
         os.rename(old, new)
         for path in [path for path in self.known if path.is_relative_to(old)]:
             self.known[new / path.relative_to(old)] = self.known.pop(path)
@@ -162,7 +163,7 @@ def _below(tree: Path) -> Iterator[Path]:
 
 
 def _look(path: Path) -> tuple[str, int]:
-    """Type, mode and content."""
+    """Return type, mode and a checksum of the content."""
     held = path.lstat()
     if stat.S_ISLNK(held.st_mode):
         return f"a link to {os.readlink(path)}", 0
@@ -172,7 +173,7 @@ def _look(path: Path) -> tuple[str, int]:
 
 
 class World:
-    """The directories of a soak, and what is checked in them."""
+    """The directories of a soak, and the checks on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -190,14 +191,14 @@ class World:
         self._surround()
 
     def environment(self) -> dict[str, str]:
-        """Every cache inside; nothing that this machine was timed at before."""
+        """Return the variables that keep all caches inside, without earlier timings of this machine."""
         places = {"XDG_CACHE_HOME": self.folder / "cache", "TMPDIR": self.folder / "tmp"}
         return {name: str(path) for name, path in places.items()} | {
             "OFFLOAD_TRAINER_CACHE": str(self.folder / "cache/offload-trainer")
         }
 
     def _surround(self) -> None:
-        """The user's own files, under names that look like ours."""
+        """Create files of the user's under names that resemble the program's."""
         for drive in self.drives:
             self.sentinels.plant(drive, "photos", "run-0badcafe")
             self.sentinels.plant(drive / "offload-trainer", "run-xl", "run-xl-fp16", "run-1a2b3c4d", "notes")
@@ -208,7 +209,7 @@ class World:
 
     @contextmanager
     def small_disk(self) -> Iterator[bool]:
-        """A filesystem of its own at `disk`; False inside where this user may not mount one."""
+        """Mount a separate filesystem at `disk`; yield False if this user may not mount one."""
         image = self.folder / "disk.image"
         with open(image, "wb") as file:
             file.truncate(DISK_BYTES)
@@ -246,14 +247,14 @@ class World:
         shutil.rmtree(trial.output)
 
     def words(self, kind: Kind) -> list[str]:
-        """What makes a run of this kind, but for its places."""
+        """Return the settings of a run of this kind, without paths."""
         model = ["--model", f"{self.folder}/models/{kind.model}", "--scratch", "--tokenizer", "builtin"]
         always = ["--seq-len", "32", "--steps", str(STEPS), "placement.threads=1", "--lr", "1e-3"]
         evaluated = ["train.eval_every=4", "train.eval_rows=4"]
         return [*(model if kind.model else []), *kind.words, *always, *evaluated]
 
     def alone(self, kind: Kind) -> Path:
-        """The run of this kind that is left alone; trained when first asked for."""
+        """Return the undisturbed run of this kind, which is trained on first use."""
         output = self.folder / "alone" / kind.name
         if not (output / f"checkpoints/step-{STEPS:08d}").exists():
             words = [*self.words(kind), "--ram-fraction", "1", "--save-every", "1", f"save.keep={STEPS}"]
@@ -272,7 +273,7 @@ class World:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check(self, trials: Iterable[Trial]) -> None:
-        """What holds after every command, however it ended."""
+        """Check what must be true after every command, however it ended."""
         self.checked["user's files looked at"] += self.sentinels.check()
         for trial in trials:
             self._check_checkpoints(trial)
@@ -283,7 +284,7 @@ class World:
         must = sorted(trial.present | found.keys())[-trial.keep :]
         if not found.keys() >= set(must):
             raise Difference(f"{trial.checkpoints}: {must} are the newest {trial.keep}, and {sorted(found)} are there")
-        trial.present = set(found)  # what is no longer there was pruned by the rule
+        trial.present = set(found)  # missing ones were pruned by the rule
         alone = self.alone(trial.kind)
         for step, checkpoint in found.items():
             self.checked["checkpoints' files against their sums"] += verify_checkpoint(checkpoint)
@@ -291,7 +292,7 @@ class World:
             self.checked["checkpoints' states against the run left alone"] += compare_state(checkpoint, expected) > 0
 
     def check_told(self, trial: Trial, told: set[int]) -> None:
-        """Checkpoints that a command has said it saved are there, or were pruned by the rule."""
+        """Raise Difference unless each checkpoint reported as saved is there, or was pruned by the rule."""
         must = sorted(told | trial.present)[-trial.keep :]
         if not trial.present >= set(must):
             raise Difference(f"{trial.checkpoints}: {sorted(told)} were saved, and {sorted(trial.present)} are there")
@@ -308,7 +309,7 @@ class World:
             self.checked[f"lines of {name}"] += len(ours)
 
     def check_finished(self, trial: Trial, *, saved: bool) -> None:
-        """A run that got to its end in order. `saved`: a checkpoint was made by its last command."""
+        """Check a run that finished normally; `saved` says that its last command made a checkpoint."""
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             if len(rows(trial.output / name, ("step",))) != len(rows(self.alone(trial.kind) / name, ("step",))):
                 raise Difference(f"{trial.output}/{name} is not complete")
@@ -326,7 +327,9 @@ class World:
         self.checked["runs that got to their end"] += 1
 
     def check_drives(self, drives: Iterable[Path], trials: Iterable[Trial]) -> None:
-        """No directory of a run is left on these, once no run is alive and one that leased them has ended in order."""
+        """Raise Difference if a run's directory is left on a drive although no run is alive and the last one ended
+        normally.
+        """
         ours = {trial.output for trial in trials}
         for drive in drives:
             root = drive / "offload-trainer"
@@ -343,7 +346,7 @@ class World:
             self.checked["drives looked at for what the dead leave"] += 1
 
     def dead_stores(self, trials: Iterable[Trial]) -> Iterator[tuple[Path, Trial]]:
-        """Directories of page files on the drives that some trial's run has left, while no run is alive."""
+        """Yield directories of page files that these trials' runs left on the drives; no run may be alive."""
         for drive in self.drives:
             for told in sorted((drive / "offload-trainer").glob("run-*/store.json")):
                 output = Path(json.loads(told.read_text())["model"]).parent

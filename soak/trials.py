@@ -1,7 +1,7 @@
-"""Commands that are ended at random moments, and what they leave held against a run that was left alone.
+"""Run commands that are ended at random moments, and compare what they leave with an undisturbed run.
 
-A command runs in a fork of a process that has imported torch, to save its start; signals, closed terminals and the
-kernel end it as they would any other. What is read here is read without the package, as a stranger would.
+A command runs in a fork of a process that has imported torch, which saves its startup time. Signals, closed terminals
+and the kernel end it like any other process. Results are read here without the package, as an independent check.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 PATIENCE = 180  # seconds for a command
-SAME = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")  # of a step, however it came about
+# fields of a step that must be equal, however it was computed
+SAME = ("step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped")
 CHECKPOINT = re.compile("step-([0-9]+)")
 
-End = Literal["file", "pipe", "terminal"]  # what stdout and stderr of a command are
+End = Literal["file", "pipe", "terminal"]  # the kind of a command's stdout and stderr
 
 
 class Difference(Exception):
-    """Something is not as it was promised."""
+    """A broken guarantee."""
 
 
 def load_libraries() -> None:
-    """What each command would import, once; nothing here computes, so that no thread is lost in a fork."""
+    """Import what each command needs, once. Nothing is computed here, since a fork would lose the threads
+    that start.
+    """
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU begins no CUDA, which a fork could not use
+    # Checking for a GPU then does not initialise CUDA, which would not work in forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from offload_trainer import cli
 
     cli._quiet()
@@ -56,7 +60,7 @@ def soak_of_kills(
     *,
     kills: int,
 ) -> None:
-    """What each of them begins with: --kills and --seed, libraries, a directory that goes (in KILL_DIRECTORY)."""
+    """Parse --kills and --seed, import the libraries, and run a soak in a temporary directory (in KILL_DIRECTORY)."""
     from offload_trainer.storage.owned_dirs import scratch
 
     parser.add_argument("--kills", type=int, default=kills)
@@ -71,7 +75,9 @@ def soak_of_kills(
 
 
 class Command:
-    """`offload-train WORDS` in a session of its own. `log` gets what it says; `first` is called in it beforehand."""
+    """A running `offload-train WORDS` in a new session. `log` receives its output; `first` is called in
+    it beforehand.
+    """
 
     _far: dict[int, int] = {}  # the other ends of open pipes and terminals: no other command may hold them  # noqa: RUF012
 
@@ -89,7 +95,8 @@ class Command:
             far, near = os.openpty()
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in the fork from the first, as once the command line was read
+        # The fork ignores it from the start, as the command does once it has parsed its words.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self.pid = os.fork()
         if not self.pid:
             self._carry_out(near, [far, *self._far.values()], end, first)
@@ -99,10 +106,10 @@ class Command:
         os.set_blocking(far, False)
         self._far[self.pid] = far
 
-    code: int | None  # once it has ended; negative: the signal that ended it
+    code: int | None  # set once it has ended; negative for a signal
 
     def _carry_out(self, near: int, others: list[int], end: End, first: Callable[[], None] | None) -> None:
-        """In the fork; never returns."""
+        """Run the command in the fork; never return."""
         code = 1
         try:
             os.setsid()
@@ -137,7 +144,7 @@ class Command:
         return main(self.words)
 
     def _take_terminal(self, near: int) -> None:
-        """In the fork. Where the terminal has been closed already, end as the kernel ends those that have it."""
+        """Make it the fork's controlling terminal; if it is closed already, end as the kernel would (SIGHUP)."""
         try:
             fcntl.ioctl(near, termios.TIOCSCTTY, 0)
         except OSError:
@@ -145,20 +152,20 @@ class Command:
             os.kill(os.getpid(), signal.SIGHUP)
 
     def ended(self) -> bool:
-        """Whether it has; takes in what it has said."""
+        """Return True if the command has ended, and collect its output."""
         if self.code is not None:
             return True
         if not self._reaped():
             return False
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it had started
+            os.killpg(self.pid, signal.SIGKILL)  # processes that it started
         self._listen()
         self.hang_up()
         os.close(self._log)
         return True
 
     def _reaped(self) -> bool:
-        """Whether its own process has ended."""
+        """Return True if its main process has ended."""
         self._listen()
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
@@ -174,7 +181,7 @@ class Command:
                 os.write(self._log, said)
 
     def wait(self) -> int:
-        """Its exit code. Difference where it does not end."""
+        """Return the exit code; raise Difference if the command does not end."""
         deadline = time.monotonic() + PATIENCE
         while not self.ended():
             if time.monotonic() > deadline:
@@ -185,7 +192,7 @@ class Command:
         return self.code
 
     def wait_for(self, when: Callable[[], bool]) -> bool:
-        """Return once `when` holds, or the command has ended: whether it still lives."""
+        """Wait until `when` is true or the command has ended; return True if it is still running."""
         deadline = time.monotonic() + PATIENCE
         while not self.ended():
             if when():
@@ -201,7 +208,7 @@ class Command:
             os.kill(self.pid, number)
 
     def hang_up(self) -> None:
-        """Close the other end of its pipe or terminal: nobody reads any more."""
+        """Close the reading end of its pipe or terminal."""
         far = self._far.pop(self.pid, None)
         if far is not None:
             os.close(far)
@@ -215,7 +222,7 @@ class Command:
 
 
 def finish(words: Sequence[object], *, log: Path) -> None:
-    """Run a command to its end, which must be a good one."""
+    """Run a command to its end; raise Difference unless it succeeds."""
     command = Command(words, log=log)
     if command.wait() != 0:
         raise Difference(f"exit {command.code}: {command}")
@@ -225,7 +232,7 @@ def finish(words: Sequence[object], *, log: Path) -> None:
 
 
 def moment(dice: random.Random, output: Path, *, steps: int) -> tuple[str, Callable[[], bool]]:
-    """A random moment of a training run in `output`, in words, and what holds from then on."""
+    """Return a random moment of a training run in `output`, in words and as a condition that is true from then on."""
     checkpoints = output / "checkpoints"
     before = {path.name for path in checkpoints.glob("step-*")}
     kind = dice.choice(["any", "step", "save", "save", "prune"])
@@ -250,7 +257,7 @@ def moment(dice: random.Random, output: Path, *, steps: int) -> tuple[str, Calla
 
 
 def what_was_hit(output: Path, text: str) -> str:
-    """What a killed run was at, from what it left and said."""
+    """Return what a killed run was doing, judging by its files and messages."""
     names = [path.name for path in (output / "checkpoints").glob(".step-*")]
     left = [name for name in names if re.fullmatch(r"\.step-[0-9]+\.[a-z]+", name)]
     if any(name.endswith(".tmp") for name in left):
@@ -260,7 +267,7 @@ def what_was_hit(output: Path, text: str) -> str:
     return "in training" if "resumed from" in text or lines(output / "metrics.jsonl") else "at start"
 
 
-# -- what is left ------------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> int:
@@ -271,7 +278,7 @@ def lines(path: Path) -> int:
 
 
 def rows(path: Path, keys: Sequence[str] = SAME) -> list[dict[str, Any]]:
-    """What each whole line of metrics says that does not depend on time and place; a torn last one is not there."""
+    """Return the reproducible fields of each complete line of metrics; an incomplete last line is ignored."""
     if not path.exists():
         return []
     whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -279,7 +286,7 @@ def rows(path: Path, keys: Sequence[str] = SAME) -> list[dict[str, Any]]:
 
 
 def checkpoints_in(root: Path) -> dict[int, Path]:
-    """Checkpoints by step: of that name, with a manifest."""
+    """Return the checkpoints by step: directories of that name with a manifest."""
     found = {}
     for path in root.glob("step-*") if root.is_dir() else ():
         named = CHECKPOINT.fullmatch(path.name)
@@ -289,7 +296,7 @@ def checkpoints_in(root: Path) -> dict[int, Path]:
 
 
 def verify_checkpoint(checkpoint: Path) -> int:
-    """Read it whole against the sums of its manifest; returns its files. Difference where it is not whole."""
+    """Check a checkpoint's files against its manifest; return their number. Raises Difference."""
     files = json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
     held = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
     if held != {*files, "MANIFEST.json"}:
@@ -302,7 +309,7 @@ def verify_checkpoint(checkpoint: Path) -> int:
 
 
 def compare_state(checkpoint: Path, expected: Path) -> int:
-    """Masters, moments and the engine's counts, bit for bit; returns the files compared."""
+    """Compare masters, moments and the engine's counts bit for bit; return the number of files. Raises Difference."""
     names = sorted(path.name for path in expected.iterdir() if path.suffix == ".safetensors")
     for name in [*names, "engine.json"]:
         compare_file(checkpoint / name, expected / name)
@@ -317,7 +324,7 @@ def compare_state(checkpoint: Path, expected: Path) -> int:
 
 
 def compare_export(directory: Path, expected: Path) -> int:
-    """All files but the card, bit for bit; returns how many."""
+    """Compare all files except the model card bit for bit; return their number. Raises Difference."""
     ours, theirs = (
         sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix != ".md")
         for folder in (directory, expected)
@@ -331,7 +338,7 @@ def compare_export(directory: Path, expected: Path) -> int:
 
 
 def compare_file(path: Path, expected: Path) -> None:
-    """Byte for byte; tensors by name, since engines may list them in another order."""
+    """Compare byte for byte, or tensors by name, since engines may list them in different order. Raises Difference."""
     one, other = path.read_bytes(), expected.read_bytes()
     if one == other:
         return
@@ -344,7 +351,7 @@ def compare_file(path: Path, expected: Path) -> None:
 
 
 def _tensors(data: bytes) -> dict[str, tuple[Any, ...]]:
-    """Dtype, shape and bytes by name, as https://github.com/huggingface/safetensors describes the format."""
+    """Return (dtype, shape, bytes) by name, parsed as https://github.com/huggingface/safetensors specifies."""
     length = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + length])
     found = {}

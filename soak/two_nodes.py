@@ -1,14 +1,16 @@
-"""Two nodes on one machine, network namespaces with a link between them, against one rank: the same bits.
+"""Compare two nodes on one machine (two network namespaces with a link) with one rank: the bits must be the same.
 
     python soak/two_nodes.py FOLDER [--each 1|2] [--steps 20] [--mbit N] [--params gpu|cpu|nvme] [--lose | --refuse]
 
-torchrun is started in each of two namespaces, which see each other through a pair of veth alone, each with a drive
-directory of its own. GPT-2, tied, with dropout, in bf16, half the state on the drive: it trains, one node's ranks are
-killed after a checkpoint, the same command goes on, and losses, norms and the last checkpoint must be one rank's. Then
-a checkpoint of the nodes is gone on from by one rank, and one of that rank by the nodes. The bytes that leave a node in
-a step are read from the link's counters and held against the plan's. With `--lose` instead the link is cut, and in
-another run all of node 1 is stopped (SIGSTOP): who goes on ends, and says why. With `--refuse` the nodes know different
-secrets: both end before anything is written, and say so. Needs root and `ip`.
+torchrun is started in each of two namespaces, which see each other only through a veth pair. Each has its own drive
+directory. GPT-2, tied, with dropout, trains in bf16 with half of the state on the drive. One node's ranks are killed
+after a checkpoint, the same command resumes, and losses, norms and the last checkpoint must be one rank's. Then one
+rank resumes a checkpoint of the nodes, and the nodes resume one of that rank. The bytes that leave a node in a step are
+read from the link's counters and compared with the plan.
+
+With `--lose`, the link is cut instead, and in another run all of node 1 is stopped (SIGSTOP): the remaining processes
+end and say why. With `--refuse`, the nodes have different secrets: both end before anything is written, and say so.
+Needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def network(mbit: int | None) -> Iterator[None]:
-    """Two namespaces and a link, of so many Mbit/s."""
+    """Create two namespaces and a link of `mbit` Mbit/s between them."""
     for name in SPACES:
         ip("netns", "add", name)
     try:
@@ -57,7 +59,7 @@ def network(mbit: int | None) -> Iterator[None]:
 
 
 def sent(node: int) -> int:
-    """Bytes that have left a node."""
+    """Return the number of bytes that have left a node."""
     words = ["ip", "-n", SPACES[node], "-s", "-j", "link", "show", LINKS[node]]
     told = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
     return int(told[0]["stats64"]["tx"]["bytes"])
@@ -84,7 +86,7 @@ def start(
     params: str,
     secrets: Sequence[str] = ("what both nodes know",) * 2,
 ) -> list[subprocess.Popen[bytes]]:
-    """torchrun on both nodes."""
+    """Start torchrun on both nodes."""
     started = []
     for node, space in enumerate(SPACES):
         words = command(folder, output, node=node, steps=steps, ranks=2 * each, params=params)
@@ -118,9 +120,11 @@ def wait_for(output: Path, step: int, started: list[subprocess.Popen[bytes]]) ->
 def bytes_of_a_step(
     output: Path, started: list[subprocess.Popen[bytes]], *, first: int, last: int
 ) -> tuple[float, float]:
-    """That leave node 0 and node 1, the mean of the steps between two lines, each looked at as soon as it is there.
+    """Return the bytes that leave node 0 and node 1 in a step, averaged between two lines of metrics.
 
-    Of few steps it says little: what of the next one has been sent by then is a part of a step.
+    With few steps this is imprecise: the counters are read as soon as a line appears, when part of the next step's
+    bytes
+    may have been sent.
     """
     wait_for(output, first, started)
     began, steps = [sent(node) for node in (0, 1)], len(lines(output))
@@ -131,14 +135,14 @@ def bytes_of_a_step(
 
 
 def signal_all(launcher: subprocess.Popen[bytes], number: int) -> None:
-    """To it and its ranks."""
+    """Send a signal to the launcher and its ranks."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     for pid in [launcher.pid, *map(int, children)]:
         os.kill(pid, number)
 
 
 def lose(folder: Path, alone: Path, *, each: int, steps: int, params: str) -> None:
-    """The link is cut in mid-run, then, in another run, all of node 1 is stopped; each goes on with one rank's bits."""
+    """Cut the link during a run, and stop node 1 in another; both must resume with one rank's bits."""
     for name in ("cut", "stopped"):
         run, how = folder / name, {"each": each, "steps": steps, "params": params}
         started = start(folder, run, **how)
@@ -161,7 +165,7 @@ def lose(folder: Path, alone: Path, *, each: int, steps: int, params: str) -> No
 
 
 def refused(folder: Path, *, each: int, steps: int, params: str) -> None:
-    """Nodes that know different secrets end before anything is written, and both say so; listeners are named."""
+    """Nodes with different secrets must end before anything is written, and both must say so."""
     started = start(folder, folder / "refused", each=each, steps=steps, params=params, secrets=("a" * 16, "b" * 16))
     codes = finished(started)
     words = [(folder / f"told-{node}").read_text() for node in (0, 1)]
@@ -174,7 +178,7 @@ def refused(folder: Path, *, each: int, steps: int, params: str) -> None:
 
 
 def listeners(node: int) -> list[str]:
-    """Where processes listen in a node's namespace."""
+    """Return the addresses at which processes listen in a node's namespace."""
     told = subprocess.run(
         ["ip", "netns", "exec", SPACES[node], "ss", "-Hltn"], check=True, capture_output=True, text=True
     )
@@ -190,7 +194,7 @@ def told(run: Path) -> list[tuple[float, ...]]:
 
 
 def compare(name: str, run: Path, alone: Path, *, step: int) -> None:
-    """AssertionError where losses, norms, or the checkpoint's files differ."""
+    """Raise AssertionError if losses, norms, or the checkpoint's files differ."""
     assert told(run) == told(alone), f"{name}: other losses"
     for file in ("master", "exp_avg", "exp_avg_sq"):
         path = Path(f"checkpoints/step-{step:08d}/{file}.safetensors")
@@ -205,7 +209,7 @@ def one_rank(folder: Path, output: Path, *, steps: int, params: str) -> None:
 
 
 def cut(source: Path, target: Path, *, step: int) -> Path:
-    """A run as it was after the checkpoint of `step`."""
+    """Copy a run in the state after the checkpoint of `step`."""
     later = {path.name for path in (source / "checkpoints").glob("step-*") if int(path.name[5:]) > step}
     return shutil.copytree(source, target, ignore=lambda _, names: later.intersection(names))
 
@@ -237,7 +241,7 @@ def main() -> int:
         for node in (0, 1):
             print(f"node {node} listens at {', '.join(listeners(node))}", flush=True)
         moved = bytes_of_a_step(several, started, first=3, last=wish.steps - 4)
-        signal_all(started[1], signal.SIGKILL)  # as where it loses power but for connections, which the kernel closes
+        signal_all(started[1], signal.SIGKILL)  # As in a power loss, except that the kernel closes the connections.
         print(f"killed node 1 after step {len(lines(several))}: exit codes {finished(started)}", flush=True)
         assert finished(start(folder, several, each=wish.each, **how)) == [0, 0]
         compare(f"2 nodes x {wish.each}, killed and resumed", several, alone, step=wish.steps)
@@ -252,7 +256,7 @@ def main() -> int:
 
 
 def tell_bytes(run: Path, moved: tuple[float, float]) -> None:
-    """Bytes of a step over the link, from each node, beside what the plan says that the first gives and gets."""
+    """Print the bytes that each node sends in a step, and what the plan says that the first sends and receives."""
     links = [link for link in json.loads((run / "plan.json").read_text())["links"] if link["place"] == "network"]
     for node, way in enumerate(("written", "read")):
         told = {link["phase"]: link[way] for link in links}

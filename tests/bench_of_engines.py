@@ -1,4 +1,4 @@
-"""Engines in this process, on small models and given rows: what the tests of the tiered engine compare."""
+"""Build engines in this process on small models with fixed batches, for tests that compare engines bit for bit."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from offload_trainer.storage.scratch_dir import DriveLease
 from offload_trainer.telemetry.meters import PhaseClock
 
 VOCABULARY = 211
-REENTRANT = "reentrant"  # among an engine's words: torch's other variant of checkpointing, which DeepSpeed alone takes
+REENTRANT = "reentrant"  # An additional test word: torch's reentrant checkpointing, which only DeepSpeed uses.
 
-torch.set_num_threads(1)  # two tests run at a time
+torch.set_num_threads(1)  # Two tests run at the same time.
 ON_GPU = torch.cuda.is_available()
-if ON_GPU:  # where nothing else gives the same bits twice
+if ON_GPU:  # A GPU needs deterministic algorithms to give the same bits twice.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     use_deterministic_algorithms()
-# What has the bits of every home: plain torch, and on a GPU, whose own AdamW rounds otherwise, everything in RAM.
+# The reference that every placement must match bit for bit: plain torch on a CPU. On a GPU, torch's own AdamW rounds
+# differently, so the reference there is the tiered engine with all state in RAM.
 REFERENCE = ("--ram-fraction", "1") if ON_GPU else ("--engine", "plain")
 
-# Weights of odd sizes; a block of several pages; units outside the blocks that are large enough to be moved.
+# These shapes have odd weight sizes, blocks of several pages, and units outside the blocks that are large enough to be
+# offloaded.
 _SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2", "n_layer": 5, "n_embd": 72, "n_head": 4, "n_positions": 64,
@@ -70,7 +72,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_directory(folder: Path, name: str, *, tied: bool = True, **changes: Any) -> Path:
-    """A directory with the configuration of a small model, `changes` made to it; its weights are random ones."""
+    """Create a directory with a small model's configuration and `changes`, but no weights: they are drawn at random."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(_SHAPES[name] | shape | changes))
@@ -78,7 +80,7 @@ def model_directory(folder: Path, name: str, *, tied: bool = True, **changes: An
 
 
 def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
-    """Rows that can be learnt, the same every time: each token follows from the one before."""
+    """Return the same learnable batches on every call: each token is a function of the one before it."""
     generator = torch.Generator().manual_seed(5)
     made = []
     for number in range(count):
@@ -91,7 +93,7 @@ def batches(count: int, *, rows: int = 2, length: int = 24) -> list[Batch]:
 
 
 class Reentrant(ModelSource):
-    """Whatever is asked for."""
+    """A ModelSource that builds with torch's reentrant checkpointing, whatever the caller asks for."""
 
     def build(self, **asked: Any) -> CausalLoss:
         return super().build(**asked | {"reentrant": True})
@@ -101,7 +103,7 @@ _counted: dict[Any, Any] = {}
 
 
 def _counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch.dtype, **which: Any) -> Any:
-    """What a model holds, the same for all engines of one shape: counting takes longer than their steps."""
+    """Cache activation counts per model shape, since counting takes longer than the engines' steps."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.train()
@@ -115,7 +117,7 @@ def _counted_once(model: PreTrainedModel, blocks: Sequence[str], *, dtype: torch
 
 @contextmanager
 def engine(model: Path, *words: str, drives: Sequence[Path] = (), **extra: Any) -> Iterator[Any]:
-    """The engine that `words` ask for, as the command would build it; of several ranks all call."""
+    """Yield the engine that the command would build for `words`. With several ranks, all must call it."""
     named = [word for drive in drives for word in ("--nvme", str(drive))]
     words, given = tuple(word for word in words if word != REENTRANT), words
     always = ["--scratch", "tiered.page_size=8192", "optim.kernel=torch"] if "plain" not in words else ["--scratch"]
@@ -167,7 +169,9 @@ def train(
     lr: float = 1e-2,
     before: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
-    """(loss, gradient norm) of each step; `before(step)` is called ahead of each, counted from 1."""
+    """Train and return (loss, gradient norm) of each step; `before(step)` is called before each step,
+    counted from 1.
+    """
     done = []
     for start in range(0, len(data), accumulate):
         before(start // accumulate + 1)
@@ -181,7 +185,7 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """To the last bit."""
+    """Assert that both have the same names and bit-identical tensors."""
     assert one.keys() == other.keys()
     for name, tensor in other.items():
         assert torch.equal(one[name], tensor), name

@@ -1,4 +1,4 @@
-"""Conversations and a tokenizer with a template for them."""
+"""Sample conversations and a tokenizer with a chat template, for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATS = [
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and a chat template."""
+    """Return a byte-level tokenizer with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine as runs make them."""
+"""Write checkpoints of an engine in the layout of a real run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_trainer.model.loader import resolve_model, save_model_config
 
 
 def checkpoint_of(made: Any, model: Path, output: Path, *, step: int = 0) -> Path:
-    """A checkpoint of an engine as a run makes it; returns the run directory."""
+    """Save a checkpoint of engine `made` as a run would; return the run directory."""
     scratch = not (model / "model.safetensors.index.json").exists()
     source = resolve_model(ModelSection(name=str(model), attention="eager", random_init=scratch), seed=0)
     (output / "model").mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Code that runs in a fork of its own, for what a process can do only once: be killed, lose its terminal."""
+"""Run test code in a forked child, for events a process survives only once: being killed, losing its terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ GONE = ("a closed pipe", "a terminal that is gone")
 
 
 def in_a_fork(work: Callable[[], int | None], *, streams: Callable[[], None] = lambda: None) -> int:
-    """`work` in a child whose stdout and stderr are the process's own; returns its exit code, -N for signal N."""
+    """Run `work` in a fork that writes to the real stdout and stderr; return its exit code, -N if signal
+    N killed it.
+    """
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -29,7 +31,7 @@ def in_a_fork(work: Callable[[], int | None], *, streams: Callable[[], None] = l
 
 
 def lose_streams(kind: str) -> None:
-    """stdout and stderr become something that nobody reads any more."""
+    """Replace stdout and stderr with a pipe or terminal whose reading end is closed."""
     reader, writer = os.pipe() if kind == "a closed pipe" else pty.openpty()
     os.dup2(writer, 1)
     os.dup2(writer, 2)
@@ -38,7 +40,7 @@ def lose_streams(kind: str) -> None:
 
 
 def to_file(path: Path) -> None:
-    """stdout and stderr become a file."""
+    """Redirect stdout and stderr to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

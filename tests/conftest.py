@@ -1,4 +1,4 @@
-"""Runs of the real command, each in a process of its own or in a fork that is as good: tests/forks.py."""
+"""Fixtures, and functions that run the real command in a separate process or in an equivalent fork (tests/forks.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from wheels import wheel_in
 import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.engine import cpu_matmul
 
-# An embedding larger than all else, and sizes that do not divide. One thread, since two tests run at a time.
+# The model's embedding is larger than all else, and its sizes do not divide evenly. It uses one thread, since two tests
+# run at the same time.
 TINY = [
     *("model.overrides.n_layer=2", "model.overrides.n_embd=96", "--seq-len", "32", "--micro-batch", "2"),
     *("placement.threads=1", f"data.cache={tempfile.gettempdir()}/offload-trainer-tests"),
@@ -39,26 +40,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: one that begins last keeps a single worker busy at the end."""
+    """Start the slowest tests first: one that starts last leaves all but one worker idle at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish() -> None:
-    """What all those modules have made stays: no collection need walk it again."""
+    """Freeze the objects of all collected modules, so that later garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
 
-# What this machine was timed at before must not decide what tests see.
+# Earlier timings of this machine must not affect the tests.
 os.environ["OFFLOAD_TRAINER_CACHE"] = f"{tempfile.gettempdir()}/offload-trainer-tests-cache"
-# Nor which other files are run with a test's own.
+# Tests must not contact the Hugging Face hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
-torch.set_num_threads(1)  # several tests run at a time
+torch.set_num_threads(1)  # Several tests run at the same time.
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished command."""
+    """The result of a finished command: exit code, combined output, and run directory."""
 
     code: int
     text: str
@@ -74,7 +75,7 @@ class Run:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """No launcher's variables leak in."""
+    """Return the environment without a launcher's variables, plus `extra`."""
     return {
         key: value
         for key, value in os.environ.items()
@@ -98,10 +99,12 @@ def forks(*, stock: bool) -> Forks:
 def start(
     *argv: object, stdout: Path, stderr: Path, own: bool = False, stock: bool = False, **extra: str
 ) -> Fork | subprocess.Popen[bytes]:
-    """A Python script with its words (`COMMAND`: ours), what it prints in files; in a fork unless it should be `own`.
+    """Start a Python script (`COMMAND` for ours) with its output in files; in a fork unless `own` asks for a new
+    process.
 
-    `stock`: it will import DeepSpeed, which a word may say too; where there is a GPU, not ahead of a fork. torchrun
-    starts processes of its own.
+    `stock` says that the script imports DeepSpeed, as some of its words also imply. On a GPU such a script is never
+    forked.
+    torchrun always gets a new process, since it starts its ranks from there.
     """
     words = list(map(str, argv))
     stock = stock or any(word.startswith(_STOCK) for word in words)
@@ -112,7 +115,9 @@ def start(
 
 
 def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
-    """The same, waited for, with `extra` in the environment; stdout and stderr apart."""
+    """Run a script as `start` does and wait for it, with `extra` in the environment; return stdout and stderr
+    separately.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         code = start(*argv, stdout=out, stderr=err, own=own, stock=stock, **extra).wait(500)
@@ -120,7 +125,7 @@ def run_script(*argv: object, own: bool = False, stock: bool = False, **extra: s
 
 
 def call(*words: object, output: Path, check: bool = True) -> Run:
-    """`offload-train WORDS --output OUTPUT`, waited for."""
+    """Run `offload-train WORDS --output OUTPUT` and wait for it. With `check`, assert that it succeeds."""
     done = run_script(COMMAND, *words, "--output", output)
     run = Run(done.returncode, done.stdout + done.stderr, output)
     assert not check or run.code == 0, run.text[-4000:]
@@ -128,16 +133,16 @@ def call(*words: object, output: Path, check: bool = True) -> Run:
 
 
 def ask(*words: object, own: bool = False, **extra: str) -> subprocess.CompletedProcess[str]:
-    """`offload-train WORDS`, with `extra` in the environment; stdout and stderr apart."""
+    """Run `offload-train WORDS` with `extra` in the environment; return stdout and stderr separately."""
     return run_script(COMMAND, *words, own=own, **extra)
 
 
 def call_and_kill(
     *words: object, output: Path, when: Callable[[list[str]], bool], number: int, hold: int | None = None
 ) -> Run:
-    """The same, sent signal `number` as soon as `when(lines of metrics.jsonl)` holds.
+    """Run the command and send it signal `number` as soon as `when(lines of metrics.jsonl)` is true.
 
-    After step `hold` the run waits until that was done, however busy the machine is.
+    With `hold`, the run pauses after step `hold` until the signal was sent, so that a busy machine changes nothing.
     """
     metrics = output / "metrics.jsonl"
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +160,7 @@ def call_and_kill(
 
 
 def fill(directory: Path) -> None:
-    """Not one byte is left on its filesystem."""
+    """Fill the filesystem of `directory` to its last byte."""
     with open(directory / "filler", "wb", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
             try:
@@ -167,32 +172,34 @@ def fill(directory: Path) -> None:
 
 @pytest.fixture
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of this test alone, for page files."""
+    """Return a directory for page files that only this test uses."""
     return tmp_path_factory.mktemp("drive")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what the tests of a module make once."""
+    """Return a directory for what the tests of one module create once."""
     return tmp_path_factory.mktemp("folder")
 
 
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Embeddings and norms of small models are moved as those of large ones are."""
+    """Offload embeddings and norms of small models too, as those of large models are."""
     monkeypatch.setattr(layout, "SMALL", 0)
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory for all workers of pytest, for what only one of them should make: `in_turn`."""
+    """Return one directory for all pytest-xdist workers, for files that only one of them should create
+    (see `in_turn`).
+    """
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
-    """Inside, no other worker makes `path`."""
+    """Hold a file lock, so that only one worker at a time creates `path`."""
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -200,7 +207,7 @@ def in_turn(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def wheel(shared: Path) -> Path:
-    """Of this package, as an index has it; built once for all workers of pytest."""
+    """Return the package's wheel; it is built once for all pytest workers."""
     folder = shared / "wheel-and-source"
     with in_turn(folder):
         if not folder.exists():
@@ -213,7 +220,7 @@ def wheel(shared: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_products() -> Iterator[None]:
-    """A run that replaces torch's 16-bit products does so for its whole process, where other tests follow."""
+    """Restore torch's 16-bit matrix products after a run that replaced them for the whole process."""
     yield
     products_of_torch()
 
@@ -227,7 +234,7 @@ def products_of_torch() -> None:
 KILL, INTERRUPT, TERMINATE = signal.SIGKILL, signal.SIGINT, signal.SIGTERM
 
 
-LIMIT = 3 << 29  # bytes: 1.5 GiB
+LIMIT = 3 << 29  # bytes (1.5 GiB)
 
 
 _boxes = count()
@@ -235,7 +242,7 @@ _boxes = count()
 
 @pytest.fixture
 def box() -> Iterator[Path]:
-    """A memory cgroup with LIMIT; skipped where this user may not make one."""
+    """Yield a memory cgroup limited to LIMIT; skip the test if this user may not create one."""
     v1 = Path("/sys/fs/cgroup/memory")
     folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"offload-trainer-test-{os.getpid()}-{next(_boxes)}"
     name = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"
@@ -257,7 +264,7 @@ def box() -> Iterator[Path]:
 
 
 def assert_same_run(run: Run, expected: Run) -> None:
-    """Bit for bit: every step's loss, norm and rate, and the final masters and moments."""
+    """Assert identical steps, tokens, losses, norms and rates, and identical final masters and moments, bit for bit."""
     for key in ("step", "tokens", "loss", "grad_norm", "lr"):
         assert [step[key] for step in run.steps] == [step[key] for step in expected.steps], key
     for kind in ("master", "exp_avg", "exp_avg_sq"):

@@ -1,5 +1,5 @@
-"""Steps whose micro-batches count different numbers of targets, and what others make of them: transformers and torch
-alone, or the plain engine.
+"""Train with micro-batches that count different numbers of targets, on references: transformers with torch alone, or
+the plain engine.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from offload_trainer.plan.shape import ModelShape
 from offload_trainer.settings import load_config
 
 LR, DECAY, EPS = 1e-2, 0.1, 1e-3
-COUNTS = (3, 0, 25)  # of three micro-batches, and so on
+COUNTS = (3, 0, 25)  # Targets of each micro-batch in a cycle of three.
 
 
 def random_weights(folder: Path) -> Path:
-    """fp32, into the directory of a configuration."""
+    """Write random fp32 weights into a directory that has a configuration."""
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).save_pretrained(folder)
     return folder
 
 
 def masked(data: list[Batch]) -> list[Batch]:
-    """Each counts so many targets, at places drawn at random, and never a row's last, which has no next token."""
+    """Mask targets so that the batches count `COUNTS` targets each, at random places. A row's last token is never a
+    target.
+    """
     random, made = torch.Generator().manual_seed(7), []
     for number, batch in enumerate(data):
         places = batch.targets[:, :-1].numel()
@@ -46,7 +48,9 @@ def masked(data: list[Batch]) -> list[Batch]:
 def transformers_alone(
     folder: Path, data: list[Batch], *, at_a_time: int
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, norms and weights where a step's `at_a_time` micro-batches are one batch, with transformers' own loss."""
+    """Return losses, norms and weights of transformers' own loss, with a step's `at_a_time` micro-batches
+    in one batch.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -75,7 +79,7 @@ def plain_alone(
     lr: float = LR,
     prepare: Callable[[nn.Module, ModelShape], None] = lambda model, shape: None,
 ) -> list[Step]:
-    """Losses and norms of the plain engine, which accumulates a step's `at_a_time` micro-batches."""
+    """Return (loss, norm) of each step of the plain engine, which accumulates `at_a_time` micro-batches a step."""
     words = ["--model", str(folder), "--engine", "plain", "--dtype", dtype, f"optim.eps={EPS}"]
     config = load_config(words)
     source = resolve_model(config.model, seed=0)

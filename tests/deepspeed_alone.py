@@ -1,8 +1,8 @@
-"""A process of its own for stock DeepSpeed in one placement: prints what the test compares, as JSON.
+"""Run stock DeepSpeed in one placement, in a separate process; print what the test compares, as JSON.
 
-deepspeed_alone.py FOLDER [late] WORDS...      FOLDER holds `model`, a directory with weights
+    deepspeed_alone.py FOLDER [late] WORDS...      FOLDER holds `model`, a directory with weights
 
-`late`: what goes to drives behind the work gets there when it is waited for, and not before.
+`late` delays each asynchronous write to drives until DeepSpeed waits for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def build(folder: Path, words: list[str]) -> DeepSpeedEngine:
 
 
 def write_late() -> None:
-    """Writes of sub-groups are begun when something waits for them."""
+    """Delay the writes of sub-groups until an operation waits for them."""
     from deepspeed.runtime.swap_tensor import pipelined_optimizer_swapper as pipelined
 
     write, wait = pipelined.swap_out_tensors, pipelined.OptimizerSwapOp.wait

@@ -1,14 +1,15 @@
-"""dying.py [RANK:]WHERE NUMBER WORDS...: the command, which SIGKILL ends at an exact moment, or that rank of it.
+"""dying.py [RANK:]WHERE NUMBER WORDS...: run the command, or only its rank RANK, and kill it (SIGKILL) at an exact
+moment.
 
 page N     before the Nth write into page files
-flip N     before the Nth time that what a rank has written is what holds: all ranks' pages are home
-half N     amid the Nth record of a step, of which half is written
+flip N     before the Nth commit of a rank's pages, after all ranks have written theirs
+half N     halfway through writing the Nth record of a step
 record N   after the Nth record of a step
 line N     after the line of step N in metrics.jsonl
-saved N    once the checkpoint of step N has its name
-start N    once the page files of an earlier run are this one's
-ended N    once the run has left its weights, before what it would go on from is given up
-dropped N  after that, before its directories on drives are removed
+saved N    once the checkpoint of step N has its final name
+start N    once this run has taken over the page files of an earlier run
+ended N    after the export, before the run deletes its resume state
+dropped N  after that, before it removes its directories on drives
 """
 
 import itertools
@@ -44,7 +45,7 @@ def of(name: str) -> Any:
 
 
 def of_step(content: bytes) -> bool:
-    """Not the record that a run begins with, before any step."""
+    """Return True unless this is the initial record, written before any step."""
     return b'"newest": ""' not in content
 
 

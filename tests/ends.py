@@ -1,9 +1,10 @@
-"""Runs that end in every way, in forks of one process that has imported torch: each signal x phase x kind of stream.
+"""Run small trainings that end in every way, in forks of a process that has imported torch: signal x phase x stream.
 
-    python tests/ends.py FOLDER [--only WORD,WORD] [--phases PHASE,PHASE] [--pairs] [--table]   a line a cell or a table
+    python tests/ends.py FOLDER [--only WORD,WORD] [--phases PHASE,PHASE] [--pairs] [--table]
 
-A cell is a whole command with a small model. When it gets to the phase, its stdout and stderr lose their reader (where
-that is the kind), and the process sends itself the signal, once or twice. `expected` is what is documented.
+One line is printed for each cell, or a table. A cell is a whole command with a small model. When it reaches the phase,
+its stdout and stderr lose their reader (for those kinds of stream), and it sends itself the signal once or twice.
+The results are compared with the documented exit codes and outcomes.
 """
 
 from __future__ import annotations
@@ -45,24 +46,26 @@ class Cell:
 
     @property
     def at_once(self) -> bool:
-        """Nothing can be lost yet."""
+        """Return True for phases in which a run has nothing to save yet."""
         return self.phase in PHASES[:3]
 
     @property
     def insists(self) -> bool:
-        """A second SIGHUP is none, and SIGUSR1 never ends a run."""
+        """Return True if the second signal ends the run immediately. A second SIGHUP does not; SIGUSR1 never ends a
+        run.
+        """
         return self.times == 2 and self.signal in ("INT", "TERM", "QUIT")
 
 
 @dataclass
 class End:
-    """What came of a cell."""
+    """The outcome of a cell."""
 
     cell: Cell
-    code: int = -1  # as a shell has it: 128 + N for one that signal N killed
+    code: int = -1  # exit code as a shell reports it: 128 + N for a process killed by signal N
     seconds: float = 0.0
     checkpoints: list[int] = field(default_factory=list)
-    steps: int = 0  # lines of metrics
+    steps: int = 0  # lines of metrics.jsonl
     exported: bool = False
     wrong: list[str] = field(default_factory=list)
 
@@ -78,7 +81,7 @@ def all_cells() -> list[Cell]:
 
 
 def pairs() -> list[Cell]:
-    """A quarter of them, in which each two of (a signal, once or twice), phase and stream come together."""
+    """Return a quarter of all cells, in which every pair of signal (once or twice), phase and stream still occurs."""
     kinds = list(product(SIGNALS, (1, 2)))
     return [
         Cell(*kind, phase, STREAMS[-(one + other) % len(STREAMS)])
@@ -87,7 +90,9 @@ def pairs() -> list[Cell]:
 
 
 def load_libraries() -> None:
-    """What each command would import, once; nothing here computes, so that no thread is lost in a fork."""
+    """Import what each command needs, once. Nothing is computed here, since a fork would lose the threads
+    that start.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     from offload_trainer import cli
 
@@ -100,19 +105,19 @@ def load_libraries() -> None:
     import offload_trainer.trainer  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # forks would walk all of it, and so copy it
+    gc.freeze()  # Without this, each fork's garbage collection would touch, and so copy, all of it.
 
 
 # -- in the child ----------------------------------------------------------------------------------------------------
 
 
 class Moment:
-    """The moment at which a cell's signals are sent, once a run."""
+    """The moment at which a cell's signals are sent, at most once a run."""
 
     def __init__(self, cell: Cell, reader: int) -> None:
         self.cell, self.reader = cell, reader
         self.over = False
-        self.asked: Any = None  # of the loop, once there is one
+        self.asked: Any = None  # the training loop's stop and save requests, once it has started
 
     def come(self) -> None:
         if self.over:
@@ -124,20 +129,22 @@ class Moment:
         try:
             os.kill(os.getpid(), self.cell.number)
             self._until_handled()
-        finally:  # with nothing to save the first one leaves from here
+        finally:  # Without anything to save, the first signal raises from here.
             if self.cell.times == 2:
                 os.kill(os.getpid(), self.cell.number)
                 self._until_handled()
 
     def _until_handled(self) -> None:
-        """Handlers run in the main thread between two of its instructions; a hook may be in another thread."""
+        """Wait until the training loop has seen the signal: handlers run in the main thread, and this may be
+        another.
+        """
         deadline = time.monotonic() + 5
         while self.asked and not (self.asked.stop or self.asked.save) and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
 def patch(owner: Any, name: str, moment: Moment, *, nth: int = 1) -> None:
-    """The moment comes before the `nth` call of this."""
+    """Trigger `moment` before the `nth` call of `owner.name`."""
     call, calls = getattr(owner, name), iter(range(1, 10**9))
 
     def then(*arguments: Any, **named: Any) -> Any:
@@ -149,7 +156,7 @@ def patch(owner: Any, name: str, moment: Moment, *, nth: int = 1) -> None:
 
 
 def arm(moment: Moment) -> None:
-    """Set the moment of the cell's phase."""
+    """Install the trigger for the cell's phase."""
     from offload_trainer import checkpoint, trainer
     from offload_trainer.engine.tiered import TieredEngine
     from offload_trainer.export import final_export
@@ -193,7 +200,7 @@ def words(cell: Cell, folder: Path, shared: Path) -> list[str]:
 
 
 def start_reader(cell: Cell, text: Path) -> int:
-    """Make stdout and stderr the cell's kind; returns the process that reads them, 0 for none."""
+    """Set stdout and stderr to the cell's kind of stream; return the pid of the process that reads them, or 0."""
     if cell.stream == "file":
         writer, reader = os.open(text, os.O_WRONLY | os.O_CREAT, 0o666), -1
     elif "pipe" in cell.stream:
@@ -209,7 +216,7 @@ def start_reader(cell: Cell, text: Path) -> int:
                 try:
                     while data := os.read(reader, 1 << 16):
                         file.write(data)
-                except OSError:  # a terminal's other end was closed
+                except OSError:  # The terminal's other end was closed.
                     pass
             os._exit(0)
         os.close(reader)
@@ -220,7 +227,7 @@ def start_reader(cell: Cell, text: Path) -> int:
 
 
 def run_cell(cell: Cell, folder: Path, shared: Path) -> None:
-    """The child: never returns."""
+    """Run the cell in the forked child; never return."""
     code = 99
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -243,7 +250,7 @@ def run_cell(cell: Cell, folder: Path, shared: Path) -> None:
 
 
 def finish(cell: Cell, folder: Path, shared: Path) -> End:
-    """Carry a cell out and look at what it left."""
+    """Run a cell in a fork and collect its outcome."""
     (folder / "drive").mkdir(parents=True)
     end, start = End(cell), time.monotonic()
     pid = os.fork()
@@ -273,7 +280,7 @@ def wait(pid: int) -> int | None:
 
 
 def look(end: End, folder: Path) -> None:
-    """Fill in what there is, and note what is not as documented."""
+    """Fill in what the run left on disk, and note what differs from the documentation."""
     from offload_trainer.checkpoint import complete_checkpoints, read_manifest
 
     cell, out, wrong = end.cell, folder / "out", end.wrong
@@ -301,7 +308,7 @@ def look(end: End, folder: Path) -> None:
 
 
 def killed(cell: Cell) -> bool:
-    """The kernel ended it: nothing was tidied up."""
+    """Return True if the second signal kills the process before it can clean up."""
     return cell.at_once and cell.insists
 
 
@@ -310,7 +317,7 @@ def expected_code(cell: Cell) -> int:
 
 
 def expected_outcomes(cell: Cell) -> tuple[str, ...]:
-    """Of the step that the run had got to. A second signal may come when a save has just ended."""
+    """Return the documented outcomes for the last step. A second signal may arrive just after a save has finished."""
     if cell.signal != "USR1" and cell.at_once:
         return ("not saved",)
     if cell.insists:
@@ -319,7 +326,7 @@ def expected_outcomes(cell: Cell) -> tuple[str, ...]:
 
 
 def table(ends: Sequence[End]) -> str:
-    """Markdown: what came of each, all kinds of streams together; where they differ both stand."""
+    """Return a Markdown table of exit codes and outcomes by phase and signal, with all kinds of streams merged."""
     kinds = list(product(SIGNALS, (1, 2)))
     lines = ["| | " + " | ".join(name + (", twice" if times == 2 else "") for name, times in kinds) + " |"]
     lines.append("| --- |" + " --- |" * len(kinds))

@@ -1,11 +1,11 @@
-"""faulty.py FAULT ARGUMENT WORDS...: the command, with one thing that goes wrong.
+"""faulty.py FAULT ARGUMENT WORDS...: run the command with one injected fault.
 
 full-save DIRECTORY     the filesystem of DIRECTORY fills up once the second save has begun
-full-step DIRECTORY     it fills up before the line of step 8, once the checkpoint before it is there
-low-save DIRECTORY      it has one MB left when the second save looks what is free
-full-export DIRECTORY   the same once an export has begun
+full-step DIRECTORY     it fills up before the line of step 8, once the preceding checkpoint is complete
+low-save DIRECTORY      it has one MB left when the second save checks the free space
+full-export DIRECTORY   it fills up once an export has begun
 read-error N, write-error N     the Nth transfer of page files fails with EIO
-clock SEED              the system's clock jumps by days, forwards and backwards, whenever it is looked at
+clock SEED              the system's clock jumps by days, forwards and backwards, at every reading
 """
 
 import errno
@@ -37,7 +37,7 @@ def full_save(directory: str) -> None:
 
 
 def full_part(rank: str) -> None:
-    """The disk is full for one of several ranks, in the second save, after its first page."""
+    """Fill the disk for one rank only, in the second save, after its first page."""
     if os.environ["RANK"] != rank:
         return
     from offload_trainer.storage.tensorfile import PlacedWriter

@@ -1,14 +1,15 @@
-"""Commands in forks of a process that has imported the libraries once, since importing takes most of a small one.
+"""Run commands in forks of a process that has imported the libraries once: importing is most of a small run's time.
 
     forks = Forks()             # Forks(stock=True): DeepSpeed is imported too
     process = forks.start([script, words...], stdout=path, stderr=path, env=..., cwd=...)   # as subprocess.Popen
 
-The parent computes nothing and has one thread, so that a fork is as good as a new process: the environment, the
-directory, the umask and the files are set before anything runs, the script runs as `__main__`, and the interpreter
-ends as it would anywhere, with real exit codes and signals. What differs: libraries have read their environment
-already (OpenMP's threads are 1 but for torch's own, HF_HUB_OFFLINE is 1), the start takes no time, and hashes have the
-same salt in all forks of one parent. Where that matters, and for torchrun, conftest starts a process of its own.
-DeepSpeed's kernels are loaded in the forks, each with its own number of threads.
+The parent computes nothing and has one thread, so a fork is as good as a new process. The environment, directory,
+umask and files are set before anything runs, the script runs as `__main__`, and exit codes and signals are real.
+
+Three things differ. Libraries have already read their environment (OpenMP has 1 thread except for torch's own,
+HF_HUB_OFFLINE is 1). Startup takes no time. All forks of one parent share the hash salt. conftest starts a new process
+for tests to which that matters, and for torchrun. DeepSpeed's kernels are loaded in each fork, with its number of
+threads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COMMAND = str(Path(__file__).resolve().parent.parent / "offload_trainer" / "__ma
 
 
 class Forks:
-    """The parent, seen from a test."""
+    """A handle on the parent process, from which a test starts forks."""
 
     def __init__(self, *, stock: bool = False) -> None:
         offline = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -58,7 +59,7 @@ class Forks:
         return Fork(said["started"], self)
 
     def code(self, pid: int, timeout: float | None) -> int | None:
-        """Its exit code, as Popen gives it, once it has ended; None where it has not."""
+        """Return the exit code as Popen does, waiting up to `timeout` seconds; None if the process is still running."""
         until = None if timeout is None else time.monotonic() + timeout
         while pid not in self._codes:
             left = None if until is None else until - time.monotonic()
@@ -67,20 +68,20 @@ class Forks:
         return self._codes[pid]
 
     def _hear(self, timeout: float | None) -> dict[str, Any]:
-        """The parent's next line; {} where none comes in time."""
+        """Return the parent's next message, or {} if none arrives in time."""
         assert self._parent.stdout
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._parent.stdout, selectors.EVENT_READ)
             if not waiting.select(timeout):
                 return {}
         line = bytearray()
-        while not line.endswith(b"\n"):  # byte by byte: a buffer would hide lines from the selector
+        while not line.endswith(b"\n"):  # Read byte by byte: a buffer would hide lines from the selector.
             byte = os.read(self._parent.stdout.fileno(), 1)
             assert byte, "the parent of the forks has ended"
             line += byte
         said = json.loads(line)
         if "started" in said:
-            self._codes.pop(said["started"], None)  # of a process that had this number before
+            self._codes.pop(said["started"], None)  # Drop the exit code of an earlier process with the same pid.
         if "ended" in said:
             self._codes[said["ended"]] = said["code"]
         return said
@@ -92,7 +93,7 @@ class Forks:
 
 
 class Fork:
-    """One command: what tests need of subprocess.Popen."""
+    """A forked command with the part of subprocess.Popen's interface that tests use."""
 
     def __init__(self, pid: int, forks: Forks) -> None:
         self.pid, self._forks = pid, forks
@@ -119,12 +120,16 @@ class Fork:
 
 
 def serve() -> list[str] | None:
-    """Fork for each line on stdin, tell of each end; returns in each fork with what it is to run, else at the end."""
+    """Fork for each request on stdin and report each exit.
+
+    Return the command's words in each fork, and None in the parent when stdin ends.
+    """
     told = os.dup(1)
     os.dup2(2, 1)
     _load_libraries()
     gc.collect()
-    gc.freeze()  # or each fork would walk, and so copy, all of it at its end: most of a second
+    # Without this, each fork would copy all of it in its last garbage collection, which takes most of a second.
+    gc.freeze()
     children: dict[int, int] = {}  # pidfd -> pid
     with selectors.DefaultSelector() as waiting:
         waiting.register(0, selectors.EVENT_READ)
@@ -169,18 +174,18 @@ def _load_libraries() -> None:
 
 
 def _load_deepspeed() -> None:
-    """For a CPU. What DeepSpeed asks of it takes py-cpuinfo a second each time, and the answer is always the same."""
+    """Import DeepSpeed for a CPU. Cache py-cpuinfo's answer, which takes a second each time and never changes."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import cpuinfo
     import deepspeed.ops.adam
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - what any optimizer is asked whether it is
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - DeepSpeed checks every optimizer against it
 
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
 
 
 def _become(wish: dict[str, Any]) -> list[str]:
-    """Take on what the command was given; returns its words."""
+    """Apply the request's files, environment, directory and umask to this fork; return the command's words."""
     import numpy
 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -202,5 +207,6 @@ if __name__ == "__main__":
     if sys.argv[0] == COMMAND:
         sys.path[0] = str(Path.cwd())
     else:
-        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # before this directory, whose helpers it may need
+        # The script's directory must precede this one, since it may import its own helpers.
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,6 @@
-"""One process that rounds where two ranks do that share each product: each is made of two halves, rounded, added up."""
+"""Emulate, in one process, the rounding of two tensor-parallel ranks: each product is computed in two
+halves and added.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from offload_trainer.plan.shape import ModelShape
 
 
 class _ForBoth(torch.autograd.Function):
-    """A tensor for each half; their gradients are added up, rounded once."""
+    """An identity that returns one tensor for each half, and adds their gradients with one rounding."""
 
     @staticmethod
     def forward(context: Any, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +27,7 @@ class _ForBoth(torch.autograd.Function):
 
 
 def in_halves(model: nn.Module, shape: ModelShape) -> None:
-    """From now on, for the weights that `shape` says are divided, or whose gradients ranks add up."""
+    """Patch the modules whose weights `shape` says are split among ranks, or whose gradients ranks add up."""
     splits = {weight.name: weight.split for weight in shape.weights}
     for name, module in model.named_modules():
         split = splits.get(f"{name}.weight", "")
@@ -34,7 +36,7 @@ def in_halves(model: nn.Module, shape: ModelShape) -> None:
 
 
 def _halves(whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """Each as it lies where a rank has it alone: other strides may take another kernel."""
+    """Return contiguous halves, as ranks store them: other strides may select another kernel."""
     return [half.contiguous() for half in whole.chunk(2, dim)]
 
 
@@ -59,7 +61,7 @@ def _row(linear: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _summed(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Over heads, of which each rank has half: [rows, tokens, heads, of a head]."""
+    """Return a forward of a norm over heads, half of them for each rank: [rows, tokens, heads, head size]."""
 
     def forward(values: torch.Tensor) -> torch.Tensor:
         halves = zip(_halves(values, 2), _ForBoth.apply(norm.weight), strict=True)

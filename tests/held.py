@@ -1,4 +1,4 @@
-"""held.py STEP FILE WORDS...: the command, which waits after step STEP until FILE is there, two minutes at most."""
+"""held.py STEP FILE WORDS...: run the command, which pauses after step STEP until FILE exists, at most two minutes."""
 
 import sys
 import time

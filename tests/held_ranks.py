@@ -1,4 +1,4 @@
-"""held_ranks.py STEP FILE WORDS...: the command with several ranks, each of which is held.py."""
+"""held_ranks.py STEP FILE WORDS...: run the command with several ranks, each of them started through held.py."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""A device and a drive whose copies and reads complete late and out of order: whoever does not wait reads old bytes.
+"""Stand-ins for a device and a drive whose transfers complete late and out of order, so that a missing wait reads stale
+bytes.
 
-`HeldWrites` holds some writes back, and sees who asks for their bytes before they have arrived.
+`HeldWrites` delays chosen writes and records requests for the same bytes before those writes have finished.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offload_trainer.storage.transfer import DriveFile, Future, ThreadedTransfer
 
 
 def late(work: Callable[[], None]) -> Future:
-    """Do `work` on a thread of its own, after a while that differs from one call to the next."""
+    """Run `work` on a new thread after a random delay."""
     future = Future()
     delay = random.Random(threading.active_count() * 7 + time.monotonic_ns()).uniform(0.0005, 0.004)
 
@@ -43,7 +44,7 @@ class LateTransfers:
     name = "late"
 
     def read(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
-        bytes_of(buffer).fill_(0xFF)  # what is there before the bytes arrive is NaN
+        bytes_of(buffer).fill_(0xFF)  # Until the bytes arrive, the buffer holds NaN.
         return late(lambda: file.read(memoryview(bytes_of(buffer).numpy()), offset))
 
     def write(self, file: DriveFile, offset: int, buffer: torch.Tensor) -> Future:
@@ -57,9 +58,10 @@ class LateTransfers:
 
 
 class HeldWrites(ThreadedTransfers):
-    """The next `hold[name]` writes to files of that name are carried out after `patience` seconds, or at `go`.
+    """Transfers that delay the next `hold[name]` writes to files of that name by `patience` seconds, or until `go` is
+    set.
 
-    `crossed`: requests in between for the same bytes of a file or of memory, which nobody must make.
+    `crossed` lists requests for the same bytes of a file or of memory in the meantime, which are errors in the caller.
     """
 
     def __init__(self) -> None:
@@ -108,7 +110,7 @@ class HeldWrites(ThreadedTransfers):
 
 
 class LateDevice:
-    """The CPU, with copies as asynchronous as a GPU's; downloads too."""
+    """A device that computes on the CPU, with copies (downloads included) as asynchronous as a GPU's."""
 
     place, is_cuda = torch.device("cpu"), False
 
@@ -153,7 +155,7 @@ class LateDevice:
 
 
 def hasty(patch: pytest.MonkeyPatch) -> None:
-    """From now on nobody waits for a unit of weights that is on its way."""
+    """Remove the wait for prefetched weights: every unit counts as arrived as soon as its copy starts."""
     start = WeightPrefetcher._start
 
     def begun(stream: WeightPrefetcher, unit: int, number: int) -> None:

@@ -1,7 +1,8 @@
-"""measured.py WHAT FOLDER OUTPUT DRIVE: a run with weights and state on the drive; plan and peak as JSON.
+"""measured.py WHAT FOLDER OUTPUT DRIVE: run a training with weights and state on the drive; print plan and peak as
+JSON.
 
-WHAT: `trainer`, a Trainer's of all of the model in FOLDER; `lora`, of adapters beside it; `loop`, of those without the
-Trainer. The peak is of memory that no file backs, seen every few milliseconds.
+WHAT: `trainer` trains all of the model in FOLDER with a Trainer; `lora` trains adapters on it; `loop` trains those
+without the Trainer. The peak is of anonymous memory, sampled every few milliseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def by_trainer(model: Any, output: str) -> None:
 
 
 def by_hand(model: Any, output: str) -> None:
-    """The same in a loop of one's own: saved, and exported merged and apart."""
+    """Train the adapters in a hand-written loop, save them, and export the model merged and the adapters alone."""
     session, data = session_of(model), rows(16)
     optimizer = session.adamw(model.parameters(), lr=1e-2)
     for number in range(0, 16, 2):

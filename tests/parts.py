@@ -1,4 +1,4 @@
-"""Parts of pages for tests of the kernels."""
+"""Build update ranges of pages for tests of the optimizer kernels."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ FORMATS = {str(found).removeprefix("adamw_"): found for found in state_formats()
 
 
 def form(states: str) -> StateFormat:
-    """AdamW's, with moments as optim.moment_dtype has them; or Lion's, by "lion_bf16"."""
+    """Return the state format of that name: one of AdamW's, with moments as in optim.moment_dtype, or Lion's
+    ("lion_bf16").
+    """
     return FORMATS[states]
 
 
 def by_rule(states: str, parts: Sequence[ParamRange]) -> list[ParamRange]:
-    """Parts of AdamW, by the rule of `states`: Lion's have the same rates, betas and decays."""
+    """Convert AdamW ranges to the optimizer of `states`: Lion's ranges keep the rates, betas and decays."""
     if form(states).rule is ADAMW.rule:
         return list(parts)
     return [replace(one, hyper=Lion(one.hyper.lr, one.hyper.betas, one.hyper.decay)) for one in parts]
 
 
 def part(start: int, end: int, decay: float, step: int, *, hyper: Hyper = ADAMW) -> ParamRange:
-    """Elements [start, end) by `hyper` with another decay."""
+    """Return a range of elements [start, end) that uses `hyper` with another decay."""
     return ParamRange(start, end, replace(hyper, decay=decay), step)
 
 
@@ -45,7 +47,7 @@ def update_stretch(
     hyper: AdamW,
     step: int,
 ) -> None:
-    """`update_page` of a page that is one part, with moments in fp32."""
+    """Call `update_page` on a page that is one range, with fp32 moments."""
     fields = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     parts = [ParamRange(0, master.numel(), hyper, step)]
     kernel.update_page(fields, grad, out, parts, format=form("fp32"), scale=scale, noise=None)

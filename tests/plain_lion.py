@@ -1,4 +1,4 @@
-"""Lion in plain torch, for what is held against it."""
+"""Lion in plain torch, as a reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al. 2023, as it stands there, in place of plain torch's AdamW."""
+    """Algorithm 2 of Chen et al. 2023, written out literally."""
 
     def __init__(self, groups: Any, *, betas: tuple[float, float], lr: float = 0.0) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "betas": betas})

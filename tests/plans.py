@@ -1,4 +1,4 @@
-"""Machines, wishes and shapes that tests plan with."""
+"""Sample machines, configurations and model shapes for tests of the planner."""
 
 from __future__ import annotations
 

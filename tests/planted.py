@@ -1,4 +1,4 @@
-"""planted.py STEP WORDS...: the command, with a NaN in the loss (and so in every gradient) of one training forward."""
+"""planted.py STEP WORDS...: run the command with NaN as the loss (and so in every gradient) of one training forward."""
 
 import sys
 

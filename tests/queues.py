@@ -1,12 +1,14 @@
-"""A stand-in for CUDA's streams and events, under the real `CudaDevice`: what was queued runs late, or when waited for.
+"""A stand-in for CUDA's streams and events under the real `CudaDevice`: queued work runs late, or when it is waited
+for.
 
     with queued(monkeypatch) as cuda:  engine(..., device=cuda.device(staging_bytes=..., stagings=2))
 
-Copies with `non_blocking` inside `torch.cuda.stream(...)` are put into that stream's queue; an event is a place in a
-queue. The CPU computes at once, so the stream that computes has no queue: what it waits for is carried out there and
-then. All else runs at random times, each queue in its order, and never before what it waits for. So a missing wait
-shows as a wrong number, and `log` has what was done, in order. One thing does not: a copy over what a kernel still
-reads. Such a copy has to stand behind a place in the queue of what computes; those that do not are in `bare`.
+Copies with `non_blocking` inside `torch.cuda.stream(...)` go to that stream's queue; an event is a position in a queue.
+The CPU computes immediately, so the compute stream has no queue, and whatever it waits for runs at that point. All
+other work runs at random times, in the order of its queue, and never before what it waits for. So a missing wait
+shows up as a wrong number, and `log` lists the work in the order in which it ran. One error does not show up that way:
+a copy that overwrites what a kernel still reads. Such a copy must be queued behind an event of the compute stream;
+`bare` lists the copies that are not.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from offload_trainer.storage import host_memory
 
 
 class FakeCuda:
-    """All streams, and the order in which their work was done."""
+    """All fake streams, and a log of the order in which their work ran."""
 
     def __init__(self, *, seed: int = 0, haste: float = 0.1) -> None:
-        """`haste`: how likely a queue moves on by itself whenever anything is asked of this."""
+        """Create the streams; `haste` is the probability that a queue advances at each call."""
         self.log: list[str] = []
         self.lock = threading.RLock()
         self.current = threading.local()
         self.streams: list[FakeStream] = []
         self.compute = FakeStream(self, "compute")
-        self.bare: list[str] = []  # copies that were queued behind no mark of what computes
-        self.elsewhere: set[str] = set()  # threads that asked for something without a device set, but for this one
+        self.bare: list[str] = []  # copies queued without a preceding wait for the compute stream
+        self.elsewhere: set[str] = set()  # threads, except this one, that called CUDA without setting a device
         self._thread = threading.current_thread()
-        self.recorded: set[int] = set()  # addresses of what `record_stream` was told of
+        self.recorded: set[int] = set()  # addresses of tensors passed to `record_stream`
         self._random, self._haste = random.Random(seed), haste
 
     def device(self, *, staging_bytes: int = 0, stagings: int = 0) -> CudaDevice:
@@ -48,7 +50,7 @@ class FakeCuda:
         return getattr(self.current, "stream", self.compute)
 
     def note_device(self) -> None:
-        """The calling thread asks CUDA for something: on device 0, unless it has set another."""
+        """Record a calling thread that has not set a device, since CUDA would use device 0 for it."""
         thread = threading.current_thread()
         if thread is not self._thread and getattr(self.current, "device", None) is None:
             self.elsewhere.add(thread.name)
@@ -60,7 +62,8 @@ class FakeCuda:
                 self.carry_out(stream, kind, work)
                 return
             stream.queue.append((kind, work))
-            # of this thread alone: another's work between a wait and its copy leaves the copy behind the wait
+            # The mark is per thread: work that another thread queues between a wait and its copy does not undo the
+            # wait.
             if kind == "copy" and getattr(self.current, "behind_compute", None) is not stream:
                 self.bare.append(stream.name)
             self.current.behind_compute = stream if kind == "wait" and work.stream is self.compute else None
@@ -82,14 +85,14 @@ class FakeCuda:
             work()
 
     def run_until(self, event: FakeEvent) -> None:
-        """Carry out what has to be done before the event, and no more."""
+        """Run the queued work that precedes the event, and nothing more."""
         with self.lock:
             while event.stream is not None and not event.done:
                 self.carry_out(event.stream, *event.stream.queue.popleft())
 
 
 class FakeStream:
-    """torch.cuda.Stream"""
+    """A stand-in for torch.cuda.Stream."""
 
     def __init__(self, cuda: FakeCuda, name: str = "") -> None:
         self.cuda, self.queue = cuda, deque[tuple[str, Any]]()
@@ -112,7 +115,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """torch.cuda.Event"""
+    """A stand-in for torch.cuda.Event."""
 
     def __init__(self, cuda: FakeCuda, **_: Any) -> None:
         self.cuda, self.done = cuda, False
@@ -136,7 +139,7 @@ class FakeEvent:
 
 @contextmanager
 def queued(patch: pytest.MonkeyPatch, *, seed: int = 0, haste: float = 0.1) -> Iterator[FakeCuda]:
-    """torch's CUDA streams, events and asynchronous copies are the stand-in's in here."""
+    """Replace torch's CUDA streams, events and asynchronous copies with the stand-in inside the block."""
     if torch.cuda.is_available():
         pytest.skip("the stand-in's queues are for the CPU's memory")
     cuda, copy = FakeCuda(seed=seed, haste=haste), torch.Tensor.copy_

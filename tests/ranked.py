@@ -1,8 +1,8 @@
-"""Several ranks on this machine, each a fork: what they train and leave.
+"""Run several ranks on this machine, each in a fork, and read what they trained and saved.
 
-run_ranks(cases, count=3, folder=...)   each case in turn; rank 0 leaves its steps and its state in the case's folder
-call_ranks(words, output=..., count=3)  the command by so many ranks: each rank's exit code and what it said
-python ranked.py RANK COUNT FOLDER NODES      one of them, which reads FOLDER/cases.json
+run_ranks(cases, count=3, folder=...)   run each case in turn; rank 0 writes steps and state to the case's folder
+call_ranks(words, output=..., count=3)  run the command with `count` ranks; return each rank's exit code and output
+python ranked.py RANK COUNT FOLDER NODES      run one of the ranks, which reads FOLDER/cases.json
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ put = TieredSnapshot._put
 
 
 def slow(*given: Any) -> None:
-    """Slower than a step of the small models here."""
+    """Write a page more slowly than a step of the small models here takes."""
     put(*given)
     time.sleep(0.01)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run of `steps`, of `micro` micro-batches each over all ranks, on an engine of `words`."""
+    """A run of `steps` steps with `micro` micro-batches each over all ranks, on the engine that `words` describe."""
 
     model: str
     words: tuple[str, ...]
@@ -57,20 +57,20 @@ class Case:
     micro: int = 2
     drives: tuple[str, ...] = ()
     load: str = ""
-    skip: int = 0  # steps that were done before
-    evaluate: bool = False  # each rank a batch of its own before the last step, whose losses are among the steps
-    unequal: bool = False  # whether micro-batches count different numbers of targets, and some pieces of rows none
-    meanwhile: int = 0  # steps that are trained while the state after `steps` is written, slowly
+    skip: int = 0  # steps that an earlier run has trained
+    evaluate: bool = False  # Before the last step each rank evaluates a batch; the losses are appended to the steps.
+    unequal: bool = False  # Micro-batches count different numbers of targets, and some pieces of rows count none.
+    meanwhile: int = 0  # steps trained while the state after `steps` is written, slowly
 
     def run(self) -> None:
-        """Train, and leave the steps and the state in `out`."""
+        """Train, and write the steps and the state to `out`."""
         data = batches(self.micro * (self.skip + self.steps + self.meanwhile))
         data = (masked(data) if self.unequal else data)[self.micro * self.skip :]
         data, more = data[: self.micro * self.steps], data[self.micro * self.steps :]
         with engine(
             Path(self.model), "--engine", "tiered", *self.words, drives=[Path(drive) for drive in self.drives]
         ) as made:
-            rank, world = made.rank, made.world  # of those that have rows of their own
+            rank, world = made.rank, made.world  # data-parallel rank and size
             if self.load:
                 made.load(Path(self.load))
             start = tuple(_moved)
@@ -99,32 +99,32 @@ class Case:
 
     @property
     def seen(self) -> tuple[list[Step], bytes]:
-        """Losses and norms; masters as rank 0 is told them."""
+        """Return the losses and norms, and the masters file as rank 0 has it."""
         out = Path(self.out)
         steps = [tuple(step) for step in json.loads((out / "steps.json").read_text())]
         return steps, (out / "masters-0.safetensors").read_bytes()  # type: ignore[return-value]
 
     @property
     def files(self) -> dict[str, bytes]:
-        """All of the state, as it is stored."""
+        """Return all files of the saved state."""
         beside = ("steps.json", "moved.json", *(path.name for path in Path(self.out).glob("masters-*")))
         return {path.name: path.read_bytes() for path in Path(self.out).iterdir() if path.name not in beside}
 
     @property
     def left(self) -> tuple[list[Step], list[bytes]]:
-        """Losses and norms; masters and moments as they are stored."""
+        """Return the losses and norms, and the files of masters and moments."""
         out = Path(self.out)
         steps = [tuple(step) for step in json.loads((out / "steps.json").read_text())]
         return steps, [(out / f"{name}.safetensors").read_bytes() for name in FILES]  # type: ignore[return-value]
 
     @property
     def moved(self) -> list[int]:
-        """Bytes that all ranks have read and written on drives, in all steps."""
+        """Return the bytes that all ranks read and wrote on drives in all steps."""
         found: list[int] = json.loads((Path(self.out) / "moved.json").read_text())
         return found
 
 
-_moved = [0, 0]  # bytes that this rank has asked drives for, and given them
+_moved = [0, 0]  # bytes that this rank has read from and written to drives
 
 
 def _count_what_is_moved() -> None:
@@ -139,7 +139,7 @@ def _count_what_is_moved() -> None:
 
 
 def _quiet(engine: Any) -> tuple[int, ...]:
-    """What was moved once nothing is under way."""
+    """Return the bytes moved once no transfer is in flight."""
     engine.synchronize()
     engine.offloaded.node.align()
     if engine.offloaded.stream is not None:
@@ -156,7 +156,7 @@ def run_ranks(
     seconds: float = 400,
     script: str = __file__,
 ) -> None:
-    """All of `cases` by `count` ranks, as if they were on so many nodes; each rank is `script`."""
+    """Run all `cases` on `count` ranks, spread over `nodes` simulated nodes; each rank runs `script`."""
     folder.mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     told = [folder / f"told-{rank}" for rank in range(count)]
@@ -166,7 +166,7 @@ def run_ranks(
 
 
 def held_port() -> tuple[socket.socket, str]:
-    """A port for rank 0 to listen at, which nobody else is given until what is bound to it here is closed."""
+    """Return a free port for rank 0, and a bound socket that reserves it until it is closed."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", 0))
@@ -176,7 +176,9 @@ def held_port() -> tuple[socket.socket, str]:
 def call_ranks(
     *words: object, output: Path, count: int = 3, script: Sequence[object] = (COMMAND,), last: Sequence[object] = ()
 ) -> list[Run]:
-    """`offload-train WORDS --output OUTPUT` by so many ranks, `last` added to the last one's. No launcher is there."""
+    """Run `offload-train WORDS --output OUTPUT` on `count` ranks without a launcher; `last` is appended to the last
+    rank's words.
+    """
     with tempfile.TemporaryDirectory() as folder:
         told = [Path(folder) / f"told-{rank}" for rank in range(count)]
         forks = []
@@ -190,14 +192,14 @@ def call_ranks(
 
 
 def join(rank: int, count: int, folder: Path, *, nodes: int = 1) -> None:
-    """Become one of the ranks that meet under the name of a folder, as if they were on so many nodes."""
+    """Join the ranks whose rendezvous is `folder`, as if they were spread over `nodes` nodes."""
     place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": rank % (count // nodes)}
     os.environ |= {name: str(value) for name, value in place.items()} | {RUN: str(folder)}
     ranks.join()
 
 
 if __name__ == "__main__":
-    layout.SMALL = 0  # embeddings and norms of small models are moved as those of large ones are
+    layout.SMALL = 0  # Offload embeddings and norms of small models too, as those of large models are.
     torch.set_num_threads(1)
     _count_what_is_moved()
     folder = Path(sys.argv[3])

@@ -1,9 +1,10 @@
-"""A rank as in `ranked.py` whose steps are all begun ahead of their decision, with NaN planted in one micro-batch.
+"""A rank as in `ranked.py` that starts every update before the step is decided, with NaN in one micro-batch.
 
-python ranked_ahead.py RANK COUNT FOLDER NODES      OUT/ahead-RANK.json: of each such step pages that counted, and all
+    python ranked_ahead.py RANK COUNT FOLDER NODES
 
-A backward is held up before its first block until this rank has done its pages of all units that it was told of, so
-that what follows does not depend on luck. The last rank is late to undo a step that is skipped.
+The rank writes OUT/ahead-RANK.json: for each such step the number of pages that were kept, and of all that were done.
+A backward hook pauses before the first block until this rank has updated its pages of all announced units, so the
+outcome does not depend on timing. The last rank is late to roll back a step that is skipped.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from offload_trainer.offloading.ranks.sharded_gradients import SharedGradients
 from offload_trainer.offloading.update.speculative import MispredictionWatch, SpeculativeStep
 from offload_trainer.offloading.update.updater import Updater
 
-PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has a NaN in its last gradient
+PLANTED = (3, 7, 8)  # steps, counted from 0, whose last micro-batch has NaN in its last gradient
 kept: list[tuple[int, int]] = []
 told: set[int] = set()
 
 
 def watch() -> None:
-    """Every step is begun ahead; what became of it."""
+    """Start every step speculatively, and record how many of its pages were kept."""
     MispredictionWatch.rarely = True  # type: ignore[method-assign, assignment]
     its, tell, clear = SpeculativeStep.kept, SharedGradients._tell, SharedGradients.clear
 
@@ -61,7 +62,7 @@ def watch() -> None:
 
 
 def plant(ours: Any, *, accumulate: int) -> None:
-    """And hold the backward up."""
+    """Plant the NaN, and pause the backward until the pages of announced units are updated."""
     updater, store, node = ours.offloaded.updater, ours.offloaded.store, ours.offloaded.node
     seen = [0]
 

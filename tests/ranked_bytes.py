@@ -1,6 +1,8 @@
-"""A rank as in `ranked.py` that counts what it moves for the others in its steps, and leaves that beside its steps.
+"""A rank as in `ranked.py` that also counts the bytes it exchanges with other ranks.
 
-python ranked_bytes.py RANK COUNT FOLDER NODES      FOLDER/counts-RANK.json, a list of one for each case
+    python ranked_bytes.py RANK COUNT FOLDER NODES
+
+The rank writes FOLDER/counts-RANK.json, with the counts of each case in a list.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ counts: Counter[str] = Counter()
 
 
 class Adding(TorchDispatchMode):
-    """Counts operands by torch's own operations: `added` bytes of gradients, `sums` bytes written and read for them."""
+    """Count the operands of torch's operations: `added` bytes of gradients, `sums` bytes read and written for them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -38,12 +40,13 @@ class Adding(TorchDispatchMode):
 
 
 def count() -> None:
-    """From now on."""
+    """Install the counters."""
     lay_out, add_up, send = SharedGradients._lay_out, SharedGradients._add_up, SharedGradients._sent_and_received
     barrier, send_recv, across, exchange = Node.barrier, Node.send_recv, Node.across, Node.exchange
     fill, join_parts, rounds, all_to_all = PendingGather.fill, ranks.join_parts, Node.rounds, tiered.all_to_all
-    of_rounds: list[bool] = []  # whether an exchange is made for rounds, which are no agreements
-    sending: list[bool] = []  # whether what is traded are gradients; else they are parts of norms
+    # not empty while an exchange is created for matching rounds, which do not count as agreements
+    of_rounds: list[bool] = []
+    sending: list[bool] = []  # not empty while the exchanged bytes are gradients rather than parts of norms
 
     def laying_out(self: Any, name: str, flat: torch.Tensor) -> None:
         counts["laid_out"] += flat.nbytes
@@ -112,7 +115,7 @@ def count() -> None:
         join_parts(values, number, group=group)
 
     def to_all(parts: torch.Tensor, *, group: Any) -> torch.Tensor:
-        counts["pieces"] += parts.nbytes // len(parts) * (len(parts) - 1)  # all but its own
+        counts["pieces"] += parts.nbytes // len(parts) * (len(parts) - 1)  # all parts except its own
         counts["all_to_alls"] += 1
         return all_to_all(parts, group=group)
 
@@ -142,7 +145,7 @@ def main(rank: int, world: int, folder: Path, *, nodes: int) -> None:
     def counted(*args: Any, **words: Any) -> Any:
         counts.clear()
         done = train(*args, **words)
-        ranked._quiet(args[0])  # what is on its way for the next step has come
+        ranked._quiet(args[0])  # Prefetches for the next step have arrived.
         found.append(dict(counts))
         return done
 

@@ -1,4 +1,4 @@
-"""roomy.py BYTES WORDS...: the command on this machine, as if it had so much RAM."""
+"""roomy.py BYTES WORDS...: run the command as if this machine had BYTES of RAM."""
 
 import sys
 from dataclasses import replace

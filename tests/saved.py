@@ -1,4 +1,4 @@
-"""Checkpoints without an engine."""
+"""Write checkpoints without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_trainer.ranks import ALONE, Group
 
 
 class Small:
-    """An engine whose state is one file of a few bytes, and its own snapshot."""
+    """An engine, and its own snapshot, whose state is one file of a few bytes."""
 
     rank, world, behind = 0, 1, False
 
@@ -31,7 +31,7 @@ class Small:
 def save(
     output: Path, step: int, *, keep: int = 2, say: Callable[[str], None] = print, growing: Sequence[Path] = ()
 ) -> Path:
-    """A checkpoint of the run in `output`."""
+    """Save a checkpoint in run directory `output`; return the checkpoint's directory."""
     (output / "model").mkdir(exist_ok=True, parents=True)
     (output / "model" / "config.json").write_text("{}")
     record = RunRecord(identity={}, layout={}, run={"config": {}}, model=output / "model")

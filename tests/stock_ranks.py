@@ -1,11 +1,11 @@
-"""Several ranks of stock DeepSpeed: what each step gave, and the bytes that its collectives carried.
+"""Run several ranks of stock DeepSpeed; report each step's results and the bytes that its collectives carried.
 
-run_stock_ranks(folder, words, ranks=2)      so many, in forks; FOLDER holds `model`, a directory with weights
-planned_bytes(folder, words, ranks=2)        what their plan says of the collectives
-stock_ranks.py FOLDER RANK RANKS STEPS WORDS...      one of them
+run_stock_ranks(folder, words, ranks=2)      run `ranks` ranks in forks; FOLDER holds `model`, a directory with weights
+planned_bytes(folder, words, ranks=2)        return the collectives' bytes according to the plan
+stock_ranks.py FOLDER RANK RANKS STEPS WORDS...      run one of the ranks
 
 Rank 0 prints {"steps": [(loss, gradient norm), ...], "bytes": [of a rank in each step], "calls": {what: how often},
-"stage": ZeRO's, "apart": [weights that are not the same on all ranks in the end]} as JSON, and leaves
+"stage": ZeRO's, "apart": [weights that differ between ranks at the end]} as JSON, and writes
 FOLDER/masters.safetensors.
 """
 
@@ -44,7 +44,7 @@ moved = [0.0]  # bytes, of each step
 
 
 def run_stock_ranks(folder: Path, *words: object, ranks: int, steps: int = 3) -> dict[str, Any]:
-    """What rank 0 prints."""
+    """Run the ranks in forks; return what rank 0 prints."""
     said = [folder / f"said{rank}" for rank in range(ranks)]
     started = [
         start(__file__, folder, rank, ranks, steps, *words, stdout=out, stderr=out, stock=True)
@@ -57,7 +57,7 @@ def run_stock_ranks(folder: Path, *words: object, ranks: int, steps: int = 3) ->
 
 
 def planned_bytes(folder: Path, *words: str, ranks: int) -> int:
-    """Through each rank in a step, of FOLDER/model as it is trained here."""
+    """Return the bytes that the plan forecasts through each rank in a step, for FOLDER/model trained as here."""
     told = ["--accumulate", str(ACCUMULATE), "--micro-batch", "2", "--seq-len", "24", "--save-every", "0", *words]
     config = load_config(["--model", str(folder / "model"), "--engine", "deepspeed", *told])
     shape = resolve_model(config.model, seed=0).shape
@@ -66,7 +66,7 @@ def planned_bytes(folder: Path, *words: str, ranks: int) -> int:
 
 
 def ring_bytes(name: str, args: tuple[Any, ...], count: int) -> float:
-    """What a ring of `count` ranks moves through each of them."""
+    """Return the bytes that a ring of `count` ranks moves through each of them for one collective."""
     part = (count - 1) / count
     if name == "all_reduce":
         return float(2 * part * args[0].nbytes)
@@ -79,7 +79,9 @@ def ring_bytes(name: str, args: tuple[Any, ...], count: int) -> float:
 
 
 def count_collectives() -> None:
-    """From now on; what is less than 100 bytes are losses, norms and flags, which the plan does not count."""
+    """Count the collectives from this call on. Those under 100 bytes carry losses, norms and flags; the plan omits
+    them.
+    """
     for name in NAMES:
         inner: Callable[..., Any] = getattr(torch.distributed, name)
 
@@ -96,7 +98,7 @@ def count_collectives() -> None:
 
 
 def apart(engine: DeepSpeedEngine, held: dict[str, torch.Tensor], ranks: int) -> list[str]:
-    """Weights of which each rank has all, and whose masters, or whose values in the model, are not all ranks' bits."""
+    """Return the unsharded weights whose masters, or values in the model, differ between ranks."""
     mine = dict(held)
     if engine._placement.stage < 3:
         whole = {n: p for n, p in engine._parameters.items() if tuple(p.shape) == engine._parts.shape(n)}
@@ -110,11 +112,12 @@ def main() -> None:
     folder, rank, ranks, steps = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), RUN: str(folder)}
     count_collectives()
-    use_fp32_products(torch.bfloat16)  # as a run does
+    use_fp32_products(torch.bfloat16)  # A real run does the same.
     join()
     join_torch("gloo")
     engine = build(folder, ["--accumulate", str(ACCUMULATE), f"optim.eps={EPS}", "--lr", str(LR), *sys.argv[5:]])
-    data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]  # as in a run
+    # A real run splits the data in the same way.
+    data = masked(batches(steps * ACCUMULATE * engine.world))[engine.rank :: engine.world]
     calls.clear()
     lr = engine._optimizer.param_groups[0]["lr"]
     found = train(engine, data, accumulate=ACCUMULATE, lr=lr, before=lambda _: moved.append(0.0))

@@ -1,6 +1,6 @@
-"""Commands one after the other, in forks of one process that has imported torch: python tests/stories.py FOLDER NAME...
+"""Run sequences of commands in forks of one process that has imported torch: python tests/stories.py FOLDER NAME...
 
-Each story is a function that asserts; the tests are in test_ends.py.
+Each story is a function that asserts; test_ends.py runs them as tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL = [
 
 
 class Story:
-    """Commands in a folder of their own."""
+    """A folder in which a sequence of commands runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ class Story:
         return self.command(*SMALL, *names, *words, code=code, before=before)
 
     def command(self, *words: object, code: int = 0, before: Callable[[], None] = lambda: None) -> str:
-        """Run `offload-train WORDS` after `before`; returns what it says. Its exit code must be `code`."""
+        """Run `offload-train WORDS` after `before`, and return its output. Assert that its exit code is `code`."""
         told = self.folder / "told"
         pid = os.fork()
         if not pid:
@@ -63,7 +63,7 @@ class Story:
 
 
 def send_at_step(number: int, step: int) -> Callable[[], None]:
-    """For `before`: the signal comes as that step begins."""
+    """Return a `before` function that makes the process send itself signal `number` when step `step` begins."""
 
     def patch() -> None:
         from offload_trainer.engine.tiered import TieredEngine
@@ -91,7 +91,7 @@ def no_room_for_checkpoints() -> None:
 
 
 def state(output: Path) -> dict[str, bytes | None]:
-    """What a start that is refused must leave alone."""
+    """Return the contents of files that a refused command must not change."""
     names = ("metrics.jsonl", "config.yaml", "export.json", "export/model.safetensors", "export/README.md", "log.txt")
     return {name: (output / name).read_bytes() if (output / name).exists() else None for name in names}
 
@@ -104,7 +104,7 @@ def losses(output: Path) -> list[float]:
 
 
 def a_run_without_checkpoints_is_done_once(story: Story) -> None:
-    """The same command again trains nothing and overwrites nothing; another one is refused."""
+    """Repeating the command trains and overwrites nothing; a command with other settings is refused."""
     output = story.folder / "out"
     story.train(output, "--save-every", 0)
     before = state(output)
@@ -119,7 +119,7 @@ def a_run_without_checkpoints_is_done_once(story: Story) -> None:
     assert state(output) == before
     (output / "export").rename(story.folder / "mine")
     assert "step 1" in story.train(output, "--save-every", 0)
-    (output / "export.json").unlink()  # what lies there now is anybody's
+    (output / "export.json").unlink()  # The export is no longer known to be this run's.
     before = state(output)
     assert "is where this run would leave its weights" in story.train(output, "--save-every", 0, code=2)
     assert state(output) == before
@@ -129,7 +129,7 @@ def a_run_without_checkpoints_is_done_once(story: Story) -> None:
 
 
 def exports_of_a_run_without_checkpoints(story: Story) -> None:
-    """`export RUN` finds what it left, and not an older checkpoint that somebody had asked for."""
+    """`export RUN` uses the final weights, not an older checkpoint that a user had requested."""
     from safetensors.torch import load_file
 
     output = story.folder / "out"
@@ -149,7 +149,7 @@ def exports_of_a_run_without_checkpoints(story: Story) -> None:
 
 
 def a_signal_without_checkpoints_saves_one(story: Story) -> None:
-    """From which the same command goes on to the end, as if nothing had been."""
+    """The same command resumes from that checkpoint, and its results match those of an uninterrupted run."""
     whole, output = story.folder / "whole", story.folder / "out"
     story.train(whole, "--save-every", 0)
     told = story.train(output, "--save-every", 0, code=143, before=send_at_step(signal.SIGTERM, 3))
@@ -162,7 +162,7 @@ def a_signal_without_checkpoints_saves_one(story: Story) -> None:
 
 
 def no_room_for_a_checkpoint_at_a_signal(story: Story) -> None:
-    """Then the weights alone are kept, which is said; and not lost to the next start."""
+    """Only the weights are kept then. The run says so, and the next start does not overwrite them."""
     output = story.folder / "out"
 
     def before() -> None:
@@ -176,7 +176,7 @@ def no_room_for_a_checkpoint_at_a_signal(story: Story) -> None:
     assert "ended after step 3 and left no checkpoint" in story.train(output, "--save-every", 0, code=2)
     assert state(output) == kept
     told = story.train(story.folder / "on", "--save-every", 0, "--model", output / "export", code=2)
-    assert "needs random weights" in told  # model.overrides belong to a preset
+    assert "needs random weights" in told  # model.overrides apply only to a preset.
     words = [word for word in SMALL if "overrides" not in word]
     names = ["--output", story.folder / "on", f"data.cache={story.folder / 'cache'}"]
     assert "done: 5 steps" in story.command(*words, *names, "--save-every", 0, "--model", output / "export")

@@ -1,4 +1,4 @@
-"""Ranks that are threads: what gloo does between processes."""
+"""Simulate ranks with threads, which exchange data in place of gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Threads:
-    """Of `world` ranks. A barrier for numbers, one for tensors, and one for whatever else they meet for."""
+    """Collectives among `world` threads, with a separate barrier for numbers, for tensors and for plain barriers."""
 
     def __init__(self, world: int) -> None:
         self.barriers = [threading.Barrier(world, timeout=100) for _ in range(3)]
@@ -16,7 +16,7 @@ class Threads:
         self.parts: dict[int, torch.Tensor] = {}
 
     def exchange(self, rank: int, mine: int) -> list[int]:
-        """What each rank has told, on every rank."""
+        """Return every rank's number, in order of rank."""
         self.told[rank] = mine
         self.barriers[0].wait()
         told = list(self.told)
@@ -24,7 +24,7 @@ class Threads:
         return told
 
     def join(self, values: torch.Tensor, rank: int) -> None:
-        """Of even parts of `values` each rank has its own, and then all."""
+        """All-gather in place: each rank contributes its equal part of `values`."""
         world = len(self.told)
         self.parts[rank] = values.chunk(world)[rank].clone()
         self.barriers[1].wait()
@@ -35,6 +35,6 @@ class Threads:
         self.barriers[2].wait()
 
     def abort(self) -> None:
-        """All that they wait for breaks, as connections are closed."""
+        """Break all barriers, as a closed connection would."""
         for barrier in self.barriers:
             barrier.abort()

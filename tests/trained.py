@@ -1,4 +1,4 @@
-"""What trainers leave, compared."""
+"""Compare the results of trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMES = ("runtime", "per_second", "total_flos")
 
 
 def told(trainer: Trainer) -> list[dict[str, Any]]:
-    """What was logged, but for what the clock says."""
+    """Return the log history without the entries that depend on the clock."""
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in TIMES)}
         for entry in trainer.state.log_history

@@ -1,7 +1,8 @@
-"""transformers' Trainer on a small model and given rows, stock or ours: for tests, and as a script for a run that dies.
+"""Set up transformers' Trainer, stock or offloaded, on a small model and fixed rows; as a script, run one that is
+killed.
 
 trainers.py FOLDER OUTPUT DRIVE HOME WHEN: the run of test_hf.py with the model in FOLDER, killed (SIGKILL) at WHEN:
-`step:N` after step N, `saving:N` within the checkpoint of step N.
+`step:N` after step N, `saving:N` during the checkpoint of step N.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ import offload_trainer.plan.tiered.layout as layout
 from offload_trainer.hf import Offloaded, load, session_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(1)  # two tests run at a time
+torch.set_num_threads(1)  # Two tests run at the same time.
 
 VOCABULARY = 256
 STEPS = 20
-# Each home of the weights; state is on the drive, or beside the weights.
+# Settings for each placement of the weights. Optimizer state is on the drive, or in the same place as the weights.
 HOMES: dict[str, dict[str, Any]] = {
     "resident": {"params": "gpu", "ram_fraction": 1.0},
     "drive": {"params": "nvme", "ram_fraction": 0.0},
@@ -41,7 +42,7 @@ HOMES: dict[str, dict[str, Any]] = {
 
 
 def model_folder(folder: Path, **changes: Any) -> Path:
-    """A directory with a small model in fp32. All sizes are multiples of 16: see test_against_torch.py."""
+    """Write a small fp32 model. All sizes are multiples of 16, for the reason in test_against_torch.py."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCABULARY}
     torch.manual_seed(1)
@@ -51,7 +52,7 @@ def model_folder(folder: Path, **changes: Any) -> Path:
 
 
 def rows(count: int, *, length: int = 24) -> list[dict[str, torch.Tensor]]:
-    """Rows that can be learnt; each row's loss counts another number of tokens."""
+    """Return learnable rows; each row's loss counts a different number of tokens."""
     generator = torch.Generator().manual_seed(5)
     made = []
     for number in range(count):
@@ -97,7 +98,7 @@ def stock(folder: Path, output: Path, **changes: Any) -> Trainer:
 
 @contextmanager
 def loaded(folder: Path, drive: Path, *, home: str = "drive", **keys: Any) -> Iterator[PreTrainedModel]:
-    """The model with its session open; no weight is small enough to stay where it is needed."""
+    """Yield the model with its session open. No weight is small enough to be exempt from offloading."""
     sizes = {
         "seq_len": 24,
         "micro_batch_size": 2,

@@ -1,4 +1,4 @@
-"""A wheel as an index has it: built from what the source distribution holds, and nothing else of this repository."""
+"""Build a wheel as a package index would: from the source distribution, and nothing else of this repository."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Python files, and what they read beside them.
+# Python files, and the data files that they read.
 CARRIED = {path.relative_to(ROOT).as_posix() for path in (ROOT / "offload_trainer").rglob("*") if path.is_file()}
 CARRIED = {name for name in CARRIED if "__pycache__" not in name}
 
 
 def wheel_in(folder: Path) -> Path:
-    """The wheel; what it is made of lies beside it."""
+    """Build the wheel and return its path; its sources are in the same folder."""
     copy = folder / "copy"
     for name in ("pyproject.toml", "README.md", "LICENSE", *CARRIED):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def wheel_in(folder: Path) -> Path:
 
 
 def _built(kind: str, source: Path, into: Path) -> Path:
-    """By the backend that pyproject.toml names, in `source`."""
+    """Build a distribution of `source` with the backend that pyproject.toml names."""
     into.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{kind}({str(into)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What dead runs leave on a drive."""
+"""Create what dead runs leave on a drive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHAT = "page files of"
 
 
 def died(place: ScratchDirectory) -> Path:
-    """What is left of a workplace whose process was killed."""
+    """Turn a scratch directory into one whose process was killed; return its path."""
     (place.path / "state").write_text("page files")
     os.close(place._lock)
     place._lock = -1

@@ -1,4 +1,6 @@
-"""16-bit products on CPUs without units for them: fp32 products and one rounding, also for matrices taken in pieces."""
+"""Tests of 16-bit matrix products on CPUs without 16-bit units: fp32 products are rounded once, also if computed in
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_beta_0_takes_nothing_in(inner: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_backward(dtype: torch.dtype, masked: bool) -> None:
-    """As close to fp64 as one rounding is; fp32 is still torch's own."""
+    """Gradients are as close to fp64 as one rounding allows, and fp32 still uses torch's own kernel."""
     cpu_matmul.use_fp32_products(torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
     given = [torch.randn(2, 3, 40, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)]

@@ -1,5 +1,5 @@
-"""Stock DeepSpeed where it would be silently wrong: masters that begin rounded, weights without a gradient, and steps
-whose micro-batches count different numbers of targets.
+"""Tests of stock DeepSpeed in cases that it gets silently wrong: rounded initial masters, weights without a gradient,
+and steps whose micro-batches count different numbers of targets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).parents[1]
 def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
     params: str, optimizer: str, tmp_path: Path
 ) -> None:
-    """A bf16 run from an fp32 directory; later its last block is left out in one of two micro-batches."""
+    """A bf16 run starts from an fp32 directory; its last block is then left out of one of two micro-batches."""
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     words = ["--params", params, "--optimizer", optimizer, "--accumulate", "2", "model.activation_checkpointing=off"]
     done = run_script(HERE / "deepspeed_alone.py", tmp_path, *words, stock=True)
@@ -40,7 +40,9 @@ def test_masters_begin_unrounded_and_weights_without_a_gradient_are_refused(
 
 @pytest.mark.ops
 def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) -> None:
-    """Several weights share a sub-group, which is read and written for each; its last write is behind."""
+    """Several weights share a sub-group that is read and written for each of them, and its last write is
+    asynchronous.
+    """
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, **wide))
     words = [
@@ -58,7 +60,7 @@ def test_masters_are_whole_where_writes_to_the_drive_are_late(tmp_path: Path) ->
     assert found["kept"]
 
 
-ZERO = {  # by its stage, and where weights and state live
+ZERO = {  # keyed by ZeRO stage and placement
     "1": ["deepspeed.zero_stage=1", "--optimizer", "cpu"],
     "1 gpu": ["deepspeed.zero_stage=1", "--optimizer", "gpu"],
     "2": ["--params", "gpu", "--optimizer", "cpu"],
@@ -72,9 +74,10 @@ ZERO = {  # by its stage, and where weights and state live
     ("zero", "ranks"), [("2", 1), ("3", 1), ("1", 2), ("1 gpu", 2), ("2", 2), ("3", 2), ("3 gpu", 2), ("2", 4)]
 )
 def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int, tmp_path: Path) -> None:
-    """Losses, norms and masters of transformers alone; of two ranks one counts nine times as many as the other.
+    """Losses, norms and masters match transformers alone, though one rank counts nine times as many targets as the
+    other.
 
-    What the collectives of a step carry is what the plan says.
+    The bytes of a step's collectives match the plan.
     """
     model = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False))
     steps = 3
@@ -94,7 +97,7 @@ def test_the_mean_is_over_all_targets_that_all_ranks_count(zero: str, ranks: int
 
 @pytest.mark.ops
 def test_four_ranks_follow_one_process_in_bf16(tmp_path: Path) -> None:
-    """20 steps of the plain engine, which has all rows."""
+    """Twenty steps follow the plain engine, which has all rows."""
     model, rows, lr = random_weights(model_directory(tmp_path / "model", "qwen3", tied=False)), 4 * ACCUMULATE, 1e-3
     found = run_stock_ranks(tmp_path, *ZERO["2"], "--dtype", "bf16", "--lr", str(lr), ranks=4, steps=20)
     alone = plain_alone(model, masked(batches(20 * rows)), at_a_time=rows, dtype="bf16", lr=lr)
@@ -107,7 +110,7 @@ def test_four_ranks_follow_one_process_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.ops
 @pytest.mark.parametrize("checkpointing", ["off", "on"])
 def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path: Path) -> None:
-    """Of matrices that do not stay; the last blocks of a forward do, until their backward, and nothing else."""
+    """The last blocks of a forward stay until their backward; all other matrices are gathered again."""
     wide = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4}
     random_weights(model_directory(tmp_path / "model", "qwen3", tied=False, head_dim=96, **wide))
     words = [*ZERO["3"], "--dtype", "bf16", f"model.activation_checkpointing={checkpointing}"]
@@ -115,4 +118,4 @@ def test_what_zero_3_gathers_is_what_the_plan_says(checkpointing: str, tmp_path:
     told = planned_bytes(tmp_path, *words, ranks=2)
     assert found["bytes"][-1] == pytest.approx(told, rel=0.02), found["calls"]
     shape = resolve_model(ModelSection(name=str(tmp_path / "model")), seed=0).shape
-    assert told < 0.95 * ACCUMULATE * 3 * shape.parameters  # 2 bytes, half of them to the other rank
+    assert told < 0.95 * ACCUMULATE * 3 * shape.parameters  # 2 bytes each, of which the other rank sends half

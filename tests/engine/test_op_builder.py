@@ -1,4 +1,4 @@
-"""A build that was killed must not make every later run wait forever."""
+"""Tests that the lock of a killed build does not make later runs wait forever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_trainer.engine.op_builder import remove_stale_lock
 
 
 def test_a_lock_that_nobody_builds_behind_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the patience is over, and not before."""
+    """The lock is removed after the patience has passed, and not before."""
     now, looks = iter(range(100)), []
     monkeypatch.setattr(op_builder, "_someone_works_in", lambda place: looks.append(place))
     monkeypatch.setattr(op_builder, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
@@ -25,7 +25,7 @@ def test_a_lock_that_nobody_builds_behind_is_removed(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("name", ["cpu_adam", "async_io", "pin_memory"])
 def test_a_stale_lock_of_any_build_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading async_io builds pin_memory too, and would wait behind its lock for ever."""
+    """Loading async_io also builds pin_memory, and would wait forever for its lock."""
     monkeypatch.setattr(op_builder, "_build_directory", lambda build: tmp_path / build)
     (tmp_path / name).mkdir()
     (tmp_path / name / "lock").touch()
@@ -33,7 +33,7 @@ def test_a_stale_lock_of_any_build_is_found(name: str, tmp_path: Path, monkeypat
 
 
 def test_a_living_build_keeps_its_lock(tmp_path: Path) -> None:
-    """The build removes it, which fails where it is gone already."""
+    """The running build removes its lock itself, which would fail if the lock were gone."""
     (tmp_path / "lock").touch()
     script = "sleep 1.5; rm lock"
     with subprocess.Popen(["sh", "-c", script], cwd=tmp_path) as build:

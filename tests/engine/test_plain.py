@@ -1,4 +1,4 @@
-"""Plain torch, the reference: what a GPU asks of it that a CPU does not."""
+"""Tests of the plain torch engine, the reference, in what only a GPU requires of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload_trainer.settings import load_config
 
 
 def test_counts_of_steps_go_where_the_update_is(tmp_path: Path) -> None:
-    """CUDA's fused AdamW refuses a count in host memory after a resume (pytorch #103256)."""
+    """CUDA's fused AdamW refuses a step count in host memory after a resume (pytorch #103256)."""
     model = model_directory(tmp_path / "model", "gpt2")
     with engine(model, "--engine", "plain") as first:
         train(first, batches(2))
@@ -26,7 +26,7 @@ def test_counts_of_steps_go_where_the_update_is(tmp_path: Path) -> None:
         expected = train(first, batches(3))[-1]
     with engine(model, "--engine", "plain") as second:
         second.load(saved)
-        assert train(second, batches(3))[-1] == expected  # and still the same bits on a CPU
+        assert train(second, batches(3))[-1] == expected  # the same bits on a CPU, too
     with engine(model, "--engine", "plain") as elsewhere:
         elsewhere._device = torch.device("meta")
         elsewhere.load(saved)
@@ -37,7 +37,7 @@ def test_counts_of_steps_go_where_the_update_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["train.deterministic=true"], []])
 def test_a_gpu_takes_the_same_bits_where_that_is_asked_for(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS is told before CUDA begins, torch before anything is built."""
+    """cuBLAS is configured before CUDA starts, and torch before anything is built."""
 
     class PlannedError(Exception):
         pass
@@ -48,7 +48,7 @@ def test_a_gpu_takes_the_same_bits_where_that_is_asked_for(words: list[str], mon
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(train_module, "refuse_other_programs", lambda _: None)  # which asks the GPU for its name
+    monkeypatch.setattr(train_module, "refuse_other_programs", lambda _: None)  # it would ask the GPU for its name
     monkeypatch.setattr(train_module, "plan_run", plan)
     before, config = torch.get_num_threads(), load_config(words)
     torch.use_deterministic_algorithms(False)

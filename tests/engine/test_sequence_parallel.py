@@ -1,4 +1,6 @@
-"""Ranks that share rows: losses and norms of one rank with whole rows, bytes as planned, resumed to the bit."""
+"""Tests of ranks that share rows: losses and norms match one rank with whole rows, bytes match the plan, and resuming
+is exact.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ALWAYS = ("--dtype", "fp32", "--seq-len", "24", "--micro-batch", "2")
 LLAMA = {"model_type": "llama", "head_dim": 18}
 SHAPED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("qwen3", LLAMA),
-    "qwen3": ("qwen3", {}),  # 2 heads of keys: each of 4 ranks takes one of them repeated
+    "qwen3": ("qwen3", {}),  # 2 heads of keys, so two of 4 ranks share each
     "gpt2": ("gpt2", {}),
     "mistral": ("qwen3", LLAMA | {"model_type": "mistral", "sliding_window": 7, "num_hidden_layers": 2}),
     "3 of 6 heads": ("qwen3", LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2}),
@@ -39,7 +41,7 @@ CHECKPOINTED = ("model.activation_checkpointing=on", "model.offload_activations=
 
 
 def whole_rows(model: Path) -> list[tuple[float, float | None]]:
-    """Torch alone, one rank; then losses of micro-batches before the last step, which each group has in turn."""
+    """Return one plain torch rank's steps, and the evaluation losses of the last step's micro-batches."""
     data, losses = masked(batches(STEPS * MICRO)), []
 
     def before(step: int) -> None:
@@ -59,7 +61,7 @@ def plan_of(shape: ModelShape, *words: str, ranks: int, gpu: int = 0) -> Plan:
 
 @pytest.mark.parametrize(("ranks", "sequence"), [(2, 2), (4, 4), (4, 2)])
 def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int, tmp_path: Path) -> None:
-    """In fp32, some pieces without a target that counts; and what goes through each rank is what the plan says."""
+    """fp32 losses match, even if some pieces have no counted target; each rank sends the planned bytes."""
     groups = ranks // sequence
     names = ["gpt2"] if groups > 1 else [name for name in SHAPED if sequence == 2 or SHAPED[name][1] in (LLAMA, {})]
     cases = []
@@ -76,7 +78,8 @@ def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int,
         for (loss, norm), (its, length) in zip(found[:STEPS], expected, strict=False):
             assert loss == pytest.approx(its, rel=1e-5), case.model
             assert norm == pytest.approx(length, rel=1e-4), case.model
-        if case.evaluate:  # each group its own micro-batches, in turn, told by each of its ranks
+        # Groups evaluate their own micro-batches in turn, and each of a group's ranks reports the loss.
+        if case.evaluate:
             told = [loss for loss, _ in expected[STEPS:] for _ in range(sequence)]
             assert [loss for loss, _ in found[STEPS:]] == pytest.approx(told, rel=1e-5)
             continue
@@ -89,7 +92,7 @@ def test_pieces_of_rows_have_the_losses_of_whole_rows(ranks: int, sequence: int,
 
 
 def test_a_run_goes_on_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) -> None:
-    """From a checkpoint of two ranks that share rows: to the bit by such ranks; by one rank to 1e-5."""
+    """Two ranks resume their checkpoint bit for bit; one rank resumes it to 1e-5."""
     model = model_directory(tmp_path / "model", "qwen3", **LLAMA)
     words = ("parallel.sequence=2", *ALWAYS, "--accumulate", "2")
     case = Case(str(model), words, str(tmp_path / "whole"), steps=4, micro=2)
@@ -107,7 +110,7 @@ def test_a_run_goes_on_with_the_same_pieces_and_with_whole_rows(tmp_path: Path) 
 
 
 def test_the_command_trains_evaluates_and_samples(tmp_path: Path) -> None:
-    """Two ranks that share rows: the lines, the evaluations, the samples and the masters of one rank."""
+    """Two ranks that share rows give the metrics, evaluations, samples and masters of one rank."""
     words = [*TINY, "--steps", "4", "--dtype", "fp32", "train.eval_every=2", "train.sample_every=4", "--lr", "1e-3"]
     words += ["model.overrides.resid_pdrop=0.0", "model.overrides.embd_pdrop=0.0", "model.overrides.attn_pdrop=0.0"]
     told = []
@@ -130,7 +133,7 @@ def test_the_command_trains_evaluates_and_samples(tmp_path: Path) -> None:
         assert after["validation_loss"] == pytest.approx(before["validation_loss"], rel=1e-5)
     assert same == sample
     for key, tensor in one.items():
-        if tensor.dim() > 1:  # biases of keys have no gradient but rounding
+        if tensor.dim() > 1:  # biases of keys have no gradient except rounding errors
             assert (two[key] - tensor).norm() < 1e-3 * tensor.norm(), key
 
 
@@ -140,7 +143,7 @@ SHAPE = SHAPES["gpt2-medium"]  # 16 heads
 
 
 def test_a_piece_of_a_row_holds_what_a_row_of_its_length_does() -> None:
-    """And what attention keeps of its result beside; and ranks that share rows are no more tokens a step."""
+    """Attention needs a little more, and sharing rows does not add tokens to a step."""
     words = ("--micro-batch", "1", "model.activation_checkpointing=on", "--params", "cpu")
     whole, pieces, short = (
         plan_of(SHAPE, *words, "--seq-len", str(length), f"parallel.sequence={count}", ranks=4, gpu=80 * GB)

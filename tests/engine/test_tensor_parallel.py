@@ -1,4 +1,6 @@
-"""DeepSpeed's AutoTP with ZeRO-1: losses, norms and masters of transformers and torch alone, bytes as planned."""
+"""Tests of DeepSpeed's AutoTP with ZeRO-1: losses, norms and masters match transformers and torch, bytes match the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ def shape_of(folder: Path) -> ModelShape:
     [("llama", 2, [CHECKPOINTED]), ("llama", 4, []), ("qwen3", 2, [CHECKPOINTED]), ("qwen3", 4, [])],
 )
 def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], tmp_path: Path) -> None:
-    """In fp32, with unequally many targets: 2 x 1 and 2 x 2 ranks do what one batch of transformers' own does.
+    """2 x 1 and 2 x 2 ranks match transformers on one batch, in fp32 with uneven numbers of targets.
 
-    Ranks that keep parts of blocks' inputs have the bits of those that keep them whole.
+    Ranks that partition block inputs have the bits of ranks that keep them whole.
     """
     model, words = directory(tmp_path / "model", name), ["--dtype", "fp32", *words]
     told = ["--optimizer", "cpu", "parallel.tensor=2"]
@@ -83,10 +85,11 @@ def test_two_ranks_share_each_product(name: str, ranks: int, words: list[str], t
 @pytest.mark.ops
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 2), ("qwen3", 4)])
 def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: int, tmp_path: Path) -> None:
-    """And what each rank has whole stays the same on all of them, to the last bit.
+    """Unsplit weights also stay bit-identical on all ranks.
 
-    After an update other weights round otherwise: norms of one process and of its halves are 1e-2 apart in 20 steps,
-    those of two engines of one process 9e-3 (docs/log.md).
+    After an update, rounding affects other weights: in 20 steps, the norms of one process and of its halves differ by
+    1e-2,
+    and those of two single-process engines by 9e-3.
     """
     model, rows, lr = directory(tmp_path / "model", name), ACCUMULATE * ranks // 2, 1e-3
     words = ["--dtype", "bf16", "--optimizer", "cpu", "--lr", str(lr), "parallel.tensor=2"]
@@ -94,7 +97,7 @@ def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: 
     assert found["apart"] == []
     alone = {"data": masked(batches(20 * rows)), "at_a_time": rows, "dtype": "bf16", "lr": lr}
     halves, whole = plain_alone(model, **alone, prepare=in_halves), plain_alone(model, **alone)
-    if ranks == 2:  # four add up gradients of two rows in bf16 as well
+    if ranks == 2:  # four ranks also add up gradients of two rows in bf16
         assert found["steps"][0] == pytest.approx(halves[0], rel=1e-5)
     for (loss, norm), expected, one in zip(found["steps"], halves, whole, strict=True):
         assert [loss, loss] == pytest.approx([expected[0], one[0]], abs=2e-2)
@@ -103,10 +106,11 @@ def test_in_bf16_it_rounds_as_one_process_that_adds_up_halves(name: str, ranks: 
 
 @pytest.mark.ops
 def test_the_command_saves_and_exports_whole_weights(tmp_path: Path) -> None:
-    """Two ranks that share each product, in fp32: losses, checkpoints and the export of the run that has one.
+    """Two tensor ranks give the losses, checkpoints and export of one, in fp32.
 
-    Its checkpoint is gone on from to the last bit by two, by one as well as by the run of one, and two from one's. In
-    bf16 the export is the checkpoint's masters, whether one was made or not.
+    Two ranks resume their checkpoint exactly; one rank resumes two ranks' checkpoint, and two resume one's, closely. In
+    bf16
+    the export equals the masters, with or without a checkpoint.
     """
     directory(tmp_path / "model", "qwen3", vocab_size=2048)
     words = ["--model", tmp_path / "model", "--tokenizer", "builtin", "--engine", "deepspeed", "--optimizer", "cpu"]
@@ -153,7 +157,7 @@ def saved(kind: str) -> str:
     return f"checkpoints/step-00000004/{kind}.safetensors"
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def plan_of(shape: ModelShape, *words: str, ranks: int = 2, gpu: int = 0) -> Plan:
@@ -175,7 +179,7 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     assert plan_of(shape, gpu=80 * GB).placement.optimizer == "gpu"
     assert plan_of(shape).cannot_save is None
     with pytest.raises(UserError, match="partition_activations=true divides what gradient checkpointing keeps"):
-        plan_of(shape, PARTS)  # a model of this size has none
+        plan_of(shape, PARTS)  # a model of this size is not checkpointed
     with pytest.raises(UserError, match="partition_activations=true needs checkpointed activations"):
         plan_of(shape, PARTS, "model.activation_checkpointing=off")
     for words in ([], ["--engine", "deepspeed"], ["parallel.sequence=2"]):
@@ -184,7 +188,7 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_parts_of_inputs_in_a_plan(tmp_path: Path) -> None:
-    """8 blocks, inputs of 4 x 1024 x 72 elements of 2 bytes: the one that is worked on whole, of all of them half."""
+    """8 blocks have inputs of 4 x 1024 x 72 elements of 2 bytes; one is whole in use, and half of each is kept."""
     shape = shape_of(directory(tmp_path / "model", "llama", num_hidden_layers=8, max_position_embeddings=1024))
     each = 2 * 4 * 1024 * 72
 

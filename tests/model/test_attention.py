@@ -1,4 +1,4 @@
-"""Grouped heads on cards whose fast kernels do not take them: repeated there, and only there, with the same results."""
+"""Tests of grouped heads on GPUs whose fast kernels lack them: keys are repeated only there, with the same results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _transformers_own_afterwards() -> Iterator[None]:
 def test_repeated_heads_give_the_same_losses_and_gradients(
     groups: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And torch is never told `enable_gqa`, with which cards before sm_80 make the whole matrix of scores."""
+    """`enable_gqa` is never set, since cards before sm_80 would then materialise the whole score matrix."""
     config = AutoConfig.from_pretrained(model_directory(tmp_path, "qwen3", num_key_value_heads=4 // groups))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -49,7 +49,7 @@ def test_repeated_heads_give_the_same_losses_and_gradients(
 
     loss, gradients = run()
     attention.repeat_keys_where_needed()
-    same = run()  # on a CPU it is transformers' own, to the bit
+    same = run()  # on a CPU, transformers' own attention runs, with the same bits
     assert torch.equal(same[0], loss)
     assert all(map(torch.equal, same[1], gradients))
     seen.clear()
@@ -67,7 +67,7 @@ def test_repeated_heads_give_the_same_losses_and_gradients(
 def test_torch_is_asked_what_the_card_takes(
     flash: bool, cudnn: bool, needs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below sm_80, in fp32, and for heads that are too large on some cards, it says no to both."""
+    """torch refuses both kernels below sm_80, in fp32, and for heads too large for some cards."""
     asked: list[Any] = []
 
     def params(*given: Any) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def test_torch_is_asked_what_the_card_takes(
 
 
 def test_torch_understands_the_question() -> None:
-    """Its parameters are those of the installed version; without a GPU the answer is no."""
+    """The arguments match the installed torch version, which answers no without a GPU."""
     query, key = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
     asked = attention.SDPAParams(query, key, key, None, 0.0, True, True)
     assert not attention.can_use_cudnn_attention(asked)

@@ -1,4 +1,4 @@
-"""A chat model goes through a run and out again with all that its directory says of texts and their ends."""
+"""Tests that a run keeps all that a chat model's directory defines about its tokenizer and end-of-text tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As chat models lie on the hub: older files, and the ends of a turn only where generation is configured."""
+    """Write a chat model as found on the hub: older tokenizer files, and end-of-turn tokens only in the generation
+    config.
+    """
     directory = tmp_path_factory.mktemp("chat")
     backend = Tokenizer.from_file(str(BUILTIN_TOKENIZER / "tokenizer.json"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -59,7 +61,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def through_a_run(given: Path, output: Path, *, scratch: bool = False) -> Path:
-    """The directory `model` that a run of `given` leaves, from which its exports are made."""
+    """Return the directory `model` of a run of `given`, from which exports are made."""
     source = resolve_model(ModelSection(name=str(given), random_init=scratch), seed=0)
     tokenizer = load_tokenizer(str(given))
     output.mkdir(exist_ok=True)
@@ -101,7 +103,9 @@ def test_an_export_generates_and_splits_text_as_the_model_did(given: Path, tmp_p
 
 
 def test_a_tokenizer_that_transformers_makes_otherwise_is_kept_as_it_was_trained_with(tmp_path: Path) -> None:
-    """Beside a Qwen2's config.json a tokenizer is given Qwen2's own splitting: what is saved gives the same ids."""
+    """The saved tokenizer gives the ids of training, though transformers splits otherwise next to a Qwen2
+    config.json.
+    """
     given = tmp_path / "given"
     given.mkdir()
     for path in BUILTIN_TOKENIZER.iterdir():
@@ -118,7 +122,7 @@ def test_a_tokenizer_that_transformers_makes_otherwise_is_kept_as_it_was_trained
 
 
 def test_random_weights_end_where_their_tokenizer_does(given: Path, tmp_path: Path) -> None:
-    """Of a shape alone, nothing of how its weights were used is kept."""
+    """A model that is trained from scratch keeps no generation settings of the original."""
     kept = through_a_run(given, tmp_path / "run", scratch=True)
     generation = json.loads((kept / "generation_config.json").read_text())
     assert generation["eos_token_id"] == TURN
@@ -136,7 +140,7 @@ def test_a_damaged_generation_config_is_refused_before_the_run(given: Path, tmp_
 def gguf_ends(given: Path, tmp_path: Path, ends: Any) -> dict[str, Any]:
     gguf = pytest.importorskip("gguf")
     kept = through_a_run(given, tmp_path / "run")
-    # As its file has it, and not as transformers makes it beside a Qwen2's config.json.
+    # Use the tokenizer's own file, not what transformers makes of it with a Qwen2 config.json.
     (kept / "tokenizer.json").write_bytes((given / "tokenizer.json").read_bytes())
     (kept / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     weights = AutoModelForCausalLM.from_pretrained(given).state_dict()

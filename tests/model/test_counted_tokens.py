@@ -1,4 +1,4 @@
-"""Steps whose micro-batches count different numbers of targets: one mean over all of them, as transformers has it."""
+"""Tests that a step's loss is one mean over all counted targets of its micro-batches, as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout and router noise are drawn from the run's seed and the rows' place in it, and from nothing else."""
+"""Tests that dropout and router noise depend only on the run's seed and on the rows' position."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def plain(model: Path) -> tuple[list[Step], dict[str, torch.Tensor]]:
 def test_what_is_drawn_is_the_same_everywhere(
     architecture: str, way: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bf16, two micro-batches a step: to the last bit in every home, and whatever else is drawn in between."""
+    """bf16 with two micro-batches gives the same bits in every placement, whatever else draws random numbers in
+    between.
+    """
     if ON_GPU and "plain" in way:
         pytest.skip("plain torch's AdamW is CUDA's here, with other last bits")
     monkeypatch.setattr(layout, "SMALL", 0)
@@ -72,7 +74,7 @@ def test_what_is_drawn_is_the_same_everywhere(
             torch.rand(step)
 
         steps = train(ours, batches(6), accumulate=2, before=between)
-        if "chunks" in way:  # sums over chunks are rounded otherwise, and bf16 weights soon differ for it
+        if "chunks" in way:  # Sums over chunks round differently, and bf16 weights soon diverge.
             assert steps[0][0] == pytest.approx(expected[0][0], rel=1e-5)
             return
         assert steps == expected
@@ -81,7 +83,7 @@ def test_what_is_drawn_is_the_same_everywhere(
 
 @pytest.mark.parametrize("architecture", NOISY)
 def test_each_micro_batch_draws_anew(architecture: str, folder: Path) -> None:
-    """The same rows again, under another seed: another loss."""
+    """The same rows have another loss under another seed."""
     model = model_directory(folder / f"noisy-{architecture}", architecture, **NOISY[architecture])
     rows = batches(1)[0]
     with engine(model, "--engine", "plain") as reference:
@@ -91,7 +93,7 @@ def test_each_micro_batch_draws_anew(architecture: str, folder: Path) -> None:
 
 
 def test_ranks_draw_what_one_rank_draws(tmp_path: Path) -> None:
-    """Micro-batch m of rank r of 2 is the micro-batch 2 m + r of one rank; resuming gives the same."""
+    """Micro-batch m of rank r of 2 equals micro-batch 2 m + r of one rank, also after resuming."""
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "ids.bin")
     reader = RowReader(
         TokenFile.open(tmp_path / "ids.bin"), seq_len=10, rows=range(390), vocabulary=4000, seed=3, shuffle=True
@@ -118,7 +120,7 @@ def test_checkpoints_that_hold_generators_are_still_read(tmp_path: Path) -> None
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
 def test_runs_with_dropout_are_the_same_run(drive: Path, tmp_path: Path) -> None:
-    """The tiered engine that evaluates and samples on the way; plain torch, killed and resumed: bit for bit."""
+    """A tiered run that evaluates and samples matches a plain run that is killed and resumed, bit for bit."""
     rates = [f"model.overrides.{key}={rate}" for key, rate in DROPOUT.items()]
     words = [*TINY, *rates, "--accumulate", 2, "--steps", 12, "--save-every", 4, "--nvme", drive]
     tiered = ["--engine", "tiered", "--ram-fraction", "0.5", "train.eval_every=3", "train.sample_every=5"]

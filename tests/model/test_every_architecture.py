@@ -1,5 +1,5 @@
-"""Architectures that differ in what matters here, against transformers and plain torch; scripts/every_architecture.py
-does the same with all of them.
+"""Tests of selected architectures against transformers and plain torch; scripts/every_architecture.py tests all of
+them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "Rwkv":
-        monkeypatch.setattr(allocation_trace, "_MOST_OPERATIONS", 300)  # it takes tokens one by one, and is estimated
+        # It processes tokens one by one, so its activations are estimated.
+        monkeypatch.setattr(allocation_trace, "_MOST_OPERATIONS", 300)
     result = every_architecture.examine(name, tmp_path)
     assert (result.outcome, result.why) == ("right", "")
     notes = " ".join(result.notes)
@@ -61,7 +62,7 @@ def test_losses_norms_and_weights_are_those_of_transformers_and_torch(
 
 
 def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that lacks the routers', and an update whose eps is a hundredth more, are wrong."""
+    """A missing router loss, or an eps that is 10 % too large, is reported as wrong."""
     with monkeypatch.context() as patch:
         patch.setattr("offload_trainer.model.loss.adds_router_loss", lambda _: False)
         result = every_architecture.examine("Mixtral", tmp_path / "router")
@@ -74,7 +75,7 @@ def test_a_wrong_loss_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None, **changes: Any) -> ModelSource:
-    """A tiny model's, from its configuration alone."""
+    """Return the source of a tiny model, built from its configuration alone."""
     tiny_models.tiny_config(tiny_models.kinds()[name], **changes).save_pretrained(folder)
     return resolve_model(ModelSection(name=str(folder), random_init=True, dtype="fp32", **section or {}), seed=0)
 
@@ -82,7 +83,7 @@ def source_of(name: str, folder: Path, *, section: dict[str, Any] | None = None,
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
 def test_the_routers_loss_is_transformers_own(chunk: int, checkpointing: str, tmp_path: Path) -> None:
-    """Its value and every gradient, with the router trained by it and by nothing else."""
+    """Its value and every gradient match; the router is trained by nothing else."""
     section = {"loss_chunk": chunk, "activation_checkpointing": checkpointing}
     source = source_of("Qwen3Moe", tmp_path, section=section, output_router_logits=True, router_aux_loss_coef=0.5)
     ours = source.build(dtype=torch.float32)
@@ -137,7 +138,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> None:
-    """auto means on from 100 M parameters, where transformers has it."""
+    """`auto` enables checkpointing from 100 M parameters, if transformers supports it."""
     shape = source_of("JetMoe", tmp_path, vocab_size=4_000_000, tie_word_embeddings=True).shape
     assert shape.parameters > 100_000_000
     assert not wants_checkpointing(ModelSection(), shape)
@@ -145,7 +146,7 @@ def test_large_models_without_checkpointing_train_without(tmp_path: Path) -> Non
 
 
 def test_the_table_names_all(tmp_path: Path) -> None:
-    """Those that transformers does not run have its own error, and no row among the others."""
+    """Architectures that do not run in transformers are listed with its error, separately."""
     result = every_architecture.examine("Git", tmp_path)
     assert (result.outcome, result.why.split(":")[0]) == ("transformers", "ValueError")
     page = every_architecture.table([result, every_architecture.Result("Llama", "right", loss="labels", drawn="equal")])

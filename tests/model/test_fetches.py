@@ -1,5 +1,5 @@
-"""Whole blocks, and what is outside them, come to the device as often as the plan has it, in whichever order a model
-has made them: in transformers' causal language models, tiny.
+"""Tests that blocks, and units outside them, are fetched to the device as often as planned, whatever order the model
+registers them in. The models are tiny ones of transformers' causal architectures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OTHERWISE = {
 def examine(name: str, folder: Path) -> parts_of_all.Result:
     try:
         model = saved(tiny_models.tiny_config(tiny_models.kinds()[name]), folder / "model")
-    except Exception as error:  # of transformers' code: docs/architectures.md names them
+    except Exception as error:  # An error in transformers itself; docs/architectures.md lists those.
         return parts_of_all.Result(name, "transformers", one_line(error))
     how = f"model.activation_checkpointing={'on' if model.supports_gradient_checkpointing else 'off'}"
     wrong = parts_of_all.whole_blocks(folder / "model", folder / "drive", how)
@@ -54,7 +54,7 @@ def test_units_come_as_often_as_planned(name: str, tmp_path: Path) -> None:
 
 
 def test_units_of_every_architecture_come_as_often_as_planned(request: pytest.FixtureRequest) -> None:
-    """Without --exhaustive those that are known not to."""
+    """Without --exhaustive, only the known exceptions are tested."""
     known = {name for names in OTHERWISE.values() for name in names}
     names = tiny_models.kinds() if request.config.getoption("--exhaustive") else known
     found = [in_a_child(name, examine, parts_of_all.Result) for name in sorted(names)]
@@ -69,7 +69,7 @@ def test_registered_order_where_a_tower_is_would_show(tmp_path: Path, monkeypatc
     assert "model.audio_tower.layers.0 0 times for 2" in result.why
 
 
-# -- the order by itself ----------------------------------------------------------------------------------------------
+# -- the order alone ---------------------------------------------------------------------------------------------------
 
 
 def shown(name: str, *, layers: int, frozen: tuple[str, ...] = ()) -> Order:
@@ -83,7 +83,7 @@ def shown(name: str, *, layers: int, frozen: tuple[str, ...] = ()) -> Order:
 
 
 def test_blocks_that_were_not_run_are_where_they_would_be() -> None:
-    """Three of each kind are run."""
+    """Only three blocks of each kind are run; the order of the others is inferred."""
     blocks = [f"model.layers.{number}" for number in range(7)]
     order = shown("llama, untied", layers=7)
     assert order.forward == ("model.embed_tokens", *blocks, "model.norm", "lm_head")
@@ -124,7 +124,7 @@ def test_without_a_run_units_are_needed_as_they_are_registered() -> None:
 
 
 def test_parts_come_as_their_trial_has_them_each_time_that_their_block_runs() -> None:
-    """h.0 twice, whose trial has both of its runs; h.1 is frozen, and is computed again where it is checkpointed."""
+    """h.0 runs twice, and its trial covers both; h.1 is frozen, and is recomputed only with checkpointing."""
     needs = (Needs("h.0", ("h.0.b", "h.0.a") * 2, ("h.0.b", "h.0.a", "h.0.b") * 2),)
     order = Order(("late", "embed", "h.1", "h.0", "h.0", "embed"), ("embed", "h.0", "h.0"))
     shape = with_order(shape_of(needs=needs), order)

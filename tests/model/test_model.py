@@ -1,4 +1,4 @@
-"""Models: transformers' own weights, one block at a time; its own loss, without whole logits."""
+"""Tests of model loading and loss: transformers' weights block by block, and its loss without whole logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offload_trainer.model.presets import PRESETS, gpt2_shape
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_random_weights_are_transformers_own_bit_for_bit(name: str) -> None:
     expected = dict(reference(ARCHITECTURES[name]).named_parameters())
-    torch.manual_seed(1)  # the program's own generator must not matter, nor be touched
+    torch.manual_seed(1)  # the global generator must not matter, nor change
     before = torch.get_rng_state()
     given = dict(initial_weights(ARCHITECTURES[name], seed=5))
     assert torch.equal(before, torch.get_rng_state())
@@ -52,7 +52,7 @@ def test_norms_that_are_left_to_their_constructors_are_transformers_own(monkeypa
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_loss_gradients_and_buffers_are_transformers_own(name: str, chunk: int, tmp_path: Path) -> None:
-    """Pretrained weights in, then loss and every gradient against whole logits."""
+    """The loss and every gradient of pretrained weights match whole logits."""
     model = reference(ARCHITECTURES[name])
     model.save_pretrained(tmp_path)
     section = ModelSection(name=str(tmp_path), loss_chunk=chunk, attention="eager", activation_checkpointing="off")
@@ -110,7 +110,7 @@ def test_closed_form_counts_are_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_step_0_loss_of_every_preset_is_that_of_guessing(name: str) -> None:
-    """Scaled down in depth only: two layers, one where they are wide, so that the test stays small."""
+    """Only the depth is reduced: two layers, or one in wide models, so that the test stays small."""
     overrides = {"n_layer": 2 if PRESETS[name]["n_embd"] <= 1280 else 1}
     source = resolve_model(ModelSection(name=name, overrides=overrides, activation_checkpointing="off"), seed=0)
     ours = source.build(dtype=torch.float32)
@@ -162,7 +162,7 @@ def test_refused_models(section: ModelSection, expected: str) -> None:
 def test_a_configuration_that_no_machine_could_build_is_refused(
     config: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    """And at once: transformers would make lists and modules of all the layers."""
+    """The refusal is immediate: transformers would build lists and modules of all the layers."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=re.escape(expected)):
         resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)

@@ -1,4 +1,4 @@
-"""Several documents in a row: each has the loss and gradients that it has by itself, or the model is refused."""
+"""Tests of packed rows: each document has the loss and gradients that it has alone, or the model is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTH, END = 24, 7
 
 
 def model_of(name: str) -> PreTrainedModel:
-    """Weights so large that what crosses shows, and windows that documents are longer than."""
+    """Return a model with large weights, so that any leak shows, and with windows shorter than the documents."""
     config = copy.deepcopy(ARCHITECTURES[name])
     if getattr(config, "sliding_window", None):
         config.sliding_window = 5
@@ -71,7 +71,7 @@ def rows_of(given: list[Encoded], folder: Path) -> Rows:
 
 
 def alone(model: PreTrainedModel, given: list[Encoded]) -> tuple[torch.Tensor, int]:
-    """Each by itself, without padding, through transformers: the sum over all that is learned, and how much it is."""
+    """Run each document separately without padding; return the summed loss over learned tokens, and their number."""
     sums, count = torch.zeros(()), 0
     for ids, learned in given:
         ids, learned = ids[:LENGTH], learned[:LENGTH]
@@ -117,7 +117,7 @@ def test_models_in_which_documents_would_cross_are_refused(name: str) -> None:
 
 
 def test_the_trial_sees_what_transformers_does_not_keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions that begin anew, and no mask: as an architecture does that does not hand them on."""
+    """Positions restart without a mask, as in an architecture that does not pass them on."""
     model = reference(ARCHITECTURES["llama, untied"])
     made = modeling_llama.create_causal_mask
     without = lambda **given: made(**given | {"position_ids": None})  # noqa: E731
@@ -162,7 +162,7 @@ def test_documents_of_text_begin_behind_what_ends_them(tmp_path: Path) -> None:
 
 
 def test_masks_are_in_the_plan(tmp_path: Path) -> None:
-    """What a block keeps of them on a CPU: as much as autograd saves in a forward that runs."""
+    """A block keeps as many mask bytes on a CPU as autograd saves in a real forward."""
     length, rows = 48, 2
     words = [
         "--model",
@@ -185,7 +185,7 @@ def test_masks_are_in_the_plan(tmp_path: Path) -> None:
             saved.append(tensor)
         return tensor
 
-    module.eval()  # with dropout there is no fused attention on a CPU
+    module.eval()  # dropout would disable fused attention on a CPU
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         module(ids, ids, None, None, positions)
     masks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
@@ -194,4 +194,4 @@ def test_masks_are_in_the_plan(tmp_path: Path) -> None:
     assert without is not None
     kept = counted.kinds[0].kept.at(rows, length) - without.kinds[0].kept.at(rows, length)
     assert 2 * kept == sum(masks.values())
-    assert counted.before.pair == 1  # a byte for each pair of tokens of a row
+    assert counted.before.pair == 1  # one byte for each pair of a row's tokens

@@ -1,5 +1,5 @@
-"""Blocks' weights by the module, in architectures that differ in how they need them; scripts/parts_of_all.py does the
-same with all of them: the bits of whole blocks, and parts that come as often as the plan has it.
+"""Tests of fetching blocks module by module in selected architectures; scripts/parts_of_all.py tests all of them.
+Results have the bits of whole blocks, and modules are fetched as often as planned.
 """
 
 from __future__ import annotations

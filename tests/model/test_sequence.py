@@ -1,4 +1,4 @@
-"""Which architectures can have their rows cut into pieces, and what a piece of a batch is."""
+"""Tests of which architectures can split rows among ranks, and of the pieces of a batch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_routers_loss_is_refused() -> None:
 
 
 def test_a_trial_in_which_nothing_would_show_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces by themselves like whole rows: then the trial saw no attention at all."""
+    """If separate pieces match whole rows, the trial did not exercise attention."""
     monkeypatch.setattr("offload_trainer.model.ulysses._compared", lambda twin: (0.0, 0.0))
     with pytest.raises(UserError, match="computes something else"):
         refuse_pieces(model_of(ARCHITECTURES["gpt2"]), trust_remote_code=False)
@@ -91,5 +91,5 @@ def test_pieces_of_a_batch_are_its_rows_and_positions_once() -> None:
     assert places == [[list(range(first, first + 4))] * 2 for first in (0, 4, 8)]
     assert [piece.counted for piece in pieces] == [8, 8, 0]
     assert {piece.state for piece in pieces} == {whole.state}
-    assert len({piece.seed for piece in pieces} | {whole.seed}) == 4  # dropout of each is its own
+    assert len({piece.seed for piece in pieces} | {whole.seed}) == 4  # each piece has its own dropout
     assert whole.piece(0, of=1) is whole

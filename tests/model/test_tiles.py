@@ -1,4 +1,4 @@
-"""MLPs on a piece of the row at a time: which parts can, and that nothing else changes. Against transformers alone."""
+"""Tests of MLPs that run on a piece of the row at a time: which modules can, and that results match transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload_trainer.model.probes.positionwise import tileable, with_tiles
 from offload_trainer.model.tiled_mlp import tile
 from offload_trainer.offloading.device.base import CpuDevice
 
-TILED = {  # the part of each block that is found
+TILED = {  # the module of each block that is found
     "gpt2": "mlp",
     "llama, untied": "mlp",
     "gemma2, soft-capped": "mlp",
@@ -41,7 +41,9 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.mark.parametrize("name", TILED)
 def test_in_pieces_a_model_has_its_loss_and_gradients(name: str) -> None:
-    """Of transformers' own in one piece, with checkpointing and without; pieces that do not divide the rows."""
+    """Loss and gradients match untiled transformers, with and without checkpointing; the pieces do not
+    divide the rows.
+    """
     model = model_of(name)
     found = tileable(model, block_names)
     assert found == [f"{block}.{TILED[name]}" for block in block_names(model)]
@@ -76,7 +78,7 @@ def test_a_weight_gets_one_gradient_and_pieces_are_all_that_exists() -> None:
 
 
 def test_gradients_of_pieces_are_rounded_once() -> None:
-    """In bf16 as near to those in fp32 as in one piece, which 64 of them added up in bf16 are not."""
+    """bf16 gradients are as near to fp32 as untiled ones; adding 64 pieces in bf16 would not be."""
     wide = LlamaMLP(ARCHITECTURES["llama, untied"])
     torch.manual_seed(1)
     for weight in wide.parameters():
@@ -128,7 +130,9 @@ def test_the_backward_draws_the_dropout_of_the_forward() -> None:
 
 
 def test_a_checkpointed_block_that_ends_with_its_mlp_runs_it_as_often_as_without_pieces() -> None:
-    """The recomputation stops at its input: two forwards of each piece. Gemma 2 has a norm behind it, so a third."""
+    """The recomputation stops at the MLP's input, so each piece runs forward twice. Gemma 2's following norm needs a
+    third.
+    """
     runs = {}
     for name in ("llama, untied", "gemma2, soft-capped"):
         model = model_of(name)
@@ -140,22 +144,22 @@ def test_a_checkpointed_block_that_ends_with_its_mlp_runs_it_as_often_as_without
             part.up_proj.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].shape))
         tokens = torch.randint(99, (1, 60))
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        runs[name] = len(seen) / 2 / 3  # of each block, a piece
+        runs[name] = len(seen) / 2 / 3  # runs of each piece in each block
     assert runs == {"llama, untied": 2, "gemma2, soft-capped": 3}
 
 
-# -- which parts ------------------------------------------------------------------------------------------------------
+# -- which modules -----------------------------------------------------------------------------------------------------
 
 
 class Looks(LlamaMLP):
-    """At the token before."""
+    """An MLP that also reads the previous token."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + 0.1 * nn.functional.pad(x, (0, 0, 1, -1)))
 
 
 class Capacity(LlamaMLP):
-    """Has room for 100 tokens that point the same way."""
+    """An MLP that drops tokens beyond the first 100 similar ones."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -164,14 +168,14 @@ class Capacity(LlamaMLP):
 
 
 class Draws(LlamaMLP):
-    """Noise of its own."""
+    """An MLP that adds random noise."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + torch.randn_like(x))
 
 
 class InEights(LlamaMLP):
-    """The mean of each eight tokens, which pieces of eights would not show."""
+    """An MLP that mixes each eight tokens, which pieces of multiples of eight would not reveal."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -188,7 +192,7 @@ def test_what_computes_no_token_by_itself_is_found_out(kind: type[nn.Module], mo
 
 
 def test_routers_whose_logits_are_a_loss_are_left_whole() -> None:
-    """They are gathered beside the output: a trial of the part alone would not show it."""
+    """Their logits are collected in addition to the output, which a trial of the module alone would not reveal."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4}
     for asked in (False, True):
@@ -224,7 +228,7 @@ HOMES = {
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_no_home_changes_a_bit_and_losses_are_those_of_one_piece(name: str, tmp_path: Path) -> None:
-    """Two micro-batches a step, checkpointing off and on, copies late and out of order."""
+    """Two micro-batches a step, with and without checkpointing, and late transfers out of order."""
     model = model_directory(tmp_path / name, name)
     words = ["--accumulate", "2", "model.dtype=fp32"]
     with engine(model, *words, *REFERENCE) as whole:
@@ -289,7 +293,7 @@ def test_a_source_says_what_was_found_and_counts_it(tmp_path: Path) -> None:
     given |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(given))
     opt = resolve_model(ModelSection(name=str(tmp_path), random_init=True), seed=0)
-    assert with_tiles(opt) is opt  # its two products are no module of their own
+    assert with_tiles(opt) is opt  # its two matrices are not in a separate module
     source = resolve_model(ModelSection(), seed=0)
     shape = with_tiles(source).shape
     assert (source.shape.tiles, shape.tiles[:1], len(shape.tiles)) == ((), ("transformer.h.0.mlp",), 6)
@@ -297,7 +301,7 @@ def test_a_source_says_what_was_found_and_counts_it(tmp_path: Path) -> None:
     assert shape.tiled_on_gpu is not None
     assert shape.on_gpu is not None
     whole, tiled = shape.on_gpu.kinds[0], shape.tiled_on_gpu.kinds[0]
-    # The MLP's insides, four times as wide, are kept no more: they are held for a piece at a time.
+    # The MLP's intermediate tensors, four times as wide, exist for one piece at a time and are not kept.
     assert whole.kept.token - tiled.kept.token > 4 * 4 * 256
     assert max(moment.piece for moment in tiled.backward) > 4 * 4 * 256
     assert all(moment.piece == 0 for moment in whole.backward)

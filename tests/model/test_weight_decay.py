@@ -1,4 +1,4 @@
-"""Which weights decay: matrices and embeddings, as transformers' own Trainer decides for every architecture it has."""
+"""Tests that matrices and embeddings decay, as in transformers' Trainer for every architecture."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_biases_and_norms_of_two_dimensions_are_spared(config: object, spared: s
 
 
 def test_every_architecture_decays_what_transformers_decays() -> None:
-    """Differences: vectors, which never decay here (sinks, residual scales, Mamba's D), and A_log."""
+    """The exceptions are vectors, which never decay here (sinks, residual scales, Mamba's D), and A_log."""
     differences, built = [], 0
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
         try:
             model = small(kind())
-        except Exception:  # the defaults make no model: a package is missing, or keys do not fit each other
+        except Exception:  # The defaults build no model: a package is missing, or keys do not fit each other.
             continue
         built += 1
         weights = {name: tensor for name, tensor in model.named_parameters() if tensor.dim() > 1}

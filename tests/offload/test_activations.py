@@ -1,4 +1,6 @@
-"""What gradient checkpointing keeps, in host memory and on drives: no bit changes, and the bytes are those planned."""
+"""Tests of offloaded checkpoint inputs, in host memory and on drives: results keep their bits, and bytes match the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def model_of(folder: Path, *, tied: bool) -> Path:
 
 @cache
 def without(folder: Path, tied: bool, variant: str, accumulate: int) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """The same engine, inputs kept where they are."""
+    """Train the same engine with the inputs left where they are."""
     words = [*ON, *VARIANTS[variant], "--accumulate", str(accumulate)]
     with engine(model_of(folder, tied=tied), *words) as ours:
         return train(ours, batches(3 * accumulate), accumulate=accumulate), masters(ours)
@@ -53,7 +55,7 @@ def drives(folder: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("tied", "variant", "accumulate"),  # each two of them together
+    ("tied", "variant", "accumulate"),  # every pair of the values
     [(True, "non-reentrant", 1), (True, "reentrant", 3), (False, "non-reentrant", 3), (False, "reentrant", 1)],
     ids=["tied-non-reentrant-1", "tied-reentrant-3", "untied-non-reentrant-3", "untied-reentrant-1"],
 )
@@ -67,7 +69,9 @@ def drives(folder: Path, count: int) -> list[Path]:
     ids=["memory", "drives", "weights on drives too"],
 )
 def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: int, folder: Path) -> None:
-    """Nine blocks with dropout; copies at once, late and out of order, and in a GPU's queues."""
+    """Nine blocks with dropout train identically with immediate copies, late copies out of order, and GPU stream
+    queues.
+    """
     expected, weights = without(folder, tied, variant, accumulate)
     words = [*ON, *words, *VARIANTS[variant], "--accumulate", str(accumulate)]
     model, data = model_of(folder, tied=tied), batches(3 * accumulate)
@@ -87,9 +91,9 @@ def test_no_bit_changes(words: list[str], tied: bool, variant: str, accumulate: 
 
 @pytest.mark.parametrize("forgotten", ["the copy back", "the copy out", "the buffer", "the write"])
 def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above is able to fail, for each of the things that are waited for.
+    """The previous test fails if any of the waits is removed.
 
-    What nobody waits for never comes: what is merely late is in time where the steps are slow.
+    The forgotten operation never happens, since one that is merely late may still be in time where steps are slow.
     """
     expected, _ = without(folder, True, "non-reentrant", 1)
     monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
@@ -114,7 +118,7 @@ def test_a_missing_wait_would_show(forgotten: str, folder: Path, monkeypatch: py
 
 
 class Counting(CpuDevice):
-    """Notes the order of things."""
+    """A device that logs the order of its copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +134,9 @@ class Counting(CpuDevice):
 
 
 def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str, Any]:
-    """Bytes of the third step of nine blocks: moved, held when the forward ends, and planned."""
+    """Return the bytes of the third step of nine blocks: moved on drives, in memory when the forward
+    ends, and planned.
+    """
     model = model_of(folder, tied=True)
     words = (*ON, f"model.offload_activations={home}", "--seq-len", "24", "--micro-batch", "2", *words)
     inputs: list[weakref.ref[Any]] = []
@@ -160,7 +166,7 @@ def of_a_step(folder: Path, home: str, count: int = 1, *words: str) -> dict[str,
 
 
 def _settle(ours: Any) -> None:
-    """The last inputs are on their drives, and the update is over, for which no step waits."""
+    """Wait until the last inputs are on their drives and the update has finished: no step waits for those."""
     ours.synchronize()
     for buffer in ours.offloaded.activations._ring if ours.offloaded.activations else ():
         buffer.free.wait()
@@ -170,12 +176,12 @@ def _named(folder: Path, count: int) -> list[str]:
     return [word for drive in drives(folder, count) for word in ("--nvme", str(drive))]
 
 
-INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, up to a multiple of 4096
+INPUT = 8192  # bytes: 2 rows of 24 tokens, 72 wide, in bf16, rounded up to a multiple of 4096
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_inputs_leave_memory_for_the_drives_and_the_plan_counts_the_same(count: int, folder: Path) -> None:
-    """On the CPU too: of nine inputs two at most are still in memory as such, and four buffers beside them."""
+    """On the CPU too, at most two of nine inputs stay in memory as they are, in addition to four buffers."""
     kept, away = of_a_step(folder, "false"), of_a_step(folder, "nvme", count)
     assert kept["inputs"] == 9
     assert away["inputs"] <= INPUTS_UNDER_WAY
@@ -198,7 +204,7 @@ def test_in_host_memory_each_has_its_place(folder: Path) -> None:
 
 
 def test_one_comes_back_while_the_one_behind_it_is_used(folder: Path) -> None:
-    """The backward's first is started at the end of the forward, and each of the others one block ahead."""
+    """The end of the forward starts the backward's first copy; each later copy starts one block ahead of its use."""
     device = Counting()
     with engine(model_of(folder, tied=True), *ON, "model.offload_activations=cpu", device=device) as ours:
         block = ours._module.model.transformer.h[0].attn
@@ -224,7 +230,7 @@ def test_more_and_larger_inputs_than_planned_stay_in_host_memory(tmp_path: Path)
             assert torch.equal(kept.give(handles[number]), inputs[number])
     with kept.forward():
         handles = [kept.keep(one) for one in inputs[:1] * 2]
-    for number in (0, 1):  # in another order
+    for number in (0, 1):  # a different order from the previous one
         assert torch.equal(kept.give(handles[number]), inputs[0])
     kept.close()
     transfers.close()
@@ -276,7 +282,7 @@ def test_a_plan_says_where_nothing_is_kept(folder: Path) -> None:
 
 
 def test_a_plan_says_where_host_memory_is_no_other_home() -> None:
-    """Without a GPU: what is there as they are kept, and two of them once more on their way."""
+    """Without a GPU, offload_activations=cpu only adds two copies in transit, and the plan says so."""
     found = {}
     for home in ("false", "cpu"):
         plan = make_plan(wish("--micro-batch", "4", f"model.offload_activations={home}"), SHAPES["gpt2-xl"], machine())
@@ -286,7 +292,7 @@ def test_a_plan_says_where_host_memory_is_no_other_home() -> None:
 
 
 def test_the_plan_of_a_gpu_has_them_where_they_are() -> None:
-    """gpt2-xl, 4 x 1024 tokens: 48 inputs of 13.1 MB each, and the last output; off the GPU but for two."""
+    """gpt2-xl with 4 x 1024 tokens has 48 inputs of 13.1 MB and the last output; all but two leave the GPU."""
     shape, each = SHAPES["gpt2-xl"], 2 * 4 * 1024 * 1600
     found = {}
     for home in ("false", "cpu", "nvme"):

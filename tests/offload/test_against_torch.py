@@ -1,4 +1,4 @@
-"""The update against a loop of plain torch and transformers that knows nothing of this package, to the last bit."""
+"""Test that the update matches, bit for bit, a loop of torch and transformers that uses nothing of this package."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop is t
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory with fp32 weights, none of which bf16 holds."""
+    """Write a model's directory with fp32 weights that bf16 cannot represent."""
     folder = model_directory(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
     torch.manual_seed(3)
     config = AutoConfig.from_pretrained(folder)
-    config.vocab_size = 224  # a multiple of 16, or torch's fused update rounds the last elements another way
+    # torch's fused update rounds the last elements differently unless this is a multiple of 16.
+    config.vocab_size = 224
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 
 def plain_loop(folder: Path, *, dtype: torch.dtype, clip: float, steps: int) -> tuple[list, dict[str, torch.Tensor]]:
-    """(loss, norm) of each step, and the fp32 masters: weights in `dtype` beside them, clipped by torch."""
+    """Return (loss, norm) of each step and the fp32 masters, with model weights in `dtype` and torch's clipping."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     weights = dict(model.named_parameters())
     held = {name: torch.nn.Parameter(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -55,7 +56,7 @@ def plain_loop(folder: Path, *, dtype: torch.dtype, clip: float, steps: int) -> 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("words", [["--engine", "plain"], ["optim.kernel=torch"], ["optim.kernel=native"]])
 def test_clipped_steps_are_torchs_clip_grad_norm(words: list[str], dtype: str, pretrained: Path) -> None:
-    """Losses, norms and masters; from the fp32 values that the directory holds, whatever the run's dtype."""
+    """Losses, norms and masters match, and start from the stored fp32 values whatever the run's dtype is."""
     clip = 0.3
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     wished = ["model.random_init=false", "--dtype", dtype, f"optim.max_grad_norm={clip}", *words]

@@ -1,7 +1,8 @@
-"""The update behind the backward, before its step is decided: the bits of plain torch, whatever is decided then.
+"""Tests of the speculative update, which starts during the backward, before its step is decided.
 
-A backward is held up here before its first block until all that may be done ahead is done, so that what follows does
-not depend on luck; where copies and drives are late it is not.
+It has the bits of plain torch, whatever the decision. Most tests pause the backward before its first block until every
+possible page is updated, so that the outcome does not depend on timing. Tests with late copies and drives do not pause
+it.
 """
 
 from __future__ import annotations
@@ -54,13 +55,15 @@ def drive(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are begun ahead however often they are clipped."""
+    """Start every step speculatively, however often steps are clipped."""
     monkeypatch.setattr(MispredictionWatch, "rarely", True)
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of each step that was begun ahead and taken: pages that counted, pages that were done."""
+    """Record, for each step that was started speculatively, how many of its updated pages were kept, and
+    of how many.
+    """
     found, its = [], SpeculativeStep.kept
 
     def seen(ahead: SpeculativeStep, *given: Any) -> set[int]:
@@ -73,7 +76,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> None:
-    """A backward goes no further than this gradient until pages of all complete units are done."""
+    """Pause the backward at this gradient until the pages of all complete units are updated."""
     updater, gradients, pages = ours.offloaded.updater, ours.offloaded.gradients, ours.offloaded.store.pages
 
     def wait(_: torch.Tensor) -> None:
@@ -94,7 +97,7 @@ def hold_up(ours: TieredEngine, name: str = "transformer.h.0.ln_1.weight") -> No
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("home", ON_DRIVES)
 def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, kept: list[tuple[int, int]]) -> None:
-    """bf16 with dropout; a limit that some of the norms are above: what was done ahead of these is done again."""
+    """bf16 with dropout. Where the norm is above the limit, the speculative pages are discarded and updated again."""
     model = gpt2(folder)
     expected, weights = plain(model, 40, CLIP)
     clipped = [norm is not None and norm > 2 for _, norm in expected]
@@ -143,7 +146,7 @@ def test_accumulation_and_frozen_weights(
 
 @pytest.mark.usefixtures("always")
 def test_experts_that_are_not_used(folder: Path, drive: Path) -> None:
-    """Their blocks are never complete, and are updated once it is known."""
+    """Blocks with unused experts never become complete; they are updated after the decision."""
     model, data = model_directory(folder / "mixtral", "mixtral", tied=False), batches(6, rows=1, length=3)
     with engine(model, *REFERENCE) as reference:
         expected, weights = train(reference, data), masters(reference)
@@ -157,7 +160,9 @@ def test_experts_that_are_not_used(folder: Path, drive: Path) -> None:
 def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
     states: str, folder: Path, drive: Path, kept: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    """From the beginning on, so that the others have more of them; the noise is of the step that there is."""
+    """The block is unused from the first step, so the others have taken more; noise depends on the largest count of
+    steps.
+    """
     found, unused = [], {1, 2, 5}
     for how in (IN_LINE, FULL):
         words = [*HOMES["nothing in RAM"], "optim.max_grad_norm=0", f"optim.moment_dtype={states}", how]
@@ -176,7 +181,7 @@ def test_a_block_that_a_step_does_not_use_counts_its_own_steps(
 def test_a_step_that_is_skipped_changes_nothing(
     home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Steps 1, 3 and 4 of 7: an overflow, a NaN, in fp16 with the scale halved; the weights after each of them."""
+    """An overflow and NaN in steps 1, 3 and 4 of 7 leave weights and state unchanged; fp16 halves its scale."""
     words = ["--dtype", dtype, "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
     words = words if dtype == "fp16" else words[:2]
     found = []
@@ -206,7 +211,8 @@ def test_pages_count_only_where_all_that_they_follow_from_is_as_expected() -> No
     expected = decision_of(unit, rule, steps, scale=0.5, noise_of=7)
     others = [
         decision_of(unit, rule, steps, scale=0.25, noise_of=7),
-        decision_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_of=7),  # which has more, so the noise differs
+        # the new weight has more steps, so the noise differs
+        decision_of(unit, rule, steps | {"another": 4}, scale=0.5, noise_of=7),
         decision_of(unit, rule, {"w": 2}, scale=0.5, noise_of=None),
         decision_of(unit, {"w": replace(rule["w"], lr=2e-3)}, steps, scale=0.5, noise_of=7),
         decision_of(unit, {}, steps, scale=0.5, noise_of=7),
@@ -219,7 +225,9 @@ def test_pages_count_only_where_all_that_they_follow_from_is_as_expected() -> No
 def test_a_step_that_is_skipped_while_copies_and_reads_are_late(
     home: str, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 2, 4 and 5 of 7, some pages on their way; the step after 4 is not begun ahead, the one after 5 is again."""
+    """Steps 2, 4 and 5 of 7 are skipped with transfers in flight. The step after 4 is not speculative, the one after 5
+    is.
+    """
     model, words, found = gpt2(folder), ["--dtype", "bf16", "optim.max_grad_norm=0"], []
     ahead = iter([True, True, True, True, False, True, True])
     monkeypatch.setattr(MispredictionWatch, "rarely", property(lambda _: next(ahead)))
@@ -260,7 +268,7 @@ def test_what_the_ring_fetched_of_a_skipped_step_is_forgotten(
 def test_late_copies_and_reads_change_nothing(
     home: str, accumulate: int, folder: Path, drive: Path, monkeypatch: Any
 ) -> None:
-    """Some pages are on their way when the step is decided, others wait for a slot; steps 1 and 3 are clipped."""
+    """Some pages are in flight when the step is decided, others wait for a slot. Steps 1 and 3 are clipped."""
     monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model, words = gpt2(folder), ["--accumulate", str(accumulate), CLIP]
     expected, weights = plain(model, 4, *words, accumulate=accumulate)
@@ -280,7 +288,7 @@ def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Pat
 
 
 def test_pages_go_before_the_backward_is_through_and_places_flip_after_it(folder: Path, drive: Path) -> None:
-    """While the backward is held up every complete unit's pages are written, and none of them holds."""
+    """During the backward the pages of complete units are written, but the committed copy changes only afterwards."""
     seen = []
     with engine(gpt2(folder), *HOMES["nothing in RAM"], FULL, drives=[drive]) as ours:
         store, updater = ours.offloaded.store, ours.offloaded.updater
@@ -357,7 +365,7 @@ def test_without_a_limit_every_step_is_as_expected(folder: Path, drive: Path, ke
     assert all(counted == done > 0 for counted, done in kept)
 
 
-# -- what comes in between -------------------------------------------------------------------------------------------
+# -- between steps -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("always")
@@ -365,7 +373,7 @@ def test_without_a_limit_every_step_is_as_expected(folder: Path, drive: Path, ke
 def test_a_snapshot_is_of_its_step_while_the_next_are_begun_ahead(
     home: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """It is written only once the step after the next has begun, and an evaluation comes before each step."""
+    """The snapshot is written only after a later step has begun, and an evaluation precedes each step."""
     model = gpt2(folder)
     with engine(model, *HOMES[home], CLIP, IN_LINE, drives=[drive]) as ours:
         train(ours, batches(8)[:4])
@@ -382,7 +390,7 @@ def test_a_snapshot_is_of_its_step_while_the_next_are_begun_ahead(
         writing.join()
         assert found == plain(model, 8, CLIP)[0]
         assert {path.name: path.read_bytes() for path in (tmp_path / "full").iterdir()} == expected
-        ours.load(tmp_path / "full")  # while an update is under way
+        ours.load(tmp_path / "full")  # An update is still running here.
         assert train(ours, batches(8)[4:]) == plain(model, 8, CLIP)[0][4:]
 
 
@@ -408,7 +416,7 @@ def test_a_backward_that_fails_ends_with_its_own_error_and_the_thread_ends(
 def test_a_drive_that_fails_behind_the_backward_is_told(
     file: str, skipped: bool, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the step whose update it was, or by whoever waits next."""
+    """The step whose update failed raises the error, or else the next operation that waits for it."""
 
     class Failing(ThreadedTransfers):
         def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Future:
@@ -434,7 +442,7 @@ def test_a_drive_that_fails_behind_the_backward_is_told(
 
 
 def test_the_seconds_behind_the_backward_are_hidden(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first page of the step takes a tenth of a second there."""
+    """The first page of the step takes 0.1 s, which counts as hidden."""
     update, slept = Updater._update, []
 
     def slowly(updater: Updater, *given: Any, **words: Any) -> None:

@@ -1,6 +1,6 @@
-"""What is done before a step is decided waits for what it needs, and for no more: each test fails without its wait.
+"""Tests that the speculative update waits for what it needs, and for nothing else. Each fails if its wait is removed.
 
-Writes that are held back are seen to be asked for by whoever does not wait; nobody is late because of it.
+Writes are delayed, and a transfer of the same bytes in the meantime reveals the missing wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 WEIGHTS_AWAY = "weights and gradients on the drive"
 NOT_CLIPPED, CLIPPED = "optim.max_grad_norm=0", "optim.max_grad_norm=0.01"
-HOLD = "transformer.h.0.ln_1.weight"  # its gradient is one of the last
+HOLD = "transformer.h.0.ln_1.weight"  # Its gradient is one of the last.
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-# -- bytes that are on their way -------------------------------------------------------------------------------------
+# -- bytes in flight ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("always")
@@ -60,7 +60,7 @@ def until(true: Callable[[], bool]) -> None:
 def test_what_is_done_again_waits_for_what_was_written(
     file: str, folder: Path, drive: Path, writes: HeldWrites
 ) -> None:
-    """The step is clipped, and a page that was done ahead is still on its way to where it goes once more."""
+    """The step is clipped while a speculative page is still being written to where the repeated update writes it."""
     model = gpt2(folder)
     with engine(model, *ON_DRIVES[WEIGHTS_AWAY], CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
@@ -72,7 +72,7 @@ def test_what_is_done_again_waits_for_what_was_written(
 
 @pytest.mark.parametrize("file", ["state", "weights"])
 def test_what_counts_is_whole_before_it_is_read(file: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
-    """Weights by the next forward, state before the backward after it."""
+    """The next forward waits for the weights, the backward after it for the state."""
     model = gpt2(folder)
     with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
@@ -87,7 +87,9 @@ def test_what_counts_is_whole_before_it_is_read(file: str, folder: Path, drive: 
 def test_a_step_that_is_skipped_waits_for_what_was_written(
     file: str, folder: Path, drive: Path, writes: HeldWrites
 ) -> None:
-    """Its weights go back over the new ones, and the next step's state goes where its would have gone."""
+    """The old weights overwrite the new ones, and the next step's state goes where the skipped state
+    would have gone.
+    """
     with engine(gpt2(folder), *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
         hold_up(ours)
         before = {name: tensor.clone() for name, tensor in masters(ours).items()}
@@ -104,7 +106,7 @@ def test_a_step_that_is_skipped_waits_for_what_was_written(
 
 @pytest.mark.parametrize("how", [BEHIND, FULL])
 def test_a_forward_goes_on_while_state_is_on_its_way(how: str, folder: Path, drive: Path, writes: HeldWrites) -> None:
-    """Of all pages, which fill the slots; a master waits for its own."""
+    """All pages fill the slots without delaying the forward; reading a master waits for its own page."""
     model = gpt2(folder)
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=99", how]
     with engine(model, *words, drives=[drive]) as ours:
@@ -122,7 +124,9 @@ def test_a_forward_goes_on_while_state_is_on_its_way(how: str, folder: Path, dri
 @pytest.mark.skipif(ON_GPU, reason="the stand-in's queues are for the CPU's memory")
 @pytest.mark.parametrize("home", ["sums on the device", "a part on the device"])
 def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path, monkeypatch: Any) -> None:
-    """Gradients are copied, and weights on the device written, once it has passed where the unit was complete."""
+    """The copy of gradients and the write of weights on the device wait for the event recorded when their unit was
+    complete.
+    """
     made: dict[int, Any] = {}
     found: list[bool] = []
     offer, read, commit = PagePipeline.offer, Gradients.read, PlacedWeights.commit
@@ -146,11 +150,11 @@ def test_a_page_goes_by_its_units_own_mark(home: str, folder: Path, drive: Path,
     assert all(found)
 
 
-# -- state that is read before its gradients are made -----------------------------------------------------------------
+# -- state that is read before its gradients exist ---------------------------------------------------------------------
 
 
 def test_state_is_read_in_the_order_of_the_last_backward(folder: Path, drive: Path, monkeypatch: Any) -> None:
-    """While the forward is held up, as far as slots reach; then it is not read again."""
+    """During a paused forward, state is read ahead until the slots are full, and is not read again later."""
     read: list[int] = []
     monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
     words = [*HOMES["a third in RAM"], NOT_CLIPPED, "tiered.page_buffers=4"]
@@ -187,7 +191,9 @@ def _noted(read: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
 def test_what_the_next_forward_needs_first_comes_first(
     folder: Path, drive: Path, writes: HeldWrites, monkeypatch: Any
 ) -> None:
-    """Two slots are held until all blocks but the first are complete; then pages come in the order of the forward."""
+    """Two slots are busy until all blocks except the first are complete; then pages are updated in the
+    forward's order.
+    """
     read: list[int] = []
     monkeypatch.setattr(PageStore, "read", _noted(PageStore.read, read))
     words = [*HOMES["nothing in RAM"], NOT_CLIPPED, "tiered.page_buffers=2", FULL]
@@ -197,7 +203,7 @@ def test_what_the_next_forward_needs_first_comes_first(
 
         def go(_: torch.Tensor) -> None:
             complete = {unit for unit, its in lacking.items() if not its}
-            until(lambda: len(writes.held) == 2 and complete <= set(moving._order))  # another thread offers them
+            until(lambda: len(writes.held) == 2 and complete <= set(moving._order))  # Another thread offers the units.
             assert len(read) == 2
             writes.go.set()
             until(lambda: not moving._waiting and not moving._inside)
@@ -223,7 +229,7 @@ def test_a_backward_waits_until_pages_may_be_offered(
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("skipped", [True, False])
 def test_state_that_was_read_ahead_of_units_that_are_not_complete(skipped: bool, folder: Path, drive: Path) -> None:
-    """A block that only the first step uses: its pages wait in their slots until the step is decided, or skipped."""
+    """Pages of a block that only the first step uses wait in their slots until the step is decided or skipped."""
     model, found = gpt2(folder), []
     for how in ("tiered.overlap=off", FULL):
         with engine(model, *HOMES["nothing in RAM"], NOT_CLIPPED, how, drives=[drive]) as ours:
@@ -244,14 +250,14 @@ def test_state_that_was_read_ahead_of_units_that_are_not_complete(skipped: bool,
     assert found[0] == found[1]
 
 
-# -- units that come out of turn ---------------------------------------------------------------------------------------
+# -- units out of order ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("swapped", [1, 3])
 def test_a_unit_that_comes_after_the_next_one_gets_slots(
     swapped: int, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sums were longer on their way: the slots hold the state of units that come later still."""
+    """Its gradient sums arrive late, when the slots already hold the state of later units."""
     model, offer, late, passed = gpt2(folder), PagePipeline.offer, list[tuple[Any, ...]](), threading.Event()
     deciding = threading.Lock()
     with engine(model, *ON_DRIVES[WEIGHTS_AWAY], NOT_CLIPPED, FULL, drives=[drive]) as ours:
@@ -262,7 +268,7 @@ def test_a_unit_that_comes_after_the_next_one_gets_slots(
 
         def out_of_turn(self: PagePipeline, step: object, unit: int, *more: Any) -> None:
             with deciding:
-                if unit == order[swapped] and not passed.is_set():  # it may be late by itself
+                if unit == order[swapped] and not passed.is_set():  # It may also be late on its own.
                     late.append((step, unit, *more))
                     return
             offer(self, step, unit, *more)

@@ -1,4 +1,7 @@
-"""Gradients of several ranks, which are threads here: one rank's sums, bit for bit, whoever had a gradient and when."""
+"""Tests that gradients of several ranks, simulated by threads, add up to one rank's sums bit for bit.
+
+This holds whichever rank had a gradient, and in whatever order gradients arrived.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ MICRO = 2  # micro-batches of each rank
 
 
 class Place:
-    """What several ranks in one process have for each other."""
+    """The memory and messages that simulated ranks in one process share."""
 
     def __init__(self, world: int, *, nodes: int) -> None:
         self.world, self.barrier = world, threading.Barrier(world)
@@ -43,7 +46,7 @@ class Place:
 
 
 class ThreadOfNode(Node):
-    """One of several ranks in one process."""
+    """A Node for one of several simulated ranks in one process."""
 
     def __init__(self, rank: int, place: Place) -> None:
         super().__init__()
@@ -79,19 +82,19 @@ class ThreadOfNode(Node):
 
 
 def hand_over(to: AnyGradients, *, seed: int, last: bool) -> None:
-    """A backward in an order of its own: a third of the weights get nothing, a tied one perhaps from one use."""
+    """Add a backward's gradients in random order; a third are missing, of tied weights perhaps only one use's."""
     generator = torch.Generator().manual_seed(seed)
     uses = [place.weight for _, place in places(model(tied=True)) for _ in range(place.weight.uses)]
     for number in torch.randperm(len(uses), generator=generator).tolist():
         gradient = torch.randn(uses[number].shape, generator=generator).bfloat16()
-        gradient[torch.rand(uses[number].shape, generator=generator) < 0.5] = -0.0  # which 0.0 would change
+        gradient[torch.rand(uses[number].shape, generator=generator) < 0.5] = -0.0  # adding 0.0 would change the sign
         if torch.rand(1, generator=generator) < 0.66:
             to.add(uses[number].name, gradient, last=last)
     to.end_of_backward(last=last)
 
 
 def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torch.Tensor]]:
-    """The norm, who has a gradient, and their sums."""
+    """Return the norm, the names of weights with a gradient, and their sums."""
     gradients.finish()
     found = {}
     for unit, place in places(model(tied=True)):
@@ -106,7 +109,9 @@ def bits(gradients: AnyGradients) -> tuple[float, frozenset[str], dict[str, torc
 def test_sums_are_those_of_one_rank(
     world: int, nodes: int, piece: int, home: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In RAM and on a node's drive; norms of `piece` elements, of which some lie on several ranks and nodes."""
+    """Sums in RAM and on a node's drive match one rank's; norm pieces of `piece` elements span several
+    ranks and nodes.
+    """
     monkeypatch.setattr(norm_shards, "_PIECE", piece)
     units, micro = model(tied=True), MICRO * world
     place = Place(world, nodes=nodes)
@@ -117,7 +122,7 @@ def test_sums_are_those_of_one_rank(
             for number in range(rank, micro, world):
                 hand_over(gradients, seed=micro * step + number, last=number + world >= micro)
             found.append(bits(gradients))
-            barrier()  # as after an update
+            barrier()  # a real update ends with a barrier, too
             gradients.clear()
         return found
 
@@ -155,7 +160,9 @@ def test_sums_are_those_of_one_rank(
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("width", [1024, 16384, 65536])
 def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces within a stretch, over two of them and over all; weights without a gradient, ranks without elements."""
+    """Norm pieces are inside one rank's elements, or span two or all. One weight has no gradient; some ranks no
+    elements.
+    """
     world = 5
     monkeypatch.setattr(norm_shards, "_PIECE", width)
     monkeypatch.setattr(norm_shards, "_CHUNK", width)
@@ -174,7 +181,7 @@ def test_norms_of_what_lies_on_several_ranks(width: int, ordered: bool, monkeypa
         for _ in range(2):
             for unit in units:
                 first, end = stretch_of(unit, rank, ranks=world)
-                sums = torch.full((unit.trained,), float("nan"))  # what is others'
+                sums = torch.full((unit.trained,), float("nan"))  # elements of other ranks
                 sums[first:end] = whole[unit.index][first:end]
                 ours.take(unit.index, sums, arrived, leaves=True)
                 sums.fill_(float("nan"))

@@ -1,4 +1,6 @@
-"""Weights in RAM that ranks bring by parts: one rank's bits, whoever needs what."""
+"""Tests of weights in RAM that ranks copy by parts and all-gather: every rank gets the right bits, whatever it needs
+next.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ from offload_trainer.plan.tiered.weight_transfer import even_part
 from offload_trainer.storage.host_memory import host_buffer
 
 WORLD, MEET = 3, -1
-SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and what does not divide
+SIZES = [ALIGN, 2 * ALIGN, 3 * ALIGN, 7 * ALIGN, 11 * ALIGN]  # fewer pieces than ranks, and numbers that do not divide
 
 
 def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], list[int]]:
-    """Of each rank, whether it got the right values for each unit of its program, or its end; elements it copied."""
+    """Run the ranks' programs. Return each rank's list of correct fetches, or its error, and the elements that each
+    copied.
+    """
     between, place = Threads(WORLD), Place(WORLD, nodes=1)
     units = [torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16() for size in SIZES]
     copied = [0] * WORLD
@@ -40,7 +44,7 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
     def of_rank(rank: int) -> Any:
         def join(values: torch.Tensor, number: int) -> None:
             if fails and rank == 1:
-                between.barriers[1].abort()  # as connections are closed
+                between.barriers[1].abort()  # a closed connection breaks the others' waits
                 raise TrainerError("the link is gone")
             between.join(values, number)
 
@@ -75,14 +79,14 @@ def of_ranks(programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple
 
 
 def test_what_all_need_next_comes_by_parts() -> None:
-    """Each copies its part, and what does not divide; of a unit with fewer pieces than ranks all."""
+    """Each rank copies its part and the remainder; each copies all of a unit that has fewer pieces than ranks."""
     found, copied = of_ranks([[0, 1, 2, MEET, 3, 4]] * WORLD)
     assert found == [[True] * 5] * WORLD
     assert copied == [(1 + 2 + 1 + (2 + 1) + (3 + 2)) * ALIGN] * WORLD
 
 
 def test_a_rank_need_not_wait_for_one_that_waits_for_it() -> None:
-    """One comes to a meeting late, with units before it that the others need after it; one leaves a unit out."""
+    """One rank reaches a barrier late, after fetches that the others do later; one skips a unit."""
     late, others = [4, 3, 2, MEET, 4, MEET, 3], [4, MEET, 3, 2, 4, MEET, 3]
     found, copied = of_ranks([others, late, [4, MEET, 3, 4, MEET, 3]])
     assert found == [[True] * 5, [True] * 5, [True] * 4]
@@ -105,7 +109,7 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more() -> None:
     node, rounds = Node(), FetchMatching(never)
     gathers = WeightAllGather(node, rounds=rounds, join=lambda values, number: None)
     filled = gathers.want(0, torch.zeros(ALIGN))(torch.zeros(ALIGN))
-    never_given = gathers.want(1, torch.zeros(ALIGN))  # as where an update went wrong
+    never_given = gathers.want(1, torch.zeros(ALIGN))  # its destination never comes, as after a failed update
     assert not filled.done
     gathers.cancel()
     with pytest.raises(RuntimeError, match="closed before"):
@@ -126,10 +130,12 @@ def test_the_parts_and_what_is_left_are_all_of_a_unit() -> None:
 
 
 def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, norms, masters and moments, and losses of an evaluation; a layer that is left out makes ranks differ."""
+    """Losses, norms, masters, moments and evaluation losses match one rank's. Layer drop makes ranks need different
+    units.
+    """
     monkeypatch.setattr(layout, "SMALL", 0)
     tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
-    dropped = model_directory(tmp_path / "dropped", "opt")  # layers are left out, other ones on each rank
+    dropped = model_directory(tmp_path / "dropped", "opt")  # each rank drops different layers
     experts = model_directory(tmp_path / "experts", "mixtral")
     cases = [
         Case(str(model), ("--params", "cpu", "--dtype", dtype), "", steps=2, micro=6, evaluate=True)
@@ -156,7 +162,7 @@ def test_ranks_that_take_by_parts_have_the_bits_of_one(tmp_path: Path, monkeypat
 
 
 def test_a_gather_that_was_not_given_room_yet_waits_for_it() -> None:
-    """Room on a device comes after the unit was asked for: the other ranks' answer may be there before."""
+    """The destination may become known after the unit was requested, when the other ranks have already agreed."""
     joined: list[int] = []
     wanted = PendingGather(
         torch.arange(2.0 * ALIGN), rank=1, ranks=2, join=lambda values, number: joined.append(number)

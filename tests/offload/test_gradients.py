@@ -1,4 +1,4 @@
-"""Gradients on their way: who waits and who does not, bounds, norms; what comes of it: test_tiered.py."""
+"""Tests of gradients in transit: which threads wait, memory bounds, and norms. test_tiered.py tests the results."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ON_A_DRIVE = ["--params", "nvme", "placement.gradients=nvme", "--optimizer", "nv
 
 
 class HeldDevice(LateDevice):
-    """Copies out wait until they are let go."""
+    """A device whose downloads finish only when `let_go` is called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[tuple[torch.Tensor, torch.Tensor, Future]] = []
-        self.sizes: list[int] = []  # bytes of all copies
+        self.sizes: list[int] = []  # bytes of each copy
 
     def download(self, values: torch.Tensor, into: torch.Tensor, **words: Any) -> Future:
         self.held.append((values, into, Future()))
@@ -44,7 +44,7 @@ class HeldDevice(LateDevice):
         return self.held[-1][2]
 
     def let_go(self, count: int | None = None) -> None:
-        """The oldest `count`, or all."""
+        """Finish the oldest `count` copies, or all."""
         count = len(self.held) if count is None else count
         for values, into, future in self.held[:count]:
             into.copy_(values)
@@ -53,7 +53,7 @@ class HeldDevice(LateDevice):
 
 
 def model(*, tied: bool = False) -> tuple[Unit, ...]:
-    """A tied embedding, and three blocks of two weights."""
+    """Return the units of a model with an embedding, which may be tied, and three blocks of two weights."""
     weights = [Weight("wte", (50, 100), unit="wte", uses=2 if tied else 1)]
     for number in range(3):
         name = f"h.{number}"
@@ -91,7 +91,7 @@ def places_of(units: tuple[Unit, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def sums_of(gradients: Gradients, unit: Unit) -> torch.Tensor:
-    """A unit's sums, wherever they are."""
+    """Return a copy of a unit's sums, wherever they are placed."""
     inside = gradients.on_device(unit.index)
     inside = gradients.store.host(unit.index) if inside is None else inside
     if inside is None:
@@ -101,7 +101,7 @@ def sums_of(gradients: Gradients, unit: Unit) -> torch.Tensor:
 
 
 def watched(gradients: Gradients, units: tuple[Unit, ...]) -> list[queue.SimpleQueue[torch.Tensor]]:
-    """Of each unit, its sums as they are when it is told of."""
+    """Return a queue for each unit, which receives the unit's sums at the moment when they are reported complete."""
     told: list[queue.SimpleQueue[torch.Tensor]] = [queue.SimpleQueue() for _ in units]
 
     def look(unit: int, made: Any, error: BaseException | None) -> None:
@@ -113,7 +113,7 @@ def watched(gradients: Gradients, units: tuple[Unit, ...]) -> list[queue.SimpleQ
 
 
 def hand_over(to: Gradients, units: tuple[Unit, ...], *, last: bool, seed: int) -> dict[str, torch.Tensor]:
-    """A backward's gradients, in bf16, from the last weight to the first."""
+    """Add a backward's bf16 gradients, from the last weight to the first; return them by name."""
     generator = torch.Generator().manual_seed(seed)
     given = {}
     for _, place in reversed(places(units)):
@@ -133,7 +133,7 @@ def on_a_thread(work: Any) -> threading.Thread:
 
 
 def stands_at(sent: int, device: HeldDevice, thread: threading.Thread) -> bool:
-    """Whether so many bytes are told to leave, however long that takes, and no more in a while."""
+    """Return True if the copies reach `sent` bytes, and then stay there while `thread` is still waiting."""
     end = time.monotonic() + 60
     while sum(device.sizes) < sent and time.monotonic() < end:
         time.sleep(0.0005)
@@ -143,7 +143,7 @@ def stands_at(sent: int, device: HeldDevice, thread: threading.Thread) -> bool:
 
 @pytest.mark.parametrize("home", [RAM, DEVICE])
 def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int) -> None:
-    """The thread that hands over is through, though nothing can be added yet; then all of it is, in order."""
+    """The calling thread finishes although nothing can be added up yet; later all gradients are added in order."""
     units, device = model(), HeldDevice()
     with sums(units, home, device=device) as gradients:
         given: list[dict[str, torch.Tensor]] = []
@@ -167,7 +167,9 @@ def test_three_micro_batches_are_handed_over_while_no_copy_has_arrived(home: int
 
 
 def test_units_may_have_different_homes(tmp_path: Path) -> None:
-    """The device, RAM and a drive side by side: the update reads the same sums, and their norm is the same."""
+    """Placing units on the device, in RAM and on a drive together does not change the sums that the update reads, or
+    the norm.
+    """
     units = model(tied=True)
     file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
     found = []
@@ -191,7 +193,7 @@ def test_units_may_have_different_homes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_unit_is_told_of_once_its_sums_are_complete_and_home(micro_batches: int, tmp_path: Path) -> None:
-    """In the last backward, whatever home they have: what lies there by then is what lies there at the end."""
+    """Each unit is reported once, in the last backward, and its sums do not change afterwards."""
     units = model(tied=True)
     file = DriveFile(tmp_path / "sums", 4 * sum(unit.trained for unit in units))
     for homes in ([0] * 4, [RAM] * 4, [RAM, 0, DEVICE, 0]):
@@ -223,13 +225,15 @@ def test_a_unit_that_lacks_a_gradient_or_a_copy_is_not_told_of() -> None:
 
 
 def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
-    """12,000 and 120 bytes of a block's weights, 13,000 beside the largest: the third block's matrix has to wait."""
+    """Blocks' weights have 12,000 and 120 bytes. If 13,000 may be in flight in addition to the largest, the third
+    block's matrix waits.
+    """
     units, device = model(), HeldDevice()
     with sums(units, RAM, device=device, dtype=torch.bfloat16, in_flight_bytes=13_000) as gradients:
         thread = on_a_thread(lambda: hand_over(gradients, units, last=True, seed=0))
-        assert stands_at(3 * 12_120, device, thread)  # it is there, and autograd goes no further
+        assert stands_at(3 * 12_120, device, thread)  # The copy has started, and autograd is blocked.
         device.let_go(2)
-        assert stands_at(3 * 12_120 + 10_000, device, thread)  # now the embedding's waits
+        assert stands_at(3 * 12_120 + 10_000, device, thread)  # Now the embedding's gradient waits.
         device.let_go(2)
         thread.join(60)
         assert not thread.is_alive()
@@ -240,7 +244,7 @@ def test_beyond_the_bound_the_oldest_copy_is_waited_for() -> None:
 def test_what_is_in_flight_is_bounded_beside_the_largest() -> None:
     out, futures = InFlight(100), [Future() for _ in range(4)]
     for size, future in zip((1000, 60, 40), futures, strict=False):
-        out.add(size, future)  # returns: 100 beside the 1000
+        out.add(size, future)  # This returns: 100 are allowed in addition to the 1000.
     thread = on_a_thread(lambda: out.add(1, futures[3]))
     thread.join(0.2)
     assert thread.is_alive()
@@ -260,10 +264,10 @@ def test_a_rings_memory_is_given_out_again_when_it_was_read_and_not_before() -> 
     taken = [ring.take(size) for size in (256, 200, 256, 192)]
     starts = [memory.data_ptr() - taken[0][0].data_ptr() for memory, _ in taken]
     assert starts == [0, 256, 512, 768]
-    thread = on_a_thread(lambda: taken.append(ring.take(100)))  # 64 bytes are left: it begins again
+    thread = on_a_thread(lambda: taken.append(ring.take(100)))  # 64 bytes are left, so it wraps around
     thread.join(0.2)
     assert thread.is_alive()
-    taken[3][1].finish_part()  # a later one: no room yet
+    taken[3][1].finish_part()  # a later allocation, which frees no room yet
     thread.join(0.2)
     assert thread.is_alive()
     taken[0][1].finish_part()
@@ -272,7 +276,9 @@ def test_a_rings_memory_is_given_out_again_when_it_was_read_and_not_before() -> 
 
 
 def test_a_tied_weights_gradients_meet_on_the_device() -> None:
-    """Added as autograd would, in their dtype; one copy leaves the device. Of one use alone, that is the gradient."""
+    """Both uses are added in the gradients' dtype, as in autograd, and one copy leaves the device. One use is copied
+    alone.
+    """
     units, device = model(tied=True), HeldDevice()
     with sums(units, RAM, device=device, dtype=torch.bfloat16) as gradients:
         given = hand_over(gradients, units, last=True, seed=1)
@@ -297,7 +303,7 @@ def test_a_tied_weights_gradients_meet_on_the_device() -> None:
 def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three micro-batches: norms and waits inside `add` by thread. Its own norms are of single gradients."""
+    """`add` never waits in three micro-batches, and only the summing thread takes norms of sums."""
     norms, waits, inside = [], [], threading.local()
     norm, add, wait = module.norm_of, Gradients.add, Future.wait
 
@@ -320,7 +326,7 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
     monkeypatch.setattr(Future, "wait", seen_wait)
     monkeypatch.setattr(
         "offload_trainer.engine.build_tiered.gradient_ring", lambda *_, **__: 1 << 23
-    )  # all that is made
+    )  # large enough for all gradients
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
     with engine(where, "--accumulate", "3", *words, drives=[drive], device=LateDevice()) as ours:
@@ -334,7 +340,7 @@ def test_autograds_thread_takes_no_norm_of_sums_and_waits_for_nothing(
 def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drive that fails: one message out of train_step, and no thread is left when the engine is closed."""
+    """A failing drive raises one error from train_step, and closing the engine leaves no thread."""
 
     class Failing(ThreadedTransfers):
         def write(self, file: Any, offset: int, buffer: torch.Tensor) -> Future:
@@ -347,7 +353,7 @@ def test_what_the_thread_of_sums_meets_ends_the_step_and_the_thread(
     monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: Failing())
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
-    before = _threads_of_sums()  # of other tests' engines
+    before = _threads_of_sums()  # threads of other tests' engines
     with engine(where, "--accumulate", "2", *ON_A_DRIVE, drives=[drive]) as ours:
         with pytest.raises(TrainerError, match=r"^the drive failed$"):
             train(ours, batches(2), accumulate=2)
@@ -374,9 +380,11 @@ def test_the_benchmark_prints_a_backward_for_each_micro_batch() -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-5)])
 def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, seed: int) -> None:
-    """Against fp64, and torch's own in fp32, which of a whole tensor is further off than this allows.
+    """Norms match fp64 and torch's fp32 norm of parts, more closely than torch's norm of a whole tensor would.
 
-    Few bits are rounded alike in each sum, so that of 16-bit values torch's own of 131,072 elements is 4e-6 off.
+    Values of few bits are rounded in the same direction in each sum, so torch's own norm of 131,072 16-bit values is
+    off
+    by 4e-6.
     """
     count = 20_000_000 if seed == 1 else 3_000_001
     gradient = (torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 1e-3).to(dtype)
@@ -392,7 +400,7 @@ def test_norms_of_large_gradients_are_right(dtype: torch.dtype, bound: float, se
 
 
 def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
-    """A GPU takes eight chunks at a time, a CPU one; nor on the dtype, nor on whether it is aligned."""
+    """The norm does not depend on the chunk count (a GPU takes eight, a CPU one), the dtype or the alignment."""
     values = torch.randn(9_500_001, generator=torch.Generator().manual_seed(2)) * torch.logspace(-30, 10, 9_500_001)
     for size, offset in product((1, 3, 255, 1 << 20, (1 << 20) + 1, 9_500_000), (0, 1)):
         part = values[offset : offset + size]
@@ -406,7 +414,7 @@ def test_ordered_norms_do_not_depend_on_what_is_taken_at_a_time() -> None:
 
 @pytest.mark.usefixtures("nothing_is_small")
 def test_a_gpus_norms_are_the_same_for_all_homes_of_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU takes them: losses, norms and masters after clipping, three micro-batches, from every home."""
+    """Losses, norms and clipped masters of three micro-batches do not depend on the placement, with a GPU's norms."""
     monkeypatch.setattr(Gradients, "_norm_of_sum", staticmethod(ordered_norm))
     where, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()

@@ -1,4 +1,4 @@
-"""What a CPU's heap keeps goes back between blocks, at the places where holes would come under the largest moments."""
+"""Tests that freed host memory returns to the system between blocks, so that no holes remain in the heap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_trims_every_few_blocks_and_before_what_follows_the_last(monkeypatch: py
     blocks(torch.ones(1, 4)).sum().backward()
 
     places = [before for before, after in pairwise(told) if after == "trim"]
-    assert places == ["forward 7", "forward 9", "gradient 8"]  # block 0 trains nothing here
+    assert places == ["forward 7", "forward 9", "gradient 8"]  # Block 0 trains nothing here.
     for hook in hooks:
         hook.remove()
     told.clear()
@@ -49,6 +49,8 @@ assert current_rss_bytes() - before < 8 << 20
 
 
 def test_what_is_freed_of_a_long_row_goes_back_at_once() -> None:
-    """Of 4 MiB each, below others that stay: shorter rows' would be holes in the heap. A new process has none yet."""
+    """Freed allocations of 4 MiB below live ones are returned; shorter rows' would remain as holes. A new process has
+    no holes yet.
+    """
     done = subprocess.run([sys.executable, "-c", LONG_ROW], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A NaN in a gradient never reaches the master weights, in any engine and home."""
+"""Tests that NaN in a gradient never reaches the master weights, for any engine and placement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_skipped_step_changes_nothing(name: str, drive: Path, tmp_path: Path) -> None:
     args = ["--nvme", drive, *TINY, *STILL, *CASES[name], "optim.on_nonfinite_grad=skip"]
-    if name == "zero-3 nvme":  # saves nothing but its weights at the end
+    if name == "zero-3 nvme":  # it saves only its final weights
         args += ["--save-every", 0]
         runs = {step: planted(3, *args, "--steps", step, output=tmp_path / str(step)) for step in (2, 3, 5)}
     else:

@@ -1,7 +1,8 @@
-"""The update behind the next forward: the bits of plain torch, wherever things live, and every wait is needed.
+"""Tests of the update that overlaps the next forward: it has the bits of plain torch for every placement, and needs
+every wait.
 
-Pages are updated slowly here, so that a forward is always ahead of the update: whoever does not wait reads NaN, or an
-old weight, or overwrites a sum.
+Pages are updated slowly here, so the forward is always ahead of the update. Code that does not wait reads NaN or an old
+weight, or overwrites a sum.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 
 @pytest.fixture(autouse=True)
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each page takes a while."""
+    """Slow down each page's update."""
     update = Updater._update
 
     def slow(*given: Any, **words: Any) -> None:
@@ -77,7 +78,7 @@ def plain(model: Path, steps: int, *words: str, accumulate: int = 1) -> tuple[li
 
 
 def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
-    """Masters, moments, counts of steps and the loss scale, to the byte."""
+    """Return the files of a snapshot: masters, moments, step counts and the loss scale."""
     place.mkdir()
     ours.snapshot().write(place)
     return {path.name: path.read_bytes() for path in place.iterdir()}
@@ -85,7 +86,7 @@ def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
 
 @cache
 def in_line(folder: Path, *words: str) -> dict[str, bytes]:
-    """The state after forty steps with the update in line, all of it in RAM."""
+    """Return the state after forty steps with all of it in RAM and no overlap."""
     with engine(gpt2(folder), "--ram-fraction", "1", "tiered.overlap=off", *words) as ours:
         assert ours.offloaded.resident_guard is None
         train(ours, batches(40))
@@ -97,7 +98,7 @@ def in_line(folder: Path, *words: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_forty_steps_are_plain_torchs(home: str, folder: Path, drive: Path, tmp_path: Path) -> None:
-    """bf16 with dropout; a limit that some of the norms are below. Moments are those of the update in line."""
+    """bf16 with dropout and a limit that some norms exceed. Moments match those of an update without overlap."""
     model, clip = gpt2(folder), "optim.max_grad_norm=2"
     expected, weights = plain(model, 40, clip)
     state = in_line(folder, clip)
@@ -136,7 +137,7 @@ def test_experts_that_are_not_used(home: str, folder: Path, drive: Path) -> None
 def test_an_overflow_and_a_nan_are_decided_before_the_update(
     home: str, dtype: str, folder: Path, drive: Path, tmp_path: Path
 ) -> None:
-    """Steps 3 and 4 of 7 are skipped, in fp16 with the scale halved: as with the update in line."""
+    """Steps 3 and 4 of 7 are skipped, and fp16 halves its scale, as without overlap."""
     words = ["--dtype", dtype, "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
     words = words if dtype == "fp16" else words[:2]
     found = []
@@ -175,7 +176,7 @@ def test_queues_that_run_late_change_nothing(home: str, folder: Path, drive: Pat
 
 
 def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
-    """Right after a step none of the updated weights has memory; once it was waited for, all have."""
+    """Right after a step the updated weights are NaN; after a wait none are."""
     held = threading.Event()
     with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours, pytest.MonkeyPatch.context() as patch:
         walk = Updater._walk
@@ -191,7 +192,7 @@ def test_a_weight_that_is_read_without_a_hook_is_nan(folder: Path) -> None:
 def test_a_backward_waits_for_what_its_forward_did_not_use(
     folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block's page takes long on its way to the drive, and the next forward goes without that block."""
+    """A block's page is slow to reach the drive, and the next forward skips that block."""
     model, unused, commit, write = gpt2(folder), {2, 3, 5}, PlacedWeights.commit, PageStore.write
     with engine(model, *REFERENCE) as reference:
         expected = train(reference, batches(6), before=skip_last_block(reference, unused))
@@ -218,12 +219,12 @@ def test_a_backward_waits_for_what_its_forward_did_not_use(
         assert_same(masters(ours), weights)
 
 
-# -- what comes in between -------------------------------------------------------------------------------------------
+# -- between steps -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", ["all in RAM", "a third in RAM", "weights and gradients on the drive"])
 def test_evaluation_samples_masters_and_weights_wait(home: str, folder: Path, drive: Path) -> None:
-    """Between any two steps: of the state after the step."""
+    """Between any two steps they see the state after the step."""
     model, found = gpt2(folder), []
     looks = {
         "loss": lambda ours, batch: ours.eval_loss(batch),
@@ -257,13 +258,13 @@ def test_a_snapshot_is_of_the_whole_step_and_goes_on_elsewhere(
     with engine(model, *HOMES["weights in RAM"], BEHIND, drives=[drive], load_weights=False) as other:
         other.load(tmp_path / "half")
         assert train(other, batches(8)[4:]) == plain(model, 8)[0][4:]
-        other.load(tmp_path / "half")  # while an update is under way
+        other.load(tmp_path / "half")  # An update is still running here.
         assert train(other, batches(8)[4:]) == plain(model, 8)[0][4:]
         assert_same(masters(other), plain(model, 8)[1])
 
 
 def test_the_index_says_when_pages_change(folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first, and again when the last is home, on whichever thread that is."""
+    """The index changes before the first page is updated and after the last is written, whichever thread that is."""
     events: list[Any] = []
     note, update, write = PageIndex.note, Updater._update, PageStore.write
 
@@ -315,7 +316,7 @@ def test_closed_while_an_update_is_under_way_it_ends(
         assert json.loads(progress.read_bytes()) == {"step": 1, "updating": False}
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, drive: Path) -> None:
@@ -325,7 +326,7 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, d
         file = next(drive.glob("offload-trainer/run-*/state"))
         with open(file, "r+b") as opened:
             opened.truncate(8192)
-        train(ours, batches(1))  # its update is what fails
+        train(ours, batches(1))  # this step's update fails
         words = r"state: cut short: .* the file has 8192 of \d+"
         with pytest.raises(TrainerError, match=words):
             train(ours, batches(1))
@@ -335,7 +336,7 @@ def test_a_drive_that_fails_stops_the_next_step_with_the_numbers(folder: Path, d
 
 
 def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is, also where nobody has waited yet when it comes."""
+    """Any exception is raised at the next wait, even if it occurs before anything waits."""
     with engine(gpt2(folder), "--ram-fraction", "1", BEHIND) as ours:
         train(ours, batches(1))
         ours.synchronize()
@@ -345,11 +346,11 @@ def test_an_error_in_the_update_reaches_who_waits(folder: Path, monkeypatch: pyt
             train(ours, batches(1))
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------
+# -- timings -----------------------------------------------------------------------------------------------------------
 
 
 def test_seconds_that_are_waited_and_hidden_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update that nobody waits for at first, and that then takes 0.2 s; in line there is no such thing."""
+    """A later 0.2 s update is split into waiting and hidden time; an update without overlap reports neither."""
     walk, wait, waited_for = Updater._walk, UpdateProgress._wait, threading.Event()
 
     def waiting(update_progress: UpdateProgress, future: Future) -> None:

@@ -1,4 +1,6 @@
-"""Pages with two places on a drive: a step is written beside the one before it, and counts at once or never."""
+"""Tests of pages with two copies on a drive: a step is written next to the previous one, and is committed as a whole or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def lease(drive: Path) -> Path:
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("home", HOMES)
 def test_the_bits_are_plain_torchs(home: str, overlap: str, model: Path, drive: Path, tmp_path: Path) -> None:
-    """And the moments those of pages with one place; both places are used, and what is loaded goes on."""
+    """Moments match those of pages with one copy, both copies are used, and a loaded checkpoint trains on
+    identically.
+    """
     words = [*HOMES[home], f"tiered.overlap={overlap}"]
     with engine(model, *words, "tiered.state_copies=1", drives=[drive]) as ours:
         train(ours, batches(4))
@@ -112,7 +116,7 @@ def test_twice_the_disk_is_planned_and_taken(model: Path, drive: Path) -> None:
         assert (lease(drive) / "state").stat().st_size == 2 * once["state"]
 
 
-# -- flip, or forget -------------------------------------------------------------------------------------------------
+# -- commit or discard -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_written_counts_at_the_flip_or_never(model: Path, drive: Path) -> None:
@@ -149,7 +153,7 @@ def test_what_is_written_counts_at_the_flip_or_never(model: Path, drive: Path) -
 def test_files_are_of_one_whole_step_at_every_moment(
     model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kill would find them at each page of each update, with two drives and frozen weights among the others."""
+    """A kill at any page of any update would find the previous step, also with two drives and some frozen weights."""
     drives = [drive / "a", drive / "b"]
     for one in drives:
         one.mkdir()
@@ -220,7 +224,9 @@ def test_a_dead_runs_masters_are_compared_with_their_sums(model: Path, drive: Pa
 def test_the_order_that_a_power_cut_needs(
     overlap: str, model: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages last before the record that names them, and that before the next update writes where the old lie."""
+    """Pages are synced before the record that names them, and the record before the next update
+    overwrites old pages.
+    """
     calls: list[str] = []
 
     def seen(name: str) -> Callable[..., Any]:
@@ -272,7 +278,7 @@ def test_a_snapshot_is_of_its_moment_while_two_steps_go_on(
 
 
 def test_the_next_update_waits_for_no_save(model: Path, drive: Path, tmp_path: Path) -> None:
-    """Of pages with two places; the one after it would write where the save reads."""
+    """Only the second update from now would overwrite what the save reads, since pages have two copies."""
     with engine(model, *TWO, "tiered.overlap=forward", drives=[drive]) as ours:
         snapshot = ours.snapshot()
         late = threading.Timer(60, snapshot.close)

@@ -1,4 +1,4 @@
-"""Parts of a block's input on several ranks: what each holds, and what comes of all of them together."""
+"""Tests of checkpoint inputs that ranks keep in parts: the parts of all ranks make up the whole input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_trainer.offloading.activations.partitioned import Partitioned, piec
 @pytest.mark.parametrize("shape", [(2, 5, 7), (3, 4), (1, 1, 1), (2, 1)])
 @pytest.mark.parametrize("away", [False, True])
 def test_parts_make_the_input_again(shape: tuple[int, ...], away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three ranks, whose number need not divide its elements: rows of any length."""
+    """Three ranks rebuild rows of any length, though 3 need not divide the number of elements."""
     given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
     ranks = [Partitioned(place=place, count=3, group=None, away=away) for place in range(3)]
     kept = [rank.keep(given) for rank in ranks]

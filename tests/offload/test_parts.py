@@ -1,4 +1,4 @@
-"""Blocks' weights by the module: the same numbers, to the last bit, as with all of a block there at once."""
+"""Tests of fetching blocks' weights module by module: results match fetching whole blocks, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parts_of_blocks_have_plain_torchs_bits(architecture: str, way: str, fol
     clip = [word for word in WAYS[way] if word.startswith("optim.max_grad_norm")]
     with engine(model, *WAYS[way], PARTS, drives=[drive(folder)]) as ours:
         parts = [unit for unit in ours.offloaded.units if unit.is_part]
-        assert len({part.within for part in parts}) < len(parts)  # several of each block
+        assert len({part.within for part in parts}) < len(parts)  # each block has several
         steps, expected = train(ours, batches(3)), plain(model, *clip)
         assert steps == expected[0]
         assert_same(masters(ours), expected[1])
@@ -65,7 +65,7 @@ def test_parts_of_blocks_have_plain_torchs_bits(architecture: str, way: str, fol
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_homes_of_parts_do_not_change_stored_moments(states: str, folder: Path) -> None:
-    """Which are rounded by chance, drawn for each unit: other units draw otherwise."""
+    """The placement does not change stochastic rounding, which draws separate noise for each unit."""
     model, found = model_of(folder, "qwen3"), []
     for words in ((*DRIVE, "tiered.weight_buffers=1", ON), RAM):
         with engine(model, *words, PARTS, f"optim.moment_dtype={states}", drives=[drive(folder)]) as ours:
@@ -124,7 +124,9 @@ def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_recomputation_that_keeps_bare_weights_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of code that calls torch's checkpoint by itself: its parts cannot come one after the other."""
+    """Code that calls torch's checkpoint directly keeps all weights of the block, so its modules cannot
+    share buffers.
+    """
     monkeypatch.setattr(offloaded_model, "keep_weights", lambda *_: None)
     model = model_of(folder, "qwen3")
     with (
@@ -135,7 +137,7 @@ def test_a_recomputation_that_keeps_bare_weights_is_refused(folder: Path, monkey
 
 
 def test_drives_move_what_is_planned(folder: Path) -> None:
-    """By the kernel's counters: weights of parts that a backward computes again come once more."""
+    """The kernel's I/O counters show that weights of recomputed modules are read once more."""
     model, moved = model_of(folder, "qwen3"), {}
     for parts in (True, False):
         words = ("--params", "nvme", "--ram-fraction", "1", ON, "tiered.weight_buffers=1", *([PARTS] if parts else []))
@@ -151,7 +153,9 @@ def test_drives_move_what_is_planned(folder: Path) -> None:
 
 
 def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -> None:
-    """What is away is NaN: code that reads it without calling its module does not train on old weights."""
+    """Absent weights are NaN: code that reads one without calling its module stops the run rather than
+    use old values.
+    """
     model = model_of(folder, "qwen3")
     with engine(model, *RAM, OFF, PARTS, "tiered.weight_buffers=1") as ours:
         mlp = ours.offloaded._module.get_submodule("model.layers.1.mlp")
@@ -163,7 +167,7 @@ def test_a_weight_of_another_part_is_a_number_that_stops_the_run(folder: Path) -
 
 
 def test_ranks_that_take_parts_have_the_bits_of_one(tmp_path: Path) -> None:
-    """From the drive, read once for both, and from RAM by parts that are gathered."""
+    """Two ranks share reads from the drive, or all-gather parts from RAM, and match one rank."""
     model = model_of(tmp_path, "qwen3")
     drives = (str(drive(tmp_path)),)
     homes = {"drive": (*DRIVE, "model.offload_activations=nvme"), "RAM": (*RAM, "tiered.weight_transfer=all_gather")}
@@ -179,8 +183,8 @@ def test_ranks_that_take_parts_have_the_bits_of_one(tmp_path: Path) -> None:
     run_ranks([*alone, *whole], count=1, folder=tmp_path / "one")
     run_ranks(several, count=2, folder=tmp_path / "two")
     for made, one, other in zip(several, alone, whole, strict=True):
-        assert made.left == one.left  # file by file
+        assert made.left == one.left  # compared file by file
         assert made.left[0] == other.left[0]
-        for name in FILES:  # in the order of their units, so that those files differ
+        for name in FILES:  # The order of units differs, and so do the files.
             one_file, other_file = (load_file(Path(case.out) / f"{name}.safetensors") for case in (one, other))
             assert_same(one_file, other_file)

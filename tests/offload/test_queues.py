@@ -1,4 +1,6 @@
-"""The real CUDA device over queues that run late: the numbers are plain torch's, and a missing wait would show."""
+"""Tests of the real CUDA device on simulated streams that run late: results match plain torch, and a missing wait would
+show.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ LARGEST = 1 << 20  # bytes; no unit of these models is larger
 def test_queues_that_run_late_change_nothing(
     home: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bf16, four steps; downloads, uploads and fetches run at random, or when waited for."""
+    """bf16, four steps; downloads, uploads and fetches run at random times, or when they are waited for."""
     model, drive = model_directory(tmp_path / "gpt2", "gpt2"), tmp_path / "drive"
     drive.mkdir()
     words, data = [*HOMES[home], "--accumulate", str(accumulate)], batches(4 * accumulate)
@@ -60,7 +62,7 @@ WAITS = [[(FakeStream, "wait_event")], [(FakeEvent, "synchronize"), (FakeStream,
 def test_a_missing_wait_would_show(
     forgotten: list[tuple[type, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above is able to fail: where no stream, or no thread, waits for an event the numbers are wrong."""
+    """The test above would fail if no stream, or no thread, waited for events."""
     model = model_directory(tmp_path / "gpt2", "gpt2")
     with engine(model, "--engine", "plain") as reference:
         expected = train(reference, batches(3))
@@ -82,7 +84,7 @@ def test_a_copy_over_what_is_still_read_would_show(tmp_path: Path, monkeypatch: 
 
 
 def test_a_copy_is_behind_its_own_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another thread queues between a wait and its copy takes nothing away, and has nothing of that wait."""
+    """A copy that another thread queues between a wait and its copy neither cancels that wait nor profits from it."""
     with queued(monkeypatch, haste=0.0) as cuda:
         stream, values, into = torch.cuda.Stream(), torch.ones(3), torch.zeros(3)
 
@@ -120,7 +122,9 @@ def test_queues_run_in_order_and_no_sooner_than_they_must(monkeypatch: pytest.Mo
 
 
 def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the thread that saw it, and not when it is needed; what computes may go on until then."""
+    """The thread that completes the read queues the copy, before the weights are needed; the compute stream is not
+    delayed.
+    """
     with queued(monkeypatch, haste=0.0) as cuda:
         device, into, read = cuda.device(staging_bytes=4096, stagings=1), torch.zeros(1024), Future()
         filled: list[torch.Tensor] = []
@@ -138,7 +142,9 @@ def test_what_a_drive_brings_is_copied_as_soon_as_it_is_read(monkeypatch: pytest
 
 
 def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stagings, four units: the third read waits for the first copy, on another thread than the one that asks."""
+    """The third read into two staging buffers starts only after the first copy, on another thread than the requesting
+    one.
+    """
     with queued(monkeypatch, haste=0.0) as cuda:
         device = cuda.device(staging_bytes=4096, stagings=2)
         inside, reads = [torch.zeros(1024) for _ in range(4)], [Future() for _ in range(4)]
@@ -147,7 +153,7 @@ def test_a_staging_is_read_into_only_when_its_copy_is_through(monkeypatch: pytes
 
         def source(number: int, staging: torch.Tensor) -> Future:
             assert len(stagings) == number
-            if number >= 2:  # what the staging held is where it belongs
+            if number >= 2:  # the staging buffer's previous content has been copied
                 assert bool((inside[number - 2] == number - 2 + 1.0).all())
             stagings.append(staging)
             begun[number].set()
@@ -178,7 +184,7 @@ def test_a_read_that_fails_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_copies_out_of_the_device_keep_their_memory_and_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept input waits for what made it, on a stream of its own, and comes back on another one."""
+    """A kept input waits only for what computed it, leaves on its own stream, and returns on another one."""
     with queued(monkeypatch, haste=0.0) as cuda:
         device, values, host, back = cuda.device(), torch.ones(8), torch.zeros(8), torch.zeros(8)
         device._outward.queue.append(("copy", lambda: pytest.fail("a gradient was waited for")))

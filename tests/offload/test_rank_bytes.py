@@ -1,4 +1,4 @@
-"""What ranks move for each other and on drives, counted where it is moved, against the plan: to the byte."""
+"""Test that the bytes ranks exchange and move on drives match the plan exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ MICRO, STEPS = 4, 3
 
 @pytest.mark.parametrize(("world", "nodes"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outboxes, sums, norms, the network, weights by parts, drives: half of the state there, weights in RAM."""
+    """The plan's bytes for outboxes, sums, norms, network, gathered weights and drives are those counted
+    in two runs.
+    """
     monkeypatch.setattr(layout, "SMALL", 0)
     model = model_directory(tmp_path / "model", "gpt2")
     (drive := tmp_path / "drive").mkdir()
@@ -70,7 +72,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     ]
     for read, written, link, phase in ways:
         planned = [sum(way) for way in zip(*(one.bytes(link, phase) for one in moved), strict=True)]
-        if read == "added":  # from inboxes too, but for the marks there, and what no weight fills
+        if read == "added":  # Inboxes count too, except for marks and for padding between weights.
             planned[0] += sum(one.bytes(NETWORK, "backward")[0] for one in moved) - _not_added(work, units)
         assert [counted(read), counted(written)] == [STEPS * size for size in planned], link
     among = [sum(way) for way in zip(*(one.bytes(NORMS, "update") for one in moved), strict=True)]
@@ -84,7 +86,7 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
             after.get("from_others", 0) - before.get("from_others", 0),
         )
         for before, after in zip(found, more, strict=True)
-    ]  # a run ends with what the next step would have begun with
+    ]  # A run ends with the fetches that its next step would begin with.
     taken = sum(by_parts.values(), TransferBytes(0, 0))
     assert in_a_step == [(taken.from_ram, taken.from_others)] * world
     device = [one for one in plan.traffic if one.place == "device" and one.phase in ("forward", "backward")]
@@ -95,12 +97,13 @@ def test_bytes_are_the_plans(world: int, nodes: int, tmp_path: Path, monkeypatch
     assert (counted("laid_out") > 0) == (world > 1)
     assert (counted("gradients_in") > 0) == (counted("weights_in") > 0) == (nodes > 1)
     assert {counts.get("meets", 0) for counts in found} == {found[0].get("meets", 0)}
-    assert found[0].get("meets", 0) / STEPS == pytest.approx(moved[0].meets, abs=3)  # of which some are no unit's
-    assert {counts.get("agreements", 0) for counts in found} == {STEPS * nodes * moved[0].agreements}  # twice of two
+    assert found[0].get("meets", 0) / STEPS == pytest.approx(moved[0].meets, abs=3)  # a few belong to no unit
+    # each of the two takes two
+    assert {counts.get("agreements", 0) for counts in found} == {STEPS * nodes * moved[0].agreements}
 
 
 def _not_added(work: Workload, units: Sequence[Unit]) -> int:
-    """Bytes of a step that come to inboxes beside gradients: marks, and what lies between weights in a stretch."""
+    """Return a step's bytes in inboxes that are not gradients: marks, and padding between weights."""
     away, e = work.world - work.here, work.item_bytes
     weights = [place.weight for unit in units for place in unit.places]
     between = sum(unit.trained for unit in units) - sum(weight.numel for weight in weights)

@@ -1,4 +1,6 @@
-"""The update behind the backward with several ranks: one rank's bits, whatever is decided of a step that was begun."""
+"""Tests of the speculative update with several ranks: it has the bits of one rank, whatever the decision about a step
+is.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ ON_DRIVES = {
 
 
 def begun(case: Case, *, count: int) -> list[list[list[int]]]:
-    """Of each rank, and each step that was begun ahead and taken: pages that counted, pages that were done."""
+    """Return, for each rank and each speculative step, the number of pages that were kept and that were done."""
     return [json.loads((Path(case.out) / f"ahead-{rank}.json").read_text()) for rank in range(count)]
 
 
 @pytest.mark.parametrize(("count", "nodes", "steps"), [(3, 1, 12), (4, 2, 10)])
 def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path) -> None:
-    """bf16 with dropout; norms on both sides of the limit; three steps in which one rank's last gradient is NaN.
+    """bf16 with dropout, norms on both sides of the limit, and three steps with NaN in one rank's last gradient.
 
-    What was done ahead counts on all ranks or on none.
+    All ranks keep their speculative pages, or none does.
     """
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
@@ -64,7 +66,9 @@ def test_steps_are_one_ranks(count: int, nodes: int, steps: int, tmp_path: Path)
 
 
 def test_overflow_and_accumulation(tmp_path: Path) -> None:
-    """fp16 that finds its scale, two micro-batches a rank; 8-bit moments, which chance rounds by the step."""
+    """fp16 finds its scale, with two micro-batches a rank; 8-bit moments are rounded stochastically, by the step's
+    number.
+    """
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
     words = ("--dtype", "fp16", "optim.initial_loss_scale=16777216", "optim.moment_dtype=8bit", "optim.max_grad_norm=0")

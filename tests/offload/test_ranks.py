@@ -1,4 +1,6 @@
-"""Several ranks of the tiered engine: the bits of one rank with the same micro-batches, and an end with a reason."""
+"""Tests of the tiered engine on several ranks: it has one rank's bits for the same micro-batches, and reports why it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ HALF = ("--optimizer", "nvme", "--ram-fraction", "0.5")
 
 
 def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Losses, norms, masters and moments; of several ranks the update goes on behind the forward, but for the first.
+    """Losses, norms, masters and moments match one rank's. All but the first case overlap the update with the forward.
 
-    A checkpoint goes on with other numbers of ranks.
+    A checkpoint resumes with a different number of ranks.
     """
     tied = model_directory(tmp_path / "tied", "gpt2", **DROPOUT)
-    experts = model_directory(tmp_path / "experts", "mixtral")  # of which not every micro-batch uses all
+    experts = model_directory(tmp_path / "experts", "mixtral")  # not every micro-batch uses all experts
     (tmp_path / "drive").mkdir()
     drives = (str(tmp_path / "drive"),)
     wishes = [
@@ -65,19 +67,19 @@ def test_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
 
     alone = by(1, "alone", cases=[*wishes, replace(wishes[-1], micro=2)])
     on = replace(wishes[2], load=alone[2].out, skip=2)
-    run_ranks(alone, count=1, folder=tmp_path / "one")  # a process as theirs, with as many threads
+    run_ranks(alone, count=1, folder=tmp_path / "one")  # a separate process with as many threads as theirs
     several = by(COUNT, "several", cases=[*wishes, on])
     run_ranks(several, count=COUNT, folder=tmp_path / "ranks")
     for made, expected in zip(several[: len(wishes)], alone, strict=False):
         assert made.left == expected.left, expected
-    assert several[2].moved == alone[-1].moved  # as one rank with as many micro-batches as each of them has
+    assert several[2].moved == alone[-1].moved  # the drive bytes of one rank with the micro-batches that each rank has
     (back,) = by(1, "back", cases=[replace(on, load=several[2].out)])
     run_ranks([back], count=1, folder=tmp_path / "one again")
     assert back.left == several[-1].left
 
 
 def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
-    """Two nodes of two ranks, each node with its own memory and files and the state of its own ranks."""
+    """Each of two nodes of two ranks has its own memory and files, with its own ranks' state."""
     model = model_directory(tmp_path / "model", "gpt2", **DROPOUT)
     (tmp_path / "drive").mkdir()
     case = Case(str(model), (), "", steps=2, micro=4, drives=(str(tmp_path / "drive"),))
@@ -105,7 +107,7 @@ def test_nodes_have_the_bits_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_checkpoints_go_between_numbers_of_ranks(tmp_path: Path) -> None:
-    """Of 3 ranks to 1, 2 and 4, and back; each number writes one rank's bytes, also while it trains on."""
+    """Checkpoints move from 3 ranks to 1, 2 and 4, and back, with identical bytes, even if written during training."""
     model = str(model_directory(tmp_path / "model", "gpt2", **DROPOUT))
     (tmp_path / "drive").mkdir()
     frozen = ('model.freeze=["h.1.mlp","wpe"]', "optim.moment_dtype=8bit")
@@ -152,7 +154,7 @@ sys.exit(cli.main(["train"]))
 
 @pytest.mark.parametrize("fault", ["stalls", "ends"])
 def test_a_rank_that_is_lost_ends_the_others(fault: str, tmp_path: Path) -> None:
-    """One that failed tells its reason alone; one that stalls is named."""
+    """A rank that fails reports its reason, and the others stay silent; a rank that stalls is named."""
     script = tmp_path / "faulty.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n{FAULTY}")
     told = [tmp_path / f"told-{rank}" for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Units that several ranks update, which are threads here: none is home before all of them have done theirs."""
+"""Tests of units that several ranks (threads here) update: a unit is ready only after all of them have updated it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_trainer.offloading.update.progress import UpdateProgress
 from offload_trainer.plan.tiered.layout import Page
 
 UNITS = [0, 1, 2]
-PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1, 0, 8)]]  # of each rank
+PAGES = [[Page(0, 0, 8), Page(0, 8, 8), Page(2, 0, 8)], [Page(0, 16, 8), Page(1, 0, 8)]]  # pages of each rank
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_unit_is_home_once_all_owners_have_done_theirs(ranks: list[UpdateProgr
     assert home(ranks) == [[False] * 3] * 2
     second.told_by(0)(None)
     for one in ranks:
-        one.wait(0)  # of unit 1 the first has no pages, and has to wait all the same
+        one.wait(0)  # The first rank has no pages of unit 1, but must wait for it too.
     assert not first.is_home(1)
     assert not first.is_home(2)
     second.told_by(1)(None)

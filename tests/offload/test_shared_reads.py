@@ -1,4 +1,6 @@
-"""Weights that several ranks, which are threads here, read from a drive: once where all of them need them next."""
+"""Tests of weights that several ranks (threads here) read from a drive: one read serves all ranks
+that need them next.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ WORLD, MEET = 3, -1
 
 
 class Counting(ThreadedTransfers):
-    """Bytes that were read, and a drive that fails."""
+    """Transfers that count the bytes read, and may fail."""
 
     moved, fails = 0, False
 
@@ -40,7 +42,7 @@ class Counting(ThreadedTransfers):
 
 
 def of_ranks(path: Path, programs: Sequence[Sequence[int]], *, fails: bool = False) -> tuple[list[Any], int]:
-    """Of each rank, whether it got the right bytes for each unit of its program, or what it ended with; bytes read."""
+    """Run the ranks' programs. Return each rank's list of correct fetches, or its error, and the bytes read."""
     units, between = model(tied=False), Threads(WORLD)
     place = Place(WORLD, nodes=1)
     place.barrier = between.barriers[1]
@@ -94,7 +96,7 @@ def test_what_all_need_next_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_rank_need_not_wait_for_one_that_waits_for_it(tmp_path: Path) -> None:
-    """One comes to a meeting late, with fetches before it that the others do after it; one leaves a unit out."""
+    """One rank reaches a barrier late, after fetches that the others do later; one skips a unit."""
     late = [3, 2, 1, MEET, 0, MEET, 0]
     others = [3, MEET, 2, 1, 0, MEET, 0]
     found, moved = of_ranks(tmp_path / "weights", [others, late, [3, MEET, 2, 0, MEET, 0]])
@@ -109,7 +111,7 @@ def test_a_read_that_fails_ends_every_rank(tmp_path: Path) -> None:
 
 
 def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -> None:
-    """What one rank alone has asked for ahead of need, when all are through."""
+    """`cancel` ends a read that only one rank has requested."""
     ends, closed = threading.Event(), Future()
 
     def never(mine: int) -> list[int]:
@@ -125,7 +127,7 @@ def test_an_end_does_not_wait_for_ranks_that_need_nothing_more(tmp_path: Path) -
     )
     reads = SharedReads(units, store, node=node, rounds=rounds, barrier=lambda: None)
     filled = reads.want(0)(host_buffer(2 * units[0].elements).view(torch.bfloat16))
-    reads.want(1)  # whose buffer never comes, as where an update went wrong
+    reads.want(1)  # its buffer never comes, as after a failed update
     filled.then(closed.finish_part)
     assert not closed.done
     reads.cancel()

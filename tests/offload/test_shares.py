@@ -1,6 +1,6 @@
-"""The device as a home of the optimizer state: the same bits for every share on the device, in RAM and on drives.
+"""Tests of optimizer state on the device: any split among device, RAM and drives gives the same bits.
 
-Without a GPU host memory stands for the device's; `queues.py` has a GPU's streams, late.
+Without a GPU, host memory replaces the device's; `queues.py` simulates a GPU's streams that run late.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def drive_in(folder: Path) -> list[Path]:
 
 
 def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
-    """Masters, moments, counts of steps and the loss scale, to the byte."""
+    """Return the files of a snapshot: masters, moments, step counts and the loss scale."""
     place.mkdir()
     ours.snapshot().write(place)
     return {path.name: path.read_bytes() for path in place.iterdir()}
@@ -60,7 +60,7 @@ def saved(ours: TieredEngine, place: Path) -> dict[str, bytes]:
 
 @cache
 def in_ram(folder: Path, dtype: str, tied: bool, accumulate: int, *words: str) -> tuple[list[Step], dict[str, bytes]]:
-    """What comes of four steps with all of the state in RAM."""
+    """Return four steps and the saved state with all of the optimizer state in RAM."""
     wished = ["--dtype", dtype, "--accumulate", str(accumulate), *words]
     with engine(model_in(folder, tied=tied), *wished) as ours:
         steps = train(ours, batches(4 * accumulate), accumulate=accumulate)
@@ -70,9 +70,9 @@ def in_ram(folder: Path, dtype: str, tied: bool, accumulate: int, *words: str) -
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("share", SHARES)
 def test_shares_do_not_change_a_bit(share: str, run: str, folder: Path, tmp_path: Path) -> None:
-    """With dropout: losses, norms, masters and moments; and resumed, halfway, into other shares.
+    """Losses, norms, masters and moments match with dropout, also after resuming halfway with other shares.
 
-    Each into every other, in a run of bf16 and in one of fp16.
+    The bf16 run and the fp16 run together resume each share as every other.
     """
     dtype, tied, accumulate = RUNS[run]
     expected, state = in_ram(folder, dtype, tied, accumulate)
@@ -108,7 +108,7 @@ ELSEWHERE = {
 def test_weights_and_gradients_may_live_elsewhere(
     share: str, elsewhere: str, states: str, folder: Path, tmp_path: Path
 ) -> None:
-    """What is updated on the device then travels there and back through buffers."""
+    """Pages updated on the device then use buffers to reach their weights and gradients elsewhere."""
     moments = [f"optim.moment_dtype={states}"]
     expected, state = in_ram(folder, "bf16", True, 1, *moments)
     words = [*SHARES[share], *ELSEWHERE[elsewhere], *moments, "tiered.weight_buffers=2", "tiered.page_buffers=2"]
@@ -128,7 +128,7 @@ def test_late_copies_and_reads_change_nothing(
 
 
 class QueuedKernel:
-    """A kernel of the device, whose work is put into the stream that is current."""
+    """A kernel on the device that queues its work in the current stream."""
 
     name = "queued"
 
@@ -142,7 +142,7 @@ class QueuedKernel:
 
 @contextmanager
 def on_streams(monkeypatch: pytest.MonkeyPatch, model: Path, *words: str, **extra: Any) -> Iterator[TieredEngine]:
-    """The engine over the real CUDA device, whose streams are stand-ins that run late; so does its kernel."""
+    """Yield the engine on the real CUDA device with simulated streams that run late, and a kernel that does too."""
     with queued(monkeypatch, haste=0.2) as cuda:
         late = lambda layout, device, kernel, say: QueuedKernel(cuda)  # noqa: E731
         monkeypatch.setattr("offload_trainer.engine.build_tiered._kernel_there", late)
@@ -174,14 +174,16 @@ def test_streams_that_run_late_change_nothing(
 
 
 def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above is able to fail: where the update does not wait for the device the numbers are wrong."""
+    """The test above would fail if the update did not wait for the device."""
     monkeypatch.setattr(CudaDevice, "reached", lambda self: done())
     with on_streams(monkeypatch, model_in(folder, tied=True), *SHARES["device"]) as ours:
         assert train(ours, batches(4)) != in_ram(folder, "bf16", True, 1)[0]
 
 
 def test_pages_live_where_the_shares_say(folder: Path) -> None:
-    """Whole units on the device, with their gradients; nothing else is there. Each share to the alignment."""
+    """The device holds whole units with their gradients (a remainder aside), and each share is exact up
+    to alignment.
+    """
     model = model_in(folder, tied=True)
     for share, wanted in (
         ("device", {DEVICE: 1.0}),

@@ -1,4 +1,6 @@
-"""Weights on their way to the device: what comes next is started before it is needed, and the plan counts the same."""
+"""Tests of prefetching weights to the device: each transfer starts before its unit is needed, and
+bytes match the plan.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ Event = tuple[str, int | str]
 
 
 class Watch:
-    """What the stream was asked for and what it started, in order."""
+    """A log of the units that the prefetcher was asked for and started, in order."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[Event] = []
@@ -76,8 +78,8 @@ class Watch:
 def third_step(
     kind: str, buffers: int, accumulate: int, folder: Path, patch: pytest.MonkeyPatch
 ) -> tuple[list[Event], int, int]:
-    """Its events, the bytes that they fetch, and those that the plan has for them."""
-    patch.setattr(layout, "SMALL", 2000)  # norms stay, embeddings go
+    """Return the third step's events, the bytes they fetch, and the bytes in the plan."""
+    patch.setattr(layout, "SMALL", 2000)  # norms stay on the device, embeddings are offloaded
     architecture, tied, words = KINDS[kind]
     model = model_directory(folder / "model", architecture, tied=tied)
     words = ["--params", "cpu", f"tiered.weight_buffers={buffers}", "--accumulate", str(accumulate), *words]
@@ -101,13 +103,13 @@ def third_step(
 def test_nothing_is_started_only_when_it_is_needed(
     kind: str, buffers: int, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second step on: heads and embeddings too, and what a pass begins with; `need` starts nothing itself."""
+    """`need` never starts a fetch after the first step, not even for heads, embeddings or the first unit of a pass."""
     events, _, _ = third_step(kind, buffers, accumulate, tmp_path, monkeypatch)
     for before, event in pairwise(events):
         assert not (event[0] == "start" and before == ("need", event[1])), f"{event} was needed before"
     passes = [index for index, event in enumerate(events) if event[0] == "pass"]
     assert len(passes) == 2 * accumulate
-    for index in passes:  # what it needs first was sent on its way before it began
+    for index in passes:  # A pass's first unit was started before the pass.
         first = next(unit for kind, unit in events[index:] if kind == "need")
         assert first in [unit for kind, unit in events[:index] if kind == "start"]
 

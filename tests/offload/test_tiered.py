@@ -1,4 +1,4 @@
-"""The tiered engine against plain torch: the same numbers wherever things live, whatever the model looks like."""
+"""Tests of the tiered engine against plain torch: every placement gives the same numbers, for every kind of model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 @cache
 def plain(model: Path, steps: int, *words: str, accumulate: int = 1) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """What plain torch makes of it; on a GPU, what the engine makes of it with everything in RAM."""
+    """Train on the reference: plain torch, or on a GPU the engine with everything in RAM."""
     with engine(model, *REFERENCE, *words) as reference:
         return train(reference, batches(steps * accumulate), accumulate=accumulate), masters(reference)
 
@@ -77,7 +77,7 @@ CHECKPOINTING = {
 def test_losses_and_norms_are_plain_torchs(
     architecture: str, home: str, checkpointing: str, tied: bool, folder: Path
 ) -> None:
-    """fp32, three steps; plain torch without checkpointing is the reference for all."""
+    """Every placement and form of checkpointing matches plain torch without checkpointing, in fp32 for three steps."""
     model = model_directory(folder / f"{architecture}-{tied}", architecture, tied=tied)
     wished = [*HOMES[home], *CHECKPOINTING[checkpointing]]
     with engine(model, "--dtype", "fp32", *wished, drives=drives(folder, 1)) as ours:
@@ -94,7 +94,7 @@ def test_losses_and_norms_are_plain_torchs(
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU every home is held against plain torch's bits")
 def test_on_a_gpu_plain_torch_is_followed_closely(folder: Path) -> None:
-    """Its fused AdamW is CUDA's there, the engine's has the bits of the CPU's: each step differs in the last ones."""
+    """The engine's AdamW has the CPU's bits, and CUDA's fused AdamW differs in the last ones at each step."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     expected, _ = plain(model, 5, "--dtype", "fp32")
     with engine(model, "--engine", "plain", "--dtype", "fp32") as reference:
@@ -119,7 +119,7 @@ PLACES = {
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_homes_do_not_change_a_bit(place: str, count: int, folder: Path) -> None:
-    """bf16, 20 steps: losses, norms and masters are plain torch AdamW's to the last bit."""
+    """Twenty bf16 steps give the losses, norms and masters of plain torch's AdamW bit for bit."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *PLACES[place], drives=drives(folder, count)) as ours:
         steps = train(ours, batches(20))
@@ -127,7 +127,7 @@ def test_homes_do_not_change_a_bit(place: str, count: int, folder: Path) -> None
         assert steps == expected
         assert_same(masters(ours), weights)
     _, initial = plain(model, 0)
-    assert not [name for name, tensor in weights.items() if torch.equal(tensor, initial[name])]  # all have moved
+    assert not [name for name, tensor in weights.items() if torch.equal(tensor, initial[name])]  # all have changed
 
 
 @pytest.mark.ops
@@ -173,7 +173,7 @@ def test_frozen_weights_stay_and_the_others_follow_plain_torch(home: str, words:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_experts(home: str, folder: Path) -> None:
-    """Eight experts for a few tokens: some see none."""
+    """Eight experts share a few tokens, so that some get none."""
     model = model_directory(folder / "mixtral", "mixtral", tied=False)
     with engine(model, *HOMES[home], drives=drives(folder, 1)) as ours:
         steps = train(ours, batches(4, rows=1, length=3))
@@ -183,7 +183,7 @@ def test_experts(home: str, folder: Path) -> None:
 
 
 def skip_last_block(trained: PlainEngine | TieredEngine, steps: set[int]):
-    """Before these steps the model loses its last block, whose weights then get no gradient."""
+    """Return a `before` hook that removes the last block in these steps, so that its weights get no gradient."""
     body = trained._module.model.transformer
     whole = body.h
 
@@ -195,7 +195,9 @@ def skip_last_block(trained: PlainEngine | TieredEngine, steps: set[int]):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_weights_without_a_gradient_do_not_move_and_keep_their_own_count(home: str, folder: Path) -> None:
-    """As torch: no decay, no step of the bias correction. Also across a checkpoint, and in accumulation."""
+    """Such weights get no decay and no bias-correction step, as in torch, also after a checkpoint and with
+    accumulation.
+    """
     model = model_directory(folder / "gpt2-True", "gpt2")
     unused = {2, 3, 6}
     with engine(model, "--engine", "plain") as reference:
@@ -236,7 +238,7 @@ def test_a_block_unused_in_the_last_micro_batch_counts_in_the_norm(folder: Path)
 
 @pytest.mark.parametrize("home", HOMES)
 def test_fp16_overflow_skips_the_step_and_halves_the_scale(home: str, folder: Path) -> None:
-    """An infinity at step 7 of 12: nothing changes there, and the scale does what torch's GradScaler does."""
+    """An infinity at step 7 of 12 changes nothing, and the scale follows torch's GradScaler."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     words = ["--dtype", "fp16", "optim.initial_loss_scale=1024", "optim.loss_scale_window=3"]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -301,7 +303,7 @@ def test_a_nan_changes_nothing_and_training_goes_on(home: str, folder: Path) -> 
 
 @pytest.mark.parametrize("words", [*HOMES.values(), [*HOMES["all on the drive"], "model.activation_checkpointing=on"]])
 def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every transfer completes late and out of order, as on a GPU and a busy drive."""
+    """Every transfer finishes late and out of order, as on a GPU and a busy drive."""
     monkeypatch.setattr("offload_trainer.engine.build_tiered._transfers", lambda *_: LateTransfers())
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *words, drives=drives(folder, 2), device=LateDevice()) as ours:
@@ -309,7 +311,7 @@ def test_late_copies_and_reads_change_nothing(words: list[str], folder: Path, mo
 
 
 def test_a_missing_wait_would_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above is able to fail: without the wait for a unit the numbers are wrong."""
+    """The test above would fail without the wait for a unit."""
     hasty(monkeypatch)
     model = model_directory(folder / "gpt2-True", "gpt2")
     with engine(model, *HOMES["in RAM"], drives=drives(folder, 1), device=LateDevice()) as ours:
@@ -363,14 +365,14 @@ def test_a_snapshot_that_is_let_go_of_stops_and_holds_nothing_up(folder: Path, t
     ],
 )
 def test_state_goes_on_elsewhere_bit_for_bit(before: str, after: list[str], folder: Path) -> None:
-    """Saved from one drive, resumed on three and another share, or by plain torch."""
+    """State saved from one drive resumes on three drives, with another share, or in plain torch."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     place = folder / f"state {before}"
     place.mkdir()
     with engine(model, *PLACES[before], drives=drives(folder, 1)) as ours:
         first = train(ours, batches(10)[:5])
         ours.snapshot().write(place)
-        assert train(ours, batches(10)[5:]) == plain(model, 10)[0][5:]  # saving changed nothing
+        assert train(ours, batches(10)[5:]) == plain(model, 10)[0][5:]  # saving does not change the run
     extra = {} if "plain" in after else {"load_weights": False}
     with engine(model, *after, drives=drives(folder, 3), **extra) as other:
         other.load(place)
@@ -397,7 +399,7 @@ def test_stored_precision_resumes_exactly_and_homes_do_not_matter(states: str, f
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Path) -> None:
-    """8 bits widened and narrowed again are not what they were."""
+    """Converting 8-bit moments to fp32 and back would change them."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     stored = []
     with engine(model, *HOMES["all on the drive"], f"optim.moment_dtype={states}", drives=drives(folder, 1)) as ours:
@@ -417,7 +419,7 @@ def test_stored_moments_without_a_gradient_do_not_drift(states: str, folder: Pat
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_stored_precision_trains_like_fp32(states: str, folder: Path) -> None:
-    """The same two rows 40 times, which any AdamW learns by heart."""
+    """Forty steps on the same two rows end near the loss of fp32 moments."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     losses = []
     for wished in ([f"optim.moment_dtype={states}"], []):
@@ -425,14 +427,14 @@ def test_stored_precision_trains_like_fp32(states: str, folder: Path) -> None:
             losses.append([loss for loss, _ in train(ours, batches(1) * 40, lr=2e-3)])
     assert losses[0] != losses[1]
     assert losses[1][-1] < losses[1][0] / 4
-    assert losses[0] == pytest.approx(losses[1], abs=0.05)  # ten times what was seen
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)  # ten times the observed difference
 
 
 # -- drives ----------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_are_the_planned_ones_and_no_more(folder: Path) -> None:
-    """The kernel's counters: state each way, once; at half the share, half."""
+    """The kernel's counters show that state is read and written once each step, or half of it with half in RAM."""
     from offload_trainer.telemetry.meters import read_io
 
     model = model_directory(folder / "gpt2-True", "gpt2")
@@ -461,7 +463,7 @@ def test_a_file_cut_short_stops_the_run_with_the_numbers(folder: Path) -> None:
         with open(file, "r+b") as opened:
             opened.truncate(8192)
         with pytest.raises(TrainerError, match=r"state: cut short: .* the file has 8192 of \d+"):
-            train(ours, batches(2))  # at the latest in the second step, which waits for the first one's update
+            train(ours, batches(2))  # The second step fails at the latest, since it waits for the first one's update.
 
 
 def change(file: Path, at: int) -> None:
@@ -476,7 +478,7 @@ def change(file: Path, at: int) -> None:
     "words", [[], ["tiered.state_copies=2"], ["tiered.checksums=true"], ["optim.moment_dtype=8bit"]]
 )
 def test_a_changed_page_of_state_is_always_found(words: list[str], folder: Path) -> None:
-    """By the next update, and by who reads one weight alone."""
+    """The next update finds it, and so does reading a single weight."""
     model = model_directory(folder / "gpt2-True", "gpt2")
     (drive,) = drives(folder, 1)
     with engine(model, "--optimizer", "nvme", *words, drives=[drive]) as ours:
@@ -490,7 +492,8 @@ def test_a_changed_page_of_state_is_always_found(words: list[str], folder: Path)
         with pytest.raises(DamagedPage, match=wrong):
             ours.offloaded.master(name)
         with pytest.raises(DamagedPage, match=wrong):
-            train(ours, batches(4)[2:])  # at the latest in the second step, which waits for the first one's update
+            # The second step fails at the latest, since it waits for the first one's update.
+            train(ours, batches(4)[2:])
 
 
 def test_a_changed_block_is_found_with_checksums(folder: Path) -> None:
@@ -500,7 +503,7 @@ def test_a_changed_block_is_found_with_checksums(folder: Path) -> None:
         train(ours, batches(1))
         ours.synchronize()
         file = next(drive.glob("offload-trainer/run-*/weights"))
-        for at in range(40, file.stat().st_size, 4096):  # some of them are in memory already
+        for at in range(40, file.stat().st_size, 4096):  # some blocks have already been read
             change(file, at)
         with pytest.raises(TrainerError, match=r"weights: \d+ blocks of 4096 bytes do not hold what was written"):
             train(ours, batches(3))

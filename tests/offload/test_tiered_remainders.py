@@ -1,4 +1,6 @@
-"""Runs whose masters are the remainders of rounding: the bits of masters in fp32 wherever things live, fewer bytes."""
+"""Tests of masters stored as rounding remainders: they have the bits of fp32 masters in every placement, with fewer
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def gpt2(folder: Path) -> Path:
 
 
 def plant_ties(ours: TieredEngine) -> None:
-    """Of a block's weights some masters halfway between two weights, on both sides; others are rounded either way."""
+    """Set every third master exactly halfway between two bf16 weights; others round either way."""
     for name, value in masters(ours).items():
         words = value.view(torch.int32)
         words[..., ::3] &= ~0xFFFF
@@ -56,7 +58,7 @@ def plant_ties(ours: TieredEngine) -> None:
 
 @cache
 def whole(folder: Path, *words: str, steps: int) -> tuple[list[Step], dict[str, bytes]]:
-    """Losses and norms, and the bytes of a checkpoint, with masters in fp32, all of it in RAM."""
+    """Return steps and checkpoint files of a run with fp32 masters, all in RAM."""
     with engine(gpt2(folder), "--ram-fraction", "1", "tiered.overlap=off", *words) as ours:
         plant_ties(ours)
         place = folder / "-".join(["whole", str(steps), *words])
@@ -92,7 +94,7 @@ def test_other_moments_and_rules(kernel: str, states: list[str], folder: Path, d
 
 @pytest.mark.parametrize("states", STATES)
 def test_runs_go_on_in_either_form(states: list[str], folder: Path, drive: Path, tmp_path: Path) -> None:
-    """From a checkpoint of the one, taken while training went on, in the other."""
+    """A checkpoint of either form, written during training, resumes in the other."""
     expected, state = whole(folder, *states, steps=6)
     home = HOMES["weights and gradients on the drive"]
     for before, after in (([REMAINDERS], []), ([], [REMAINDERS])):
@@ -142,7 +144,7 @@ def test_late_copies_and_reads_change_nothing(
 def test_streams_that_run_late_change_nothing(
     home: str, folder: Path, drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CUDA device over stand-ins for its streams: old weights come down from it, and up to pages there."""
+    """On simulated CUDA streams, old weights come down from the device and go up to its pages in time."""
     expected, state = whole(folder, steps=6)
     with on_streams(monkeypatch, gpt2(folder), *HOMES[home], REMAINDERS, drives=[drive]) as ours:
         plant_ties(ours)
@@ -165,7 +167,9 @@ def test_streams_that_run_late_change_nothing(
 def test_bytes_are_the_planned_ones(
     words: list[str], read: float, written: float, folder: Path, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's counters are the plan's, but for weights fetched ahead, and of the update so many a parameter."""
+    """The kernel's counters match the plan except for prefetched weights; the update moves the stated bytes a
+    parameter.
+    """
     plans: list[Plan] = []
     monkeypatch.setattr(bench_of_engines, "make_plan", lambda *a, **k: plans.append(make_plan(*a, **k)) or plans[0])
     model = model_directory(folder / "large", "gpt2", n_embd=256, n_layer=2)  # fields are padded to whole sectors
@@ -179,7 +183,8 @@ def test_bytes_are_the_planned_ones(
         ours.synchronize()
         moved = read_io() - before
     traffic = [one for one in plans[0].traffic if one.place == str(drive)]
-    ahead = 0 if "--params" not in words else 2 * trained  # weights of the next step that were fetched by either end
+    # weights prefetched for the step after the measured ones, at either end
+    ahead = 0 if "--params" not in words else 2 * trained
     assert abs(moved.read_bytes - 2 * sum(one.read for one in traffic)) <= ahead
     assert moved.written_bytes == 2 * sum(one.written for one in traffic)
     (update,) = (one for one in traffic if one.phase == "update")

@@ -1,8 +1,9 @@
-// The CUDA driver and NVRTC, as far as nvrtc.py calls them, over adam.cu compiled for the CPU.
+// A stand-in for the CUDA driver and NVRTC, with the functions that nvrtc.py calls, over adam.cu compiled for the CPU.
 //
-// A thread block is as many fibers, which take turns at what waits for others (shuffles, ballots, barriers of a warp): upwards in one
-// block, downwards in the next. Where a lane would wait for one that has left, or nobody made the context current, the
-// launch fails. The intrinsics are IEEE operations, one by one, with a GPU's NaN: built with -ffp-contract=off.
+// A thread block is a group of fibers, which switch wherever a thread waits for others (shuffles, ballots, warp
+// barriers). The fibers run in ascending order in one block and in descending order in the next. A launch fails if a
+// lane waits for one that has exited, or if no context is current. The intrinsics are single IEEE operations with a
+// GPU's NaN, so this is built with -ffp-contract=off.
 
 #include <ucontext.h>
 
@@ -36,7 +37,7 @@ float __uint_as_float(unsigned word) {
     return value;
 }
 
-// A GPU knows one NaN. Rounded to bf16 as numbers are, it would be zero.
+// A GPU has only one NaN. Rounding it to bf16 like a number would give zero.
 float given(float value) { return value != value ? __uint_as_float(0x7fffffff) : value; }
 
 float __fadd_rn(float a, float b) { return given(a + b); }

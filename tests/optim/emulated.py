@@ -1,4 +1,4 @@
-"""A GPU for tests: adam.cu compiled for the CPU, behind a driver and an NVRTC of its own (cuda_on_cpu.cpp)."""
+"""A GPU for tests: adam.cu compiled for the CPU, with a stand-in for the driver and NVRTC (cuda_on_cpu.cpp)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def library() -> ctypes.CDLL:
 
 
 class EmulatedGpu(Gpu):
-    """Its memory is the CPU's, and it is done when a launch returns."""
+    """A GPU whose memory is the CPU's, and whose launches are synchronous."""
 
     def __init__(self, capability: int = 90) -> None:
         super().__init__(torch.device("cpu"), capability, nvrtc=Nvrtc(library()), driver=library())
@@ -45,5 +45,5 @@ class EmulatedGpu(Gpu):
 
     @staticmethod
     def options() -> list[str]:
-        """NVRTC's, when it last compiled."""
+        """Return the options of the last NVRTC compilation."""
         return library().emulated_options().decode().split()

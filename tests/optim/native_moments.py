@@ -1,4 +1,4 @@
-"""The formats of native/ by themselves, called as the functions of moments.py are."""
+"""The native library's moment formats, with the interface of moments.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW on host memory: torch.optim.AdamW's bits from every kernel that promises them, however a weight is cut."""
+"""Tests of AdamW on host memory: kernels have the bits of torch.optim.AdamW, however a weight is cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offload_trainer.optim.torch_adam import TorchKernel
 
 
 def numbers(n: int, *, seed: int) -> torch.Tensor:
-    """fp32[n] of many magnitudes, subnormals and zeros among them."""
+    """Return fp32[n] of many magnitudes, including subnormals and zeros."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(n, generator=random) * torch.empty(n).uniform_(-40, 6, generator=random).exp()
     values[::97] = 0.0
@@ -40,7 +40,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def run(kernel: Kernel, n: int, *, grad: torch.Tensor, cuts: list[int], steps: int = 3) -> list[torch.Tensor]:
-    """Master, moments and bf16 weight after `steps` steps, each done in the pieces between `cuts`."""
+    """Return master, moments and bf16 weight after `steps` steps, each computed in pieces between `cuts`."""
     state = [torch.randn(n, generator=torch.Generator().manual_seed(0)), torch.zeros(n), torch.zeros(n)]
     out = torch.empty(n, dtype=torch.bfloat16)
     for step in range(1, steps + 1):
@@ -137,7 +137,7 @@ def test_native_carries_what_is_not_finite() -> None:
 def test_native_reads_every_fp16_gradient() -> None:
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     grad = grad[grad.isfinite()]
-    exp_avg = torch.zeros(grad.numel())  # with beta1 = 0 it becomes the gradient itself
+    exp_avg = torch.zeros(grad.numel())  # it equals the gradient if beta1 = 0
     hyper = AdamW(0.0, (0.0, 0.9), 1e-8, 0.0)
     state = (torch.zeros_like(exp_avg), exp_avg, exp_avg + 1)
     update_stretch(NativeKernel(), *state, grad, None, scale=1.0, hyper=hyper, step=1)
@@ -147,7 +147,7 @@ def test_native_reads_every_fp16_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
-    n, places = 100_000, 16 if dtype is torch.bfloat16 else 13  # that are cut off
+    n, places = 100_000, 16 if dtype is torch.bfloat16 else 13  # number of bits that are cut off
     anything = torch.randint(-(2**31), 2**31, (n,), generator=random).int().view(torch.float32)
     inside = torch.randn(n, generator=random) * torch.empty(n).uniform_(-18, 12, generator=random).exp()
     ties = (inside.to(dtype).float().view(torch.int32) + (1 << places - 1)).view(torch.float32)
@@ -163,7 +163,7 @@ def test_native_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     assert (expected.isinf() & ~nan).any()
 
 
-# -- choosing --------------------------------------------------------------------------------------------------------
+# -- choice of kernel --------------------------------------------------------------------------------------------------
 
 
 def test_auto_says_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

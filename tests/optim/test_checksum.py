@@ -1,4 +1,4 @@
-"""The checksum of bytes of state: zlib's polynomial, by whichever code computes it."""
+"""Tests of the checksum of state: zlib's polynomial gives the same value in every implementation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_compiled_one_has_zlibs_numbers() -> None:
 
 
 def test_it_is_a_crc_32_of_which_zeros_have_none() -> None:
-    """A CRC is linear: with zlib's inversions it differs by a constant of the length, the CRC of zeros."""
+    """Without zlib's inversions a CRC is linear: it differs from zlib's by the CRC of as many zeros."""
     for size in (1, 77, 4096):
         data = random_bytes(size)
         assert zlib_sum(data) == zlib.crc32(data.numpy().tobytes()) ^ zlib.crc32(bytes(size))

@@ -1,6 +1,6 @@
-"""AdamW in a GPU's memory: the bits of the CPU's kernels, for all shapes of values, and a reason where there is none.
+"""Tests of AdamW on a GPU: it has the bits of the CPU kernels for all kinds of values, or a reason why it is not used.
 
-Without a GPU adam.cu runs on the CPU (emulated.py); where there is one the same is compared on it too.
+Without a GPU, adam.cu runs on the CPU (emulated.py); with one, the same tests run on it too.
 """
 
 from __future__ import annotations
@@ -51,19 +51,21 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 
 
 def reference() -> Kernel:
-    """The CPU's: a machine with a GPU may have no compiler."""
+    """Return a CPU kernel; a machine with a GPU may have no compiler."""
     with suppress(TrainerError):
         return NativeKernel()
     return TorchKernel()
 
 
 def fuses() -> bool:
-    """Whether this CPU's kernels do."""
+    """Return True if this CPU's kernels fuse multiply and add."""
     return platform.machine() != "x86_64" or "fma" in Path("/proc/cpuinfo").read_text().split()
 
 
 def of_all_shapes(n: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Blocks of 256 in turn: any bits and all that is special, many magnitudes, ordinary, subnormal, zeros."""
+    """Return blocks of 256 that alternate between random bits with special values, many magnitudes, normal, subnormal
+    and zero.
+    """
     random = torch.Generator().manual_seed(seed)
     integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]
     values = torch.randint(0, 2 ** (8 * dtype.itemsize), (n,), generator=random).to(integer).view(dtype)
@@ -81,14 +83,14 @@ def of_all_shapes(n: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def wild_page(n: int, *, states: str) -> tuple[Fields, torch.Tensor]:
-    """As `random_page`, of all shapes; second moments and scales have no sign."""
+    """Return a `random_page` with values of all kinds; second moments and scales are not negative."""
     usual, _ = random_page(n, form(states))
     fields = {}
     for seed, (name, field) in enumerate(usual.items()):
         values = of_all_shapes(field.numel(), seed=seed, dtype=field.dtype)
         fields[name] = values if name in ("master", "exp_avg") or field.dtype is torch.uint8 else values.abs()
     for name in fields:
-        if "scales" in name:  # one for each block, and of its shape
+        if "scales" in name:  # one for each block, of the block's kind
             fields[name] = of_all_shapes(n, seed=7, dtype=torch.float32)[::256].abs()
     return fields, of_all_shapes(n, seed=9, dtype=torch.float32)
 
@@ -104,7 +106,7 @@ def updated(
     wanted: torch.dtype | None = torch.bfloat16,
     scale: float = 0.37,
 ) -> list[torch.Tensor]:
-    """The page's fields and its new weights."""
+    """Return the page's fields and its new weights."""
     place = kernel.gpu.place if isinstance(kernel, CudaKernel) else torch.device("cpu")
     fields, grad = page
     here = {name: tensor.to(place, copy=True) for name, tensor in fields.items()}
@@ -122,7 +124,7 @@ def updated(
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Every bit, but for those of a NaN: where one is, there is one."""
+    """Assert equal bits, except that any NaN equals any other."""
     for one, other in zip(ours, theirs, strict=True):
         if one.dtype is not torch.uint8:
             nan = other.isnan()
@@ -160,7 +162,7 @@ def test_bits_of_the_cpu_for_any_bits(gpu: Gpu, states: str, given: torch.dtype,
 
 @pytest.mark.parametrize("states", STATES)
 def test_any_bits_are_many_kinds_of_numbers(states: str) -> None:
-    """What the test above compares: before and after there is of everything."""
+    """The inputs and results of the preceding test include enough values of every kind."""
     page = wild_page(N, states=states)
     after = dict(zip([*page[0], "out"], updated(NativeKernel(), page, PARTS, states=states), strict=True))
     numbers = [page[0]["master"], page[1], after["master"]]
@@ -189,7 +191,7 @@ def test_pages_of_any_size_anywhere_in_a_unit(gpu: Gpu, states: str, n: int, fir
 
 
 def test_bits_of_a_large_page(gpu: Gpu) -> None:
-    """Of so many elements some are within a 2^17th of where they are rounded up rather than down."""
+    """Among so many elements, some are within a 2^17th of a rounding boundary."""
     page, parts = random_page(2**20, form("8bit")), [part(0, 2**20, 0.1, 3)]
     both = (CudaKernel(gpu, fuses=fuses()), reference())
     ours, theirs = (updated(kernel, page, parts, states="8bit") for kernel in both)
@@ -268,7 +270,7 @@ def test_as_a_cpu_that_cannot_fuse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_from_any_thread(gpu: Gpu) -> None:
-    """A new thread has no context of its own."""
+    """A new thread has no CUDA context."""
     kernel, page, found = CudaKernel(gpu, fuses=fuses()), random_page(1024, form("fp32")), []
     parts = [part(0, 1024, 0.1, 7)]
     thread = threading.Thread(target=lambda: found.append(updated(kernel, page, parts, states="fp32")))
@@ -277,7 +279,7 @@ def test_from_any_thread(gpu: Gpu) -> None:
     assert_same(found[0], updated(reference(), page, parts, states="fp32"))
 
 
-# -- whether it is used ----------------------------------------------------------------------------------------------
+# -- when it is used ---------------------------------------------------------------------------------------------------
 
 
 def test_it_is_taken_where_it_gives_the_bits_of_the_cpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +332,7 @@ def test_code_is_for_the_device_or_for_the_driver_to_translate() -> None:
 
 
 def test_what_nvrtc_looks_for_is_loaded_before_it(tmp_path: Path) -> None:
-    """The wheel of 13.0 says "failed to open libnvrtc-builtins.so.13.0", which lies beside it."""
+    """NVRTC 13.0's wheel otherwise fails with "failed to open libnvrtc-builtins.so.13.0", which is next to it."""
     library = tmp_path / "libnvrtc-builtins.so.99.1"
     (tmp_path / "other.cpp").write_text('extern "C" int built() { return 1; }')
     names = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, tmp_path / "other.cpp"]
@@ -355,7 +357,7 @@ def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """scripts/check_cuda_kernel.py."""
+    """Import scripts/check_cuda_kernel.py."""
     spec = importlib.util.spec_from_file_location("check_cuda_kernel", ROOT / "scripts" / "check_cuda_kernel.py")
     assert spec is not None
     assert spec.loader is not None

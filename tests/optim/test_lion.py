@@ -1,4 +1,4 @@
-"""Lion: the bits of its paper's algorithm in plain torch, wherever its state lives, over resumes; what is refused."""
+"""Tests of Lion: it has the bits of its paper's algorithm in plain torch for every placement and over resumes."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_command_trains_saves_goes_on_and_exports(tmp_path: Path) -> None:
 @pytest.mark.parametrize("home", [{"params": "gpu"}, {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}])
 def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
     def trained(network: torch.nn.Module, make: Any) -> list[float]:
-        """Two groups, one of which decays, and a scheduler."""
+        """Train with two parameter groups, one of which decays, and a scheduler; return the losses."""
         groups = [
             {"params": [p for p in network.parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in network.parameters() if p.dim() < 2], "lr": 1e-3},
@@ -200,7 +200,7 @@ def test_a_session_has_it_too(home: dict[str, str], tmp_path: Path) -> None:
 
 
 def state_bytes(*words: str) -> Iterator[int]:
-    """Of the state in each tier, and of a checkpoint, by the plan of a machine with a GPU."""
+    """Yield the planned bytes of state in RAM, of state elsewhere, and of checkpoints, on a machine with a GPU."""
     config = load_config(["--model", "gpt2-10b", "--dtype", "fp16", "--nvme", "/ssd", "--ram-fraction", "0.25", *words])
     source = resolve_model(config.model, seed=0)
     plan = make_plan(config, source.shape, read_machine("v100-32gb"))

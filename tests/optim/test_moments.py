@@ -1,4 +1,4 @@
-"""Adam's moments in 16 and 8 bits: bitsandbytes' format, and rounding that is right on average."""
+"""Tests of Adam's moments in 16 and 8 bits: bitsandbytes' format, and unbiased rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOTH: list[Callable[[], Moments]] = [lambda: moments, NativeMoments]
 
 
 def values(n: int, *, signed: bool) -> torch.Tensor:
-    """fp32[n]: blocks of ordinary values, of many magnitudes, of zeros, and of such as are not finite."""
+    """Return fp32[n] with blocks of normal values, of many magnitudes, of zeros, and with infinities and NaN."""
     random = torch.Generator().manual_seed(n)
     x = torch.randn(n, generator=random)
     x[n // 2 :] *= torch.empty(n - n // 2).uniform_(-30, 3, generator=random).exp()
@@ -34,7 +34,7 @@ def values(n: int, *, signed: bool) -> torch.Tensor:
 def encoded(
     codec: Moments, x: torch.Tensor, *, signed: bool, noise: Bits | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales, and what they decode to."""
+    """Return codes, scales, and decoded values."""
     codes, absmax = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(-(-x.numel() // 256))
     back = torch.empty_like(x)
     codec.encode_8bit(x, codes, absmax, signed=signed, noise=noise)
@@ -49,14 +49,16 @@ def test_8_bit_is_bitsandbytes(signed: bool) -> None:
     table = functional.create_dynamic_map(signed=signed)
     assert torch.equal(moments.dynamic_map(signed), table)
     x = values(20_013, signed=signed)
-    x[512:768] = x[1024:1536] = 0.5  # bitsandbytes promises nothing of blocks that are zero, or not finite
-    # Of a double it takes the nearest code by trying all. Of a float its CPU kernel does not: zero becomes 2e-5, say.
+    x[512:768] = x[1024:1536] = 0.5  # bitsandbytes guarantees nothing for blocks that are zero or not finite
+    # It finds the nearest code of a double by trying all. Its CPU kernel for floats does not: zero becomes 2e-5, for
+    # example.
     theirs, scales = torch.ops.bitsandbytes.quantize_blockwise.default(x.double(), table, 256)
     codes, absmax, back = encoded(moments, x, signed=signed)
     assert torch.equal(absmax, scales)
-    if not signed:  # the one difference: its CUDA kernels and this one take the nearest, which may be zero
+    # The one difference: bitsandbytes takes the nearest code, which may be zero for a value that is not.
+    if not signed:
         theirs[(theirs == 0) & (x > 0)] = 1
-    # It multiplies by 1 / absmax: a number that lies in the middle, but for fp32's last places, may go either way.
+    # It multiplies by 1 / absmax, so a value in the middle, up to fp32's last places, may be rounded either way.
     other = theirs != codes
     assert other.sum() < 5
     scaled = x / absmax.repeat_interleave(256)[: x.numel()]
@@ -71,17 +73,17 @@ def test_native_8_bit_is_the_same(n: int) -> None:
     one, other = (encoded(kind(), values(n, signed=True), signed=True) for kind in BOTH)
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert one[2][1024:1536].isnan().all()  # a block that is not finite says so
+    assert one[2][1024:1536].isnan().all()  # a block that is not finite decodes to NaN
     assert (one[2][512:768] == 0).all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 3e-5, 2.0**-60, 1e-25, 1.5e4])
 def test_native_8_bit_is_the_same_at_every_bound(scale: float) -> None:
-    """In blocks of any scale; what is divided by 1 is exact, and there the codes change at the bound itself."""
+    """Blocks of any scale agree. Division by 1 is exact, so there the codes change exactly at the boundary."""
     table = moments.dynamic_map(True)
     bounds = ((table[1:] + table[:-1]) / 2 * scale).view(torch.int32)
     near = (bounds[:, None] + torch.arange(-2, 3, dtype=torch.int32)).view(torch.float32).sort(dim=1).values.view(-1)
-    x = torch.full((near.numel(), 256), scale)  # the scale in each block leaves the others as they are
+    x = torch.full((near.numel(), 256), scale)  # the block's largest value keeps its scale unchanged
     x[:, 7] = near
     one, other = (encoded(kind(), x.view(-1), signed=True) for kind in BOTH)
     assert torch.equal(one[0], other[0])
@@ -114,7 +116,8 @@ def test_native_8_bit_stochastically_is_the_same_around_every_code(scale: float)
         assert torch.equal(one[0], other[0])
         codes = one[0].view(-1, 256)[:, 7].view(-1, 5)
         if scale == 1.0:
-            assert torch.equal(codes[:, 2], torch.arange(1, 256, dtype=torch.uint8))  # what a code stands for stays
+            # a value that a code represents exactly keeps that code
+            assert torch.equal(codes[:, 2], torch.arange(1, 256, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_only_zero_is_stored_as_a_second_moment_of_zero(kind: Callable[[], Momen
     x = torch.zeros(2, 256)
     x[:, 0] = torch.tensor([1.0, 1e-38])
     x[:, 1:200] = torch.logspace(-44, -7, 199)
-    x[1, 1:] *= 1e-38  # nothing, or the least subnormal
+    x[1, 1:] *= 1e-38  # zero, or the smallest subnormal
     codes, _, back = encoded(kind(), x.view(-1), signed=False, noise=noise)
     assert torch.equal(codes == 0, x.view(-1) == 0)
     least, most = (0.55, 1.6) if noise is None else (0.35, 2.6)
@@ -133,13 +136,13 @@ def test_only_zero_is_stored_as_a_second_moment_of_zero(kind: Callable[[], Momen
     assert (back.view(2, 256) <= x.clamp(min=3.3e-7 * x.amax(1)[:, None]) * most).all()
 
 
-# -- what an update makes of it --------------------------------------------------------------------------------------
+# -- effect on updates -------------------------------------------------------------------------------------------------
 
 LR = 1e-3
 
 
 def rare(elements: int = 1024, steps: int = 30) -> Iterator[torch.Tensor]:
-    """Gradients N(0, 1), but one of each 256 has 3e-4 in three steps and then nothing."""
+    """Yield gradients N(0, 1), of which one in 256 is 3e-4 in three steps and otherwise zero."""
     random = torch.Generator().manual_seed(0)
     for step in range(steps):
         gradient = torch.randn(elements, generator=random)
@@ -148,7 +151,7 @@ def rare(elements: int = 1024, steps: int = 30) -> Iterator[torch.Tensor]:
 
 
 def shrinking(elements: int = 1024, steps: int = 400) -> Iterator[torch.Tensor]:
-    """Gradients N(0, 1) that fall to a millionth, but one of each 256 stays as it is."""
+    """Yield gradients N(0, 1) that shrink to a millionth, except that one in 256 is constant."""
     random = torch.Generator().manual_seed(0)
     for step in range(steps):
         gradient = torch.randn(elements, generator=random) * 10 ** (-6 * step / (steps - 1))
@@ -159,7 +162,7 @@ def shrinking(elements: int = 1024, steps: int = 400) -> Iterator[torch.Tensor]:
 def updates(
     form: str, kind: type[Kernel], gradients: Iterator[torch.Tensor], *, beta2: float
 ) -> tuple[float, torch.Tensor]:
-    """The largest change of an element in one step, in units of the rate, and the weights at the end."""
+    """Return the largest change of an element in one step, in units of the rate, and the final weights."""
     kernel, hyper = kind(), AdamW(LR, (0.9, beta2), 1e-8, 0.0)
     codec, largest = BOTH[kind is NativeKernel](), 0.0
     weight, first, second = torch.zeros(3, 1024)
@@ -201,13 +204,13 @@ def test_small_gradients_among_large_ones_make_no_large_update(form: str) -> Non
 
 
 def test_gradients_that_shrink_make_no_large_update() -> None:
-    """Rounded to nearest, second moments stand still that should grow: 9 times the rate here."""
+    """Second moments that should grow would stay with rounding to nearest: updates would reach 9 times the rate."""
     assert updates("fp32", TorchKernel, shrinking(), beta2=0.999)[0] < 1.1
     assert updates("8bit", TorchKernel, shrinking(), beta2=0.999)[0] < 4
 
 
 def below_and_above(x: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two numbers around each of `x` that can be stored."""
+    """Return the two storable numbers around each of `x`."""
     if form == "bf16":
         top = x.view(torch.int32) >> 16
         return (top << 16).view(torch.float32), (top + 1 << 16).view(torch.float32)
@@ -269,7 +272,7 @@ def test_noise_depends_on_the_element_alone() -> None:
 
 
 def test_noise_is_shared_by_nobody() -> None:
-    """Fields, units, steps, seeds and far elements: correlations are those of chance, also where one is shifted."""
+    """Noise is uncorrelated between fields, units, steps, seeds and distant elements, also if one is shifted."""
     n = 2**16
     one = random_bits(Noise(3, 4).bits("exp_avg", 0, 0), n)
     others = {
@@ -283,7 +286,7 @@ def test_noise_is_shared_by_nobody() -> None:
     }
     for name, bits in others.items():
         other = random_bits(bits, n)
-        for place in range(16):  # the highest decides most
+        for place in range(16):  # the highest bit matters most
             agree = ((one ^ other) >> place & 1 == 0).float().mean()
             assert abs(float(agree) - 0.5) < 5 * 0.5 / n**0.5, (name, place)
         both = torch.fft.rfft(torch.stack([one, other]).double() - (2**16 - 1) / 2)

@@ -1,4 +1,6 @@
-"""The native kernel's threads: as many as asked for, for good; over forks, from several callers, to the very end."""
+"""Tests of the native kernel's threads: their number is fixed, and they survive forks, several callers and process
+exit.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def three_threads() -> Iterator[None]:
 
 
 class Page:
-    """One that is updated in fp32; `bytes` without torch, whose threads a fork has lost."""
+    """A page that is updated in fp32. It returns bytes without torch, whose threads a fork has lost."""
 
     def __init__(self) -> None:
         self.fields, grad = random_page(N, form("fp32"))
@@ -97,7 +99,7 @@ def test_callers_take_turns() -> None:
     assert results == [wanted] * 4
 
 
-# -- in a process of its own -----------------------------------------------------------------------------------------
+# -- in a separate process ---------------------------------------------------------------------------------------------
 
 BEFORE = f"""
 import os, resource, sys, threading

@@ -1,6 +1,6 @@
-"""NVRTC as pip, conda and CUDA's installer lay it out: found, checked, and passed over where it is no good.
+"""Tests of finding NVRTC as pip, conda and CUDA's installer lay it out: it is checked, and skipped if unusable.
 
-The stand-in is that of the emulated GPU, which says that it is version 1.2; NVIDIA's own wheels come from PyPI.
+The stand-in is the emulated GPU's, which reports version 1.2; NVIDIA's own wheels come from PyPI.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BESIDE = ("libnvrtc-builtins.so.1.2", "libnvrtc-builtins.alt.so.1.2", "libnvrtc.
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without NVRTC: every place that is looked at is below this directory."""
+    """Simulate a machine without NVRTC: every searched place is below this directory."""
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *(one for one in sys.path if not holds_nvrtc(one))])
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
@@ -46,7 +46,7 @@ def holds_nvrtc(entry: str) -> bool:
 
 
 def put(folder: Path, name: str = NAME, *, source: Path | None = None) -> Path:
-    """The stand-in, or `source`, in a folder by a name."""
+    """Copy the stand-in, or `source`, into a folder under this name."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(source or Path(library()._name), folder / name)
     return folder / name
@@ -54,7 +54,7 @@ def put(folder: Path, name: str = NAME, *, source: Path | None = None) -> Path:
 
 @pytest.fixture(scope="module")
 def other_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared library with none of NVRTC's functions, as its own helpers are."""
+    """Build a shared library without NVRTC's functions, such as its helper libraries."""
     folder = tmp_path_factory.mktemp("other")
     (folder / "other.cpp").write_text('extern "C" int other() { return 1; }')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", folder / "other.so", folder / "other.cpp"], check=True)
@@ -87,7 +87,7 @@ def test_every_layout_is_found_beside_libraries_of_like_names(
 def test_an_entry_of_the_path_that_has_another_part_of_cuda_hides_no_other(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wheels of CUDA 12 make `nvidia` a package, which is imported from the first of its directories alone."""
+    """CUDA 12's wheels make `nvidia` a regular package, which Python imports from its first directory only."""
     (empty / "site/nvidia/cublas").mkdir(parents=True)
     (empty / "site/nvidia/__init__.py").touch()
     monkeypatch.setattr(sys, "path", [*sys.path, str(empty / "user")])
@@ -125,7 +125,7 @@ def test_none_at_all_says_what_to_install(empty: Path) -> None:
         find_nvrtc("97")
 
 
-# -- what a GPU makes go wrong ---------------------------------------------------------------------------------------
+# -- errors of GPUs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_code_is_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: py
     codes = [gpu._compiled(SOURCE, defines(fuses=fuses)) for fuses in (True, True, False)]
     assert codes == [b"code"] * 3
     assert len(counted) == 2
-    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "/proc/nowhere")  # a cache that cannot be is none
+    monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", "/proc/nowhere")  # A cache that cannot be created is not used.
     assert gpu._compiled(SOURCE, defines(fuses=True)) == b"code"
 
 
@@ -174,13 +174,13 @@ def test_code_is_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("wheel", "cards"),
     [
-        ("nvidia-cuda-nvrtc-cu12==12.4.127", {70: 70, 120: 90}),  # 120 by PTX for the driver
+        ("nvidia-cuda-nvrtc-cu12==12.4.127", {70: 70, 120: 90}),  # 120 by PTX, which the driver translates
         ("nvidia-cuda-nvrtc-cu12==12.8.93", {80: 80, 89: 89}),
         ("nvidia-cuda-nvrtc==13.0.88", {70: None, 90: 90, 120: 120}),
     ],
 )
 def test_nvidias_wheels(wheel: str, cards: dict[int, int | None], tmp_path: Path) -> None:
-    """In a process of its own: a library that is loaded here would be found by its name ever after."""
+    """A separate process is needed: a library loaded here would be found by its name from then on."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, wheel]
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode and "No matching distribution" in done.stderr:

@@ -1,4 +1,6 @@
-"""Masters as the remainder of their rounding: every one comes back, and an update gives the bits of masters in fp32."""
+"""Tests of masters stored as rounding remainders: every master is restored, and updates have the bits
+of fp32 masters.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ from offload_trainer.optim.rules import AdamW
 from offload_trainer.optim.split_masters import join, read_masters, split, with_remainders
 from offload_trainer.optim.torch_adam import TorchKernel
 
-# 0, the least and the greatest subnormal, even and odd, around a carry into the exponent, what rounds to infinity,
-# infinity and quiet NaN, of both signs
+# Upper halves of both signs: 0, the smallest and largest subnormal, even and odd, around a carry into the exponent,
+# values that round to infinity, infinity and quiet NaN.
 UPPERS = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x42FF, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF]
 NATIVE_OR_TORCH = [TorchKernel, NativeKernel]
 
 
 def masters(words: torch.Tensor) -> torch.Tensor:
-    """fp32 of these bits (int64, each below 2^32)."""
+    """Return fp32 numbers with these bits (int64, each below 2^32)."""
     return words.to(torch.int32).view(torch.float32)
 
 
 def of_uppers() -> torch.Tensor:
-    """Each lower half with each of `UPPERS`, by the lower half: a block is of one or two of them."""
+    """Return every lower half with each of `UPPERS`, ordered by lower half, so that a block has one or two of those."""
     uppers = torch.tensor([sign | upper for upper in UPPERS for sign in (0, 0x8000)])
     return masters((torch.arange(2**16)[:, None] | uppers[None, :] << 16).reshape(-1))
 
@@ -54,12 +56,12 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def quiet(master: torch.Tensor) -> torch.Tensor:
-    """The bits of masters after any arithmetic: a NaN that signals does so no longer."""
+    """Return the bits of masters after any arithmetic, which makes signalling NaN quiet."""
     return torch.where(master.isnan(), bits(master) | 0x400000, bits(master))
 
 
 def kept_by(kernel: Kernel, master: torch.Tensor) -> bool:
-    """Whether an update by a rate of 0 leaves these masters' halves as they are; NaN are quiet ones."""
+    """Return True if an update with rate 0 keeps both halves of these masters; NaN must be quiet."""
     format, n = replace(form("fp32"), remainders=True), master.numel()
     fields, weights = with_remainders(
         {"master": master, "exp_avg": torch.zeros(n), "exp_avg_sq": torch.zeros(n)}, format
@@ -91,7 +93,7 @@ def test_every_master_comes_back() -> None:
 @pytest.mark.parametrize("share", [0.004, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("n", [1, 255, 256, 70_001])
 def test_ties_anywhere_in_a_block(n: int, share: float) -> None:
-    """Of all numbers in the middle half are rounded down: their places take the room of others' halves."""
+    """Exact ties that round down need extra storage, which takes the space of other remainders in the block."""
     random = torch.Generator().manual_seed(n)
     words = torch.randint(0, 0x7F800000, (n,), generator=random) | torch.randint(0, 2, (n,), generator=random) << 31
     tie = torch.rand(n, generator=random) < share
@@ -115,9 +117,9 @@ def test_kernels_keep_every_master(kind: type[Kernel]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 2**32, 2**28))
 def test_all_there_are(first: int, request: pytest.FixtureRequest) -> None:
-    """All 2^32 masters, 64 of one lower half side by side, by the functions and by the native kernel.
+    """All 2^32 masters survive, 64 with one lower half together, in the functions and in the native kernel.
 
-    Without --exhaustive 2^24 that end with those around 1, and with infinity and NaN, of both signs.
+    Without --exhaustive, the test covers 2^24 around 1, and 2^24 that end with infinity and NaN, of both signs.
     """
     begin = first
     if not request.config.getoption("--exhaustive"):
@@ -133,14 +135,14 @@ def test_all_there_are(first: int, request: pytest.FixtureRequest) -> None:
         back = torch.empty_like(master)
         join(*halves, back)
         assert torch.equal(bits(back), wanted)
-        if wanted is words:  # numbers, and infinity
+        if wanted is words:  # numbers and infinity
             assert torch.equal(halves[0].view(torch.int16), master.bfloat16().view(torch.int16))
         assert kept_by(kernel, wanted.view(torch.float32))
 
 
 @pytest.mark.parametrize("states", list(FORMATS))
 def test_updates_have_the_bits_of_masters_in_fp32(states: str) -> None:
-    """Over steps, by each kernel: weights, moments, and the masters that come back, with ties among them."""
+    """Each kernel gives the same weights, moments and restored masters over several steps, including ties."""
     n, format = 20_000, form(states)  # not a multiple of 256
     halves = replace(format, remainders=True)
     page, grad = random_page(n, format)
@@ -148,7 +150,7 @@ def test_updates_have_the_bits_of_masters_in_fp32(states: str) -> None:
     bits(page["master"])[::100] |= 0x8000
     still = part(9_984, n, 0.0, 7)
     parts = by_rule(states, [part(256, 4096, 0.1, 7), part(4096, 9_728, 0.0, 7), still])
-    parts[-1] = replace(parts[-1], hyper=replace(parts[-1].hyper, lr=0.0))  # where ties come back
+    parts[-1] = replace(parts[-1], hyper=replace(parts[-1].hyper, lr=0.0))  # this part restores ties
     for kernel in (TorchKernel(), NativeKernel(), CudaKernel(EmulatedGpu(), fuses=True)):
         whole = {name: tensor.clone() for name, tensor in page.items()}
         out = whole["master"].bfloat16()
@@ -175,7 +177,7 @@ def test_bytes_a_parameter() -> None:
 
 
 def test_what_a_drive_has_broken_stays_inside_its_block() -> None:
-    """Wrong numbers, and no access beyond the block."""
+    """Wrong counts give wrong numbers in their own block, and no access beyond it."""
     n = 1000
     fields, weights = with_remainders(random_page(n, form("fp32"))[0], replace(form("fp32"), remainders=True))
     expected = read_masters(fields, weights)

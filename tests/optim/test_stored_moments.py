@@ -1,4 +1,4 @@
-"""Runs with moments in each precision: the largest update in units of the rate, on a model with rare ids."""
+"""Tests of training with moments of each precision: the largest update, in units of the rate, with rare token ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rare_ids() -> list[Batch]:
-    """Rows of ids whose frequencies fall as 1 / rank ^ 2: many are seen once or twice."""
+    """Return rows of ids with frequencies 1 / rank ^ 2, so that many occur only once or twice."""
     random = torch.Generator().manual_seed(3)
     weights = 1 / torch.arange(1.0, VOCABULARY + 1) ** 2
     made = []
@@ -35,7 +35,7 @@ def rare_ids() -> list[Batch]:
 
 
 def largest_update(trained, data: list[Batch]) -> float:
-    """Largest change of a weight in a step, in units of the rate."""
+    """Return the largest change of a weight in a step, in units of the rate."""
     largest, before = 0.0, masters(trained)
     for batch in data:
         trained.train_step([batch], lr=LR, clock=PhaseClock())
@@ -47,7 +47,7 @@ def largest_update(trained, data: list[Batch]) -> float:
 
 @cache
 def largest_of_bitsandbytes(model: Path) -> float:
-    """Its CPU code on the same masters and gradients."""
+    """Return the largest update of bitsandbytes' CPU code on the same masters and gradients."""
     AdamW8bit = pytest.importorskip("bitsandbytes.optim").AdamW8bit
 
     with engine(model, "--engine", "plain", *WORDS) as reference:
@@ -67,7 +67,7 @@ def test_rare_ids_make_no_large_update(states: str, kernel: str, model: Path) ->
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_second_moments_that_were_stored_as_zero_make_no_large_update(states: str, model: Path, tmp_path: Path) -> None:
-    """A checkpoint in 8 bits as earlier versions wrote them: what is nearest to zero is zero."""
+    """An 8-bit checkpoint of an earlier version rounded small second moments to zero."""
     with engine(model, *WORDS, "optim.moment_dtype=8bit") as ours:
         largest_update(ours, rare_ids()[:8])
         ours.snapshot().write(tmp_path)

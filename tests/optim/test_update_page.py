@@ -1,4 +1,6 @@
-"""One page in one call: parts that are updated alike, in every form of moments, by every kernel with torch's bits."""
+"""Tests of updating a page in one call: every kernel has torch's bits for parts with different settings and every
+moment format.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ N = 70_144  # more than one piece of adam.cpp's; a multiple of 256
 PARTS = [part(256, 4096, 0.1, 7), part(4096, 4352, 0.0, 7), part(66_048, N, 0.1, 300)]
 NOISE = RoundingNoise(Noise(1, 2), unit=3, first=4096)
 KERNELS = [TorchKernel, NativeKernel]
-MARK = 61440.0  # no weight is that large; exact in 16 bits
+MARK = 61440.0  # larger than any weight, and exact in 16 bits
 STATES = list(FORMATS)
 
 Page = tuple[dict[str, torch.Tensor], torch.Tensor]  # fields, new weights
@@ -39,7 +41,7 @@ def updated(
     given: torch.dtype = torch.bfloat16,
     wanted: torch.dtype | None = torch.bfloat16,
 ) -> Page:
-    """Elements [start, end) of a page, updated as a page of their own."""
+    """Return elements [start, end) of a page, updated as a separate page."""
     fields, grad = random_page(N, form(states))
     here = {name: cut(name, tensor, start, end).clone() for name, tensor in fields.items()}
     out = torch.full((end - start,), MARK, dtype=wanted or torch.bfloat16)
@@ -63,7 +65,7 @@ def same(one: Page, other: Page) -> bool:
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_outside_the_parts_not_a_bit_changes(kind: type[Kernel], states: str) -> None:
-    """8-bit moments too, which widened and narrowed again would not be the same."""
+    """The promise includes 8-bit moments, which decoding and encoding would change."""
     before, _ = random_page(N, form(states))
     fields, out = updated(kind(), PARTS, states=states)
     outside = torch.ones(N, dtype=torch.bool)
@@ -87,7 +89,7 @@ def test_a_page_without_parts_stays(kind: type[Kernel], states: str) -> None:
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
 def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
-    """The definition, from moments.py's functions and torch's AdamW."""
+    """The reference composes the functions of moments.py with torch's AdamW."""
     whole = part(0, N, 0.1, 7)
     (fields, out), (before, grad) = updated(TorchKernel(), [whole], states=states), random_page(N, form(states))
     weight = torch.nn.Parameter(before["master"].clone())
@@ -118,7 +120,7 @@ def test_a_page_is_decoded_updated_and_encoded(states: str) -> None:
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_lion_is_what_its_paper_says(moments: str, kind: type[Kernel]) -> None:
-    """Algorithm 2 of Chen et al. 2023 in plain torch, over steps, by numbers that change, of parts that differ."""
+    """Five steps with changing settings and different parts match Algorithm 2 of Chen et al. 2023 in plain torch."""
     fields, grad = random_page(N, form(f"lion_{moments}"))
     fields["exp_avg"][100:200] = 0
     weight, average = fields["master"].clone(), fields["exp_avg"].float().clone()
@@ -173,7 +175,7 @@ def test_the_check_at_the_start_passes() -> None:
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_each_part_has_numbers_of_its_own(kind: type[Kernel], states: str) -> None:
-    """As parameter groups want it: a page of three parts is three pages."""
+    """Parameter groups have their own settings: a page of three parts equals three pages."""
     ends = [0, 4096, 4352, N]
     hypers = [
         ADAMW,

@@ -1,4 +1,6 @@
-"""Cards: which kernels run on them, what their units compute, what a plan, a bench and the doctor say of it."""
+"""Tests of GPU models: which compiled kernels run on them, what their units compute, and what plan, bench and doctor
+report.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,18 @@ CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120") 
     ("code", "capability", "works"),
     [
         ("sm_80", (8, 0), True),
-        ("sm_80", (8, 9), True),  # the same major version, and later
+        ("sm_80", (8, 9), True),  # the same major version, and a later minor one
         ("sm_86", (8, 0), False),
         ("sm_75", (7, 0), False),
         ("sm_75", (8, 0), False),
         ("sm_90a", (9, 0), True),
         ("sm_100a", (10, 3), False),
         ("sm_100f", (10, 3), True),
-        ("compute_70", (12, 0), True),  # PTX goes forward
+        ("compute_70", (12, 0), True),  # PTX runs on later cards
         ("compute_80", (7, 5), False),
         ("compute_90a", (10, 0), False),
         ("sm_100", (10, 0), True),
-        ("gfx90a", (7, 0), True),  # no word of CUDA's
+        ("gfx90a", (7, 0), True),  # not a CUDA architecture
     ],
 )
 def test_code_and_cards(code: str, capability: tuple[int, int], works: bool) -> None:
@@ -57,7 +59,7 @@ def test_a_card_that_the_installed_torch_has_no_kernels_for() -> None:
     ((told, fix),) = card_mistakes(card((7, 0)), dtype="fp16")
     assert told.startswith("the installed torch has no kernels for NVIDIA X (sm_70); it has sm_75, sm_80")
     assert fix.endswith("--index-url https://download.pytorch.org/whl/cu126")
-    assert "--force-reinstall" in fix  # another build of the same version is the same version to pip
+    assert "--force-reinstall" in fix  # pip takes another build of the same version for the same version
     assert not card_mistakes(card((7, 0), ("sm_50", "sm_60", "sm_70")), dtype="fp16")
     assert not card_mistakes(card((12, 1)), dtype="bf16")
     ((_, fix),) = card_mistakes(card((12, 1), ("sm_80", "sm_90")), dtype="bf16")
@@ -110,7 +112,7 @@ def faked(
     cuda: str | None = "13.0",
     capability: tuple[int, int] = (7, 0),
 ) -> None:
-    """A GPU as torch would tell of it; no file of a driver is there."""
+    """Fake what torch reports for a GPU without any driver files."""
     there = {
         "is_available": lambda: True,
         "mem_get_info": lambda: (30 << 30, 32 << 30),
@@ -121,13 +123,13 @@ def faked(
     }
     for name, told in there.items():
         monkeypatch.setattr(torch.cuda, name, told)
-    monkeypatch.setattr(nvrtc, "find_nvrtc", missing)  # of what is faked nothing can be compiled for
+    monkeypatch.setattr(nvrtc, "find_nvrtc", missing)  # nothing can be compiled for a fake card
     monkeypatch.setattr(torch.version, "cuda", None if hip else cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
 
 
 def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """WSL2 has no /dev/nvidiactl, ROCm no device of NVIDIA's at all."""
+    """A GPU is found although WSL2 has no /dev/nvidiactl and ROCm has no NVIDIA device at all."""
     faked(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     machine = probe.probe_machine(output=str(tmp_path))
@@ -144,7 +146,7 @@ def test_a_gpu_is_found_wherever_torch_finds_one(monkeypatch: pytest.MonkeyPatch
 def test_free_bytes_are_those_before_the_context_that_asking_makes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Plans count the context: of what is free behind it they use every byte but the reserve."""
+    """Plans count the CUDA context, and use every other free byte except the reserve."""
     faked(monkeypatch)
     shape, config = preset_shape("gpt2", item_bytes=2), load_config(["--model", "gpt2", "--dtype", "fp16"])
     free = 30 << 30
@@ -160,7 +162,9 @@ def test_free_bytes_are_those_before_the_context_that_asking_makes(
 
 @pytest.mark.parametrize("gpu", [16 * 10**9, 34 * 10**9, 150 * 10**9])
 def test_auto_leaves_a_reserve_free(gpu: int) -> None:
-    """The larger of 1 % and 500 MB: for cuBLAS's workspaces, kernels that are loaded late, and rounding."""
+    """The reserve is the larger of 1 % and 500 MB, for cuBLAS workspaces, kernels that are loaded late,
+    and rounding.
+    """
     machine = replace(read_machine("v100-32gb"), gpu_bytes=gpu, ram_bytes=10**12)
     shape = preset_shape("gpt2-10b" if gpu > 30 * 10**9 else "gpt2-xl", item_bytes=2)
     plan = make_plan(load_config(["--model", "gpt2-10b", "--dtype", "fp16", "--engine", "tiered"]), shape, machine)
@@ -230,7 +234,8 @@ def test_what_cuda_reads_as_it_starts_is_set_before_unless_the_user_has(monkeypa
         process_setup.prepare_process(load_config([]))
         return [os.environ.get(name) for name in names]
 
-    grows = "expandable_segments:True"  # by both names: torch from 2.9 on warns of the second where it reads it
+    # Both names are set: torch 2.9 and later read the first, and warn if they must read the second.
+    grows = "expandable_segments:True"
     assert prepared() == [grows, grows, "32"]
     own = "max_split_size_mb:128"
     assert prepared(PYTORCH_ALLOC_CONF=own) == [own, None, "32"]
@@ -272,7 +277,7 @@ def test_a_bench_times_what_the_card_has() -> None:
 
 
 def timed(**speeds: float) -> MachineProfile:
-    """An A100 whose products were timed in these dtypes only."""
+    """Return an A100 whose matrix products were timed in these dtypes only."""
     rates = {dtype: Rate(speed, "measured", "here") for dtype, speed in speeds.items()}
     machine = card((8, 0))
     return replace(machine, rates=replace(machine.rates, matmul=rates))
@@ -282,7 +287,7 @@ def timed(**speeds: float) -> MachineProfile:
     ("speeds", "expected"),
     [
         ({"bf16": 2e14, "fp16": 1e14, "fp32": 1e13}, 1e14),
-        ({"bf16": 2e14, "fp32": 1e13}, 2e14),  # the same units; fp32 would be 15 times too slow
+        ({"bf16": 2e14, "fp32": 1e13}, 2e14),  # fp16 has the same units; fp32 would be 15 times too slow
         ({"fp32": 1e13}, None),
     ],
 )
@@ -310,7 +315,7 @@ def test_the_forecast_of_fp16(speeds: dict[str, float], expected: float | None) 
 
 
 def test_a_cpu_takes_products_in_fp32() -> None:
-    """Where it has no units for 16 bits they are taken in fp32 and rounded."""
+    """A CPU without 16-bit units computes products in fp32 and rounds them."""
     shape = preset_shape("gpt2", item_bytes=2)
     assert shape
     cpu = replace(card((8, 0)), gpu=None, rates=Rates(matmul={"fp32": Rate(1e12, "measured", "here")}))

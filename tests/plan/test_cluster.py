@@ -1,4 +1,4 @@
-"""Plans of several machines: bytes by hand on every link, what they take, and what is said of them."""
+"""Tests of plans for several machines: hand-computed bytes on every link, memory, seconds, and the notes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rate(value: float) -> Rate:
 
 
 def cluster(**links: Rate | Latency) -> MachineProfile:
-    """Machines whose products, copies and updates take no time, so that what is left is the ranks'."""
+    """Return machines whose products, copies and updates take no time, so that only the ranks' exchange does."""
     ways = {way: rate(1e18) for way in ("to_device", "from_device", "both_ways")}
     rates = Rates(matmul={"bf16": rate(1e24)}, memory=rate(1e18), update={"native": rate(1e18)}, **ways)
     return replace(machine(gpu=80 * GB, ram=500 * GB), rates=rates, links=Links(**links))
@@ -40,7 +40,9 @@ def by_link(plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def test_bytes_on_the_network_are_those_that_leave_and_enter_a_node() -> None:
-    """Element by element: an owner needs each gradient of it from every rank, a node every new weight."""
+    """Count element by element: an owner receives its gradients from every rank, and each node receives every new
+    weight.
+    """
     micro, nodes, gpus = 3, 3, 2
     shape, world = SHAPES["gpt2-mini"], nodes * gpus
     config = wish("--engine", "tiered", "--params", "cpu", "--accumulate", str(micro), "--dtype", "bf16")
@@ -64,12 +66,13 @@ def test_bytes_on_the_network_are_those_that_leave_and_enter_a_node() -> None:
         assert moved.bytes(NETWORK, "backward") == (gradients["in"] + marks, gradients["out"] + marks)
         assert moved.bytes(NETWORK, "update") == (weights["in"], weights["out"])
     together = [exchange_of(work, units, homes, ordered=False, node=node) for node in range(nodes)]
-    for phase in ("backward", "norm", "update"):  # what some send, others receive
+    for phase in ("backward", "norm", "update"):  # sent bytes equal received bytes
         ways = list(zip(*(one.bytes(NETWORK, phase) for one in together), strict=True))
         assert sum(ways[0]) == sum(ways[1])
     outboxes = sum(one.bytes(OUTBOX, "backward")[0] + one.bytes(NETWORK, "backward")[0] for one in together)
     marks = micro * world * (world - gpus) * every_weight
-    assert outboxes - marks == pytest.approx(2 * micro * world * shape.trainable, rel=0.01)  # and a unit's end
+    # plus the padding at a unit's end
+    assert outboxes - marks == pytest.approx(2 * micro * world * shape.trainable, rel=0.01)
 
 
 def test_one_rank_moves_nothing_for_others() -> None:
@@ -83,12 +86,14 @@ def test_one_node_uses_no_network_and_each_gpu_gets_what_others_updated() -> Non
 
 
 def test_seconds_of_the_links() -> None:
-    """The network hides behind the products, new weights behind the update; additions and meetings do not."""
+    """Network transfers overlap with products, and new weights with the update; additions and barriers do
+    not overlap.
+    """
     plan = planned(cluster(network=rate(1e9)), "--params", "gpu", nodes=2)
     found = by_link(plan)
     seconds = plan.forecast.seconds
     assert seconds["backward"] == pytest.approx(max(found[NETWORK, "backward"]) / 1e9, rel=1e-3)
-    norms = max(found[NETWORK, "norm"]) / 1e9  # before the update begins
+    norms = max(found[NETWORK, "norm"]) / 1e9  # norms are exchanged before the update begins
     assert seconds["update"] == pytest.approx(max(found[NETWORK, "update"]) / 1e9 + norms, rel=1e-3)
     slow = cluster(network=rate(1e9))
     slow = replace(slow, rates=replace(slow.rates, matmul={"bf16": rate(1e12)}))
@@ -111,9 +116,11 @@ def test_a_network_that_nobody_knows_leaves_the_step_unknown() -> None:
 
 @pytest.mark.parametrize(("params", "times"), [("gpu", (0, 4, 1)), ("cpu", (4, 8, 0))])
 def test_stock_zero_by_its_paper(params: str, times: tuple[int, int, int]) -> None:
-    """ZeRO-2: gradients once a micro-batch, weights once; ZeRO-3: weights twice and gradients once a micro-batch.
+    """ZeRO-2 reduces gradients in each micro-batch and gathers weights once; ZeRO-3 gathers weights twice a
+    micro-batch.
 
-    Of ZeRO-3's 12 somewhat less: weights that are needed again soon stay (tests/engine/test_deepspeed_engine.py).
+    ZeRO-3 needs somewhat less than 12, since weights that are soon used again stay
+    (tests/engine/test_deepspeed_engine.py).
     """
     words = ("--params", params, "--optimizer", "cpu", "--accumulate", "4")
     found = by_link(planned(cluster(network=rate(1e9)), *words, nodes=2, engine="deepspeed"))
@@ -137,7 +144,7 @@ def test_machines_of_a_cluster_say_what_is_between_them() -> None:
 
 
 def test_weak_scaling_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """64 machines; rows of one keep their share; a table for a person, and JSON."""
+    """Up to 64 machines keep the rows of each GPU; the output is a table, or JSON."""
     words = ["plan", "--machine", "8xh100-80gb", "--model", "gpt2-10b", "--engine", "tiered", "--nodes", "1,4,64"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,4 +1,6 @@
-"""Blocks in parts: what a part is, and when a plan takes them."""
+"""Tests of dividing blocks into modules that are fetched separately: how a block is divided, and when a plan chooses
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ WIDE = 2048
 
 
 def block(number: int, **modules: tuple[tuple[int, ...], ...]) -> list[Weight]:
-    """Weights of one, by the name of their module."""
+    """Return a block's weights, by module name."""
     name = f"layers.{number}"
     return [
         Weight(f"{name}.{module.replace('__', '.')}.w{place}", shape, unit=name, block=True)
@@ -38,7 +40,7 @@ def shape_of(*blocks: list[Weight], apart: tuple[str, ...], **more: tuple[str, .
 
 
 def names(shape: ModelShape) -> dict[str, list[str]]:
-    """Of each unit the weights, without the block's name."""
+    """Return each unit's weight names."""
     return {unit.name: [place.weight.name for place in unit.places] for unit in units_of(shape)}
 
 
@@ -70,7 +72,7 @@ def test_what_a_trial_did_not_show_to_be_divisible_is_whole() -> None:
     mlp = ["layers.0.mlp.up.w0", "layers.0.mlp.down.w0"]
     assert names(divided(shape_of(one, apart=BOTH[:2])))["layers.0.mlp"] == mlp
     assert names(divided(shape_of(one, apart=BOTH, tiles=("layers.0.mlp",))))["layers.0.mlp"] == mlp
-    for apart in ((), BOTH[1:]):  # what is inside helps nothing where the block itself cannot be divided
+    for apart in ((), BOTH[1:]):  # Modules inside cannot be fetched separately if the block itself cannot be divided.
         shape = shape_of(one, apart=apart)
         assert divided(shape) is shape
         assert not is_divided(shape)
@@ -88,24 +90,24 @@ def test_experts_in_one_tensor_are_one_part_and_blocks_that_are_smaller_stay_who
 
 
 def test_many_little_modules_come_and_go_where_together_they_are_not_little() -> None:
-    """A list of a thousand small experts, beside one large matrix."""
+    """A list of many small experts is one part if it is smaller than the largest matrix, or else many parts."""
     many = {f"mlp__experts__{number}": ((64, WIDE),) for number in range(32)}
     shape = shape_of(block(0, attn__q=(TALL,), **many), apart=("layers.0", "layers.0.mlp", "layers.0.mlp.experts"))
     units: dict[str, Unit] = {unit.name: unit for unit in units_of(divided(shape))}
-    assert units["layers.0.mlp"].is_part  # all of them are smaller than the matrix
+    assert units["layers.0.mlp"].is_part  # all experts together are smaller than the matrix
     larger = shape_of(block(0, attn__q=((WIDE, 1024),), **many), apart=shape.apart)
     units = {unit.name: unit for unit in units_of(divided(larger))}
     assert units["layers.0"].elements <= 1 << 20
     assert sum(unit.is_part for unit in units.values()) > 24
 
 
-# -- when it is taken -------------------------------------------------------------------------------------------------
+# -- when a plan divides blocks ----------------------------------------------------------------------------------------
 
 MODEL = ["model.overrides.n_embd=2048", "model.overrides.n_head=16", "model.overrides.n_layer=3"]
 ALWAYS = ["--model", "gpt2", *MODEL, "model.overrides.vocab_size=1000", "--seq-len", "64", "--micro-batch", "1"]
 AWAY = ["--params", "nvme", "--nvme", "/ssd", "--save-every", "0", "placement.gpu_fraction=0", "model.mlp_chunk=off"]
 RUNGS = [("block", 3), ("block", 2), ("block", 1), ("module", 3), ("module", 2), ("module", 1)]
-ROOMY = 40 * GB  # where the reserve is at its least, as it is on smaller GPUs
+ROOMY = 40 * GB  # large enough that the reserve has its minimum, as on smaller GPUs
 
 
 def planned(gpu: float, *words: str) -> Plan:
@@ -121,7 +123,7 @@ def way(plan: Plan) -> tuple[str, int]:
 
 
 def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
-    """Fewer buffers before parts: those move nothing twice."""
+    """Fewer buffers are tried before division, since they move nothing twice."""
     needs = []
     for fetch, count in RUNGS:
         plan = planned(ROOMY, f"tiered.fetch_granularity={fetch}", f"tiered.weight_buffers={count}")
@@ -136,11 +138,11 @@ def test_each_way_is_taken_where_the_one_before_has_no_room() -> None:
         assert way(plan) == first, rung
     refused = planned(needs[-1] - 10**6)
     assert not refused.fits
-    assert way(refused) == ("block", 3)  # as it was wished
+    assert way(refused) == ("block", 3)  # the configured way
 
 
 def test_nodes_and_modes_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, on one machine or on two: what a run would take is what tables of both say."""
+    """The comparison tables choose what a run would, for two GPUs on one machine or on two."""
     compared = list[Plan]()
     taken = plan_command._of_rows
     monkeypatch.setattr(
@@ -193,7 +195,7 @@ def test_a_block_too_large_by_itself_is_named_by_its_part() -> None:
 
 
 def test_one_buffer_is_no_way_ahead() -> None:
-    """What comes in between is on top of what computes."""
+    """A single buffer allows no overlap, so transfers add to the computing time."""
     timed = replace(
         machine(gpu=ROOMY).rates,
         matmul={"bf16": Rate(1e12, "measured", "")},

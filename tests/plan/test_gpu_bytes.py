@@ -1,4 +1,4 @@
-"""Bytes of a forward and a backward that are planned, against what torch's own MemTracker sees of the whole module."""
+"""Tests of the planned bytes of a forward and a backward, against torch's MemTracker on the whole module."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "vocab_size": 3000, "hidden_size": 64, "ffn_dim": 256, "word_embed_proj_dim": 64}
     | {"num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512, "dropout": 0.0},
 }
-# Without checkpointing only: with it a block's input is not all that is kept of these.
+# These run without checkpointing only: with it, blocks keep more than their input.
 UNUSUAL: dict[str, dict[str, Any]] = {
     "gemma2, eager attention": {**_SMALL, "model_type": "gemma2", "head_dim": 16},
     "prophetnet, whole logits": {"model_type": "prophetnet", "vocab_size": 3000, "hidden_size": 64, "dropout": 0.0}
@@ -49,7 +49,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     | {"num_encoder_attention_heads": 4, "encoder_ffn_dim": 256, "max_position_embeddings": 2048}
     | {"attention_dropout": 0.0, "activation_dropout": 0.0},
 }
-# Of every architecture that transformers builds from its defaults: those that are planned by the estimate.
+# Architectures that are planned by an estimate, among all that transformers builds from default configurations.
 ESTIMATED = {
     "data decide": {"Blt", "DiffLlama", "JetMoe", "LongcatFlash"},
     "blocks are not known": {"CTRL", "CpmAnt", "OpenAIGPT", "XLM", "XLNet"},
@@ -68,7 +68,9 @@ KEPT = {"on": (True, False), "in host memory": (True, True), "off": (False, Fals
 def test_planned_bytes_are_those_that_torch_tracks(
     name: str, kept: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 2 % below and 8 % above, with the loss in one piece and in several, for a row that was not counted."""
+    """The plan is at most 2 % below and 8 % above, with the loss in one or several chunks, for a row length not counted
+    before.
+    """
     monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, MODELS[name])
     config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, *KEPT[kept]), tmp_path)
     config = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
@@ -89,7 +91,9 @@ def test_planned_bytes_are_those_that_torch_tracks(
 def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
     name: str, kept: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted once, with stand-ins, for pieces of any length; and fewer than in one piece. MLPs are the widest here."""
+    """One count with stand-ins fits MLP pieces of any length, which need fewer bytes than whole MLPs. MLPs are the
+    widest part.
+    """
     wide = {"vocab_size": 300, "n_inner": 2048, "intermediate_size": 1024, "moe_intermediate_size": 256}
     shape = {key: wide.get(key, value) for key, value in ({"n_inner": 0} | MODELS[name]).items()}
     monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, shape)
@@ -111,7 +115,7 @@ def test_planned_bytes_of_mlps_in_pieces_are_those_that_torch_tracks(
 def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
     name: str, kept: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one of several ranks that share rows, its all-to-alls among them. Nothing is sent, and as much comes."""
+    """The bytes are one rank's, including all-to-alls, which are replaced by copies of the same size."""
     monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, MODELS[name] | {"vocab_size": 300})
     config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 512, *KEPT[kept]), tmp_path)
     more = {"model": {"loss_chunk": 256}, "parallel": {"sequence": ranks}}
@@ -128,7 +132,7 @@ def test_planned_bytes_of_a_piece_of_a_row_are_those_that_torch_tracks(
 def test_planned_bytes_follow_eager_attention_and_whole_logits(
     name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ProphetNet's logits are whole whatever model.loss_chunk says, Gemma 2 keeps attention's matrices."""
+    """ProphetNet computes whole logits whatever model.loss_chunk says; Gemma 2 keeps the attention matrices."""
     monkeypatch.setitem(compare_gpu_bytes.SHAPES, name, UNUSUAL[name])
     config = compare_gpu_bytes.wish(compare_gpu_bytes.Case(name, 3, 320, False, False), tmp_path)
     config = config.model_copy(update={"model": config.model.model_copy(update={"loss_chunk": chunk})})
@@ -139,14 +143,14 @@ def test_planned_bytes_follow_eager_attention_and_whole_logits(
 
 
 def test_presets_in_closed_form_are_as_counted() -> None:
-    """In 16 bit: tests/model/test_model.py."""
+    """The 16-bit case is in tests/model/test_model.py."""
     for name in ("gpt2-mini", "gpt2-10b"):
         shape = resolve_model(ModelSection(name=name, dtype="fp32"), seed=0).shape
         assert shape == gpt2_shape(PRESETS[name], item_bytes=4)
 
 
 def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
-    """Mamba takes tokens one by one: another number of operations for other rows."""
+    """Mamba processes tokens one by one, so other row lengths have other numbers of operations."""
     given = {"model_type": "mamba", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(given))
     shape = resolve_model(ModelSection(name=str(tmp_path), random_init=True, attention="eager"), seed=0).shape
@@ -157,7 +161,7 @@ def test_a_recurrence_in_steps_or_pieces_is_counted(tmp_path: Path) -> None:
 
 
 def test_dropout_and_plain_attention_hold_more(tmp_path: Path) -> None:
-    """On a CPU no fused attention takes dropout: its matrices grow with pairs of tokens, on a GPU they do not exist."""
+    """On a CPU, dropout disables fused attention, so its matrices grow with pairs of tokens; on a GPU it does not."""
     plain, dropping = (
         resolve_model(ModelSection(name="gpt2-mini", overrides=overrides), seed=0).shape
         for overrides in ({}, {"resid_pdrop": 0.1, "attn_pdrop": 0.1})
@@ -167,9 +171,10 @@ def test_dropout_and_plain_attention_hold_more(tmp_path: Path) -> None:
     assert dropping.on_cpu is not None
     assert dropping.on_gpu is not None
     assert plain.on_cpu.kinds[0].kept.pair == dropping.on_gpu.kinds[0].kept.pair == 0
-    assert dropping.on_cpu.kinds[0].kept.pair >= 8 * 2  # a number of 16 bit for each of 8 heads
+    assert dropping.on_cpu.kinds[0].kept.pair >= 8 * 2  # a 16-bit number for each of 8 heads
     assert plain.on_gpu is not None
-    assert dropping.on_gpu.kinds[0].kept.token == plain.on_gpu.kinds[0].kept.token + 2 * 256  # bytes that say which
+    # dropout masks of one byte each
+    assert dropping.on_gpu.kinds[0].kept.token == plain.on_gpu.kinds[0].kept.token + 2 * 256
     eager = resolve_model(ModelSection(name="gpt2-mini", attention="eager"), seed=0).shape
     assert eager.on_gpu is not None
     assert eager.on_gpu.kinds[0].kept.pair > 0
@@ -197,7 +202,9 @@ def test_what_cannot_be_counted_is_estimated_and_said(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", ["Bamba", "BertGeneration", "FalconH1", "Gemma3", "Gemma4Text"])
 def test_what_once_could_not_be_counted_is(kind: str) -> None:
-    """A state beside the tokens, unnamed blocks, a head that reads the body, blocks of a vision tower, no token ids."""
+    """These have recurrent state, unnamed blocks, a head that reads the body, a vision tower's blocks, or
+    no token ids.
+    """
     shape = shape_of(getattr(transformers, f"{kind}Config"))
     assert shape.on_gpu is not None
     assert len(shape.on_gpu.blocks) == shape.layers
@@ -206,7 +213,7 @@ def test_what_once_could_not_be_counted_is(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Blt", "CTRL", "DiffLlama"])
 def test_an_architecture_that_cannot_be_counted_has_a_shape(kind: str) -> None:
-    """Also one that keeps its sizes elsewhere (Blt), and one whose blocks are not known (CTRL)."""
+    """The shape is known even if sizes are stored elsewhere (Blt) or the blocks are unknown (CTRL)."""
     shape = shape_of(getattr(transformers, f"{kind}Config"))
     assert shape.on_gpu is shape.on_cpu is None
     assert shape.layers > 0
@@ -220,9 +227,9 @@ def test_a_count_ends_after_so_many_operations(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.FixtureRequest) -> None:
-    """Of default configurations with two layers each, as tests/model/test_weight_decay.py builds them.
+    """Default configurations with two layers, built as in tests/model/test_weight_decay.py, are counted unless listed.
 
-    Without --exhaustive those that are known not to be, and every fifth of the others.
+    Without --exhaustive, only the listed ones and every fifth other one are tested.
     """
     known = {name for names in ESTIMATED.values() for name in names}
     names = {kind: kind.__name__.removesuffix("Config") for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
@@ -234,7 +241,7 @@ def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.Fixtur
     for kind in kinds:
         try:
             shape = shape_of(kind)
-        except AssertionError:  # the defaults make no model
+        except AssertionError:  # the defaults do not build a model
             continue
         counted += shape.on_gpu is not None
         if shape.on_gpu is None:
@@ -244,7 +251,7 @@ def test_every_architecture_is_counted_or_known_not_to_be(request: pytest.Fixtur
 
 
 def shape_of(kind: Any) -> ModelShape:
-    """AssertionError where a configuration's defaults make no model, what the shape raises as it is."""
+    """Return the shape of a small model; raise AssertionError if the defaults do not build one."""
     try:
         model = small(kind())
     except Exception as error:  # a package is missing, or keys do not fit each other
@@ -261,15 +268,16 @@ def test_a_peak_is_the_largest_moment_and_not_their_sum() -> None:
     def peak(rows: int, **kinds: Any) -> int:
         return peak_of(counted, **{"rows": rows, "length": 10, "chunk": 10**6, "checkpointing": False} | kinds).bytes
 
-    assert peak(1) == 2 * 10 + 10 * 10 + 1000 + 15 * 10  # the last block's backward, on what the first has kept
+    assert peak(1) == 2 * 10 + 10 * 10 + 1000 + 15 * 10  # the last block's backward, with what the first block keeps
     assert peak(100) == (2 + 20 + 40) * 1000  # the loss
-    assert peak(100, chunk=100) == (2 + 20) * 1000 + 2 * 900 + 300 + 40 * 100  # in pieces: the last, and what waits
-    assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # in small ones the last block's backward is more
+    # chunks: the last one, with what the others keep
+    assert peak(100, chunk=100) == (2 + 20) * 1000 + 2 * 900 + 300 + 40 * 100
+    assert peak(100, chunk=10) == (2 + 10 + 15) * 1000 + 1000  # small chunks: the last block's backward needs more
     assert peak(1, checkpointing=True) == 2 * 2 * 10 + 1000 + 15 * 10
     assert peak(1, checkpointing=True, inputs_here=False) == 2 * 10 + 1000 + 15 * 10
     assert peak(1, checkpointing=True, keepers=4) == (1 + 2 / 4) * 2 * 10 + 1000 + 15 * 10
     assert peak(1, gradients=False) == (2 + 20 + 40) * 10
-    assert peak(1, waiting=5000) == 5000 + 20 + 100 + 1000 + 150  # a tied head's, until the embedding's
+    assert peak(1, waiting=5000) == 5000 + 20 + 100 + 1000 + 150  # a tied head's gradient, kept until the embedding's
 
 
 def test_moments_below_another_are_dropped() -> None:

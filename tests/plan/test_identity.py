@@ -1,4 +1,6 @@
-"""A checkpoint of another run is refused in words, by `plan` too, and with advice that works."""
+"""Tests that a checkpoint of another run is refused with a useful message, also by `plan`, and with
+advice that works.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,12 @@ def test_the_advice_is_one_that_works() -> None:
         refuse_other_run(Path("c"), many, dict.fromkeys(many, 1))
 
 
-# -- what a plan finds before anything is read or written ------------------------------------------------------------
+# -- what `plan` checks before anything is read or written -------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """A command sets its own, which is not for the tests that follow."""
+    """Restore the environment that a command changes."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -92,7 +94,7 @@ def test_a_plan_says_that_data_is_not_there(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_plan_says_that_the_checkpoint_is_anothers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only its manifest is there: nothing else of it is looked at."""
+    """Only the manifest exists, since `plan` reads nothing else of a checkpoint."""
     output = tmp_path / "run"
     checkpoint = output / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
@@ -113,7 +115,7 @@ def test_a_plan_says_that_the_checkpoint_is_anothers(tmp_path: Path, capsys: pyt
     assert code == 2
     assert "seed: it has 0, this run 1" in errors
     code, errors = plan("--output", str(output), capsys=capsys)
-    assert code == 2  # of the weights, none is there
+    assert code == 2  # the weights are missing
     assert "transformer.wte.weight: it has none" in errors
     (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"format": 1}))
     code, errors = plan("--output", str(output), capsys=capsys)

@@ -1,4 +1,6 @@
-"""What the candidates of a plan lay out alike is worked out once, and is what each would have worked out alone."""
+"""Tests of layouts that candidates of a plan share: each is computed once, and equals what a candidate would compute
+alone.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from offload_trainer.plan.tiered.weight_buffers import fetches
 
 
 def uneven() -> ModelShape:
-    """Blocks that are alike, but for one with a frozen weight, and sizes that do not divide."""
+    """Return a model with sizes that do not divide, and blocks of which one has a frozen weight."""
     weights = [Weight("wte", (3001, 300), unit="wte", uses=2)]
     for layer in range(4):
         unit = f"h.{layer}"
@@ -61,7 +63,7 @@ def test_each_rank_divides_its_stretches_as_if_it_were_alone(
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
-    """Counted one by one: by rank, homes and size; and each goes the way of the first of its kind."""
+    """Groups count all pages by rank, placements and size, and each page has the route of the first in its group."""
     units = units_of(uneven())
     shares = {"gpu_fraction": 0.0 if ranks > 1 else 0.2, "ram_fraction": 0.4, "speeds": [2.0, 1.0]}
     pages = pages_of(units, page=9 * ALIGN, ranks=ranks, **shares)
@@ -87,7 +89,7 @@ def test_pages_of_a_kind_are_all_pages(ranks: int) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_units_that_lie_alike_give_the_same_pieces(ordered: bool) -> None:
-    """Against each weight of each unit asked by itself."""
+    """The pieces equal those computed for each weight of each unit separately."""
     units, ranks = units_of(uneven()), 5
     each = [
         (rank, part[0], part[2] - part[1])
@@ -106,7 +108,7 @@ def test_units_that_lie_alike_give_the_same_pieces(ordered: bool) -> None:
 
 
 def test_a_plan_divides_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all candidates, ways and micro-batches together."""
+    """All candidates, update schedules and micro-batches share the layouts."""
     divided: list[str] = []
     laid_out: list[ModelShape] = []
 
@@ -143,7 +145,7 @@ def test_of_many_units_that_lie_alike_one_is_asked(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_order_that_comes_again_is_walked_until_it_repeats_itself() -> None:
-    """Units, orders and buffers drawn at random: the fetches of the order written out as often as it comes."""
+    """The fetches equal those of the written-out repetition, for random units, orders and buffers."""
     draw = random.Random(7)
     for _ in range(300):
         count = draw.randint(1, 8)

@@ -1,4 +1,4 @@
-"""Links that `bench` times between ranks, kept for later plans."""
+"""Tests of the links that `bench` times between ranks and stores for later plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_trainer.run.commands.bench import _ranks_to_time
 def test_two_ranks_time_what_is_between_them_and_it_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By any number of threads: ranks have fewer each than the process that timed them."""
+    """They are found for any number of threads, since ranks have fewer threads each than the process that timed."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     known = Links(message=Latency(1e-4, "specified", "of a data sheet"))
     said: list[str] = []
@@ -49,7 +49,7 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_files_without_the_new_links_load() -> None:
-    """As earlier versions wrote them."""
+    """Files that earlier versions wrote still load."""
     machine = read_machine("8xh100-80gb")
     old = machine.to_json()
     old["links"] = {name: old["links"][name] for name in ("between_gpus", "network", "message")}

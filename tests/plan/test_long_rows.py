@@ -1,4 +1,6 @@
-"""Rows that fit only with MLPs in pieces, and the longest row that fits: what `plan` chooses and says."""
+"""Tests of rows that fit only with MLPs in pieces, and of the longest row that fits, in what `plan` chooses and
+reports.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ROWS = ["--seq-len", "32768", "--micro-batch", "1", "model.activation_checkpoint
 
 @cache
 def wide() -> ModelShape:
-    """With MLPs 64 times as wide as the hidden states."""
+    """Return a model whose MLPs are 64 times as wide as its hidden states."""
     return with_tiles(resolve_model(ModelSection(overrides=WIDE), seed=0)).shape
 
 
@@ -43,12 +45,12 @@ def needs(plan: Plan) -> int:
 
 
 def test_pieces_are_taken_where_nothing_fits_without_and_the_largest_that_does() -> None:
-    """From all of the row down to 256 tokens, each where the one before has become too much."""
+    """Pieces shrink from the whole row to 256 tokens, each size taken once the larger one no longer fits."""
     roomy = planned(40)
     assert (roomy.mlp_chunk, roomy.fits) == (0, True)
     sizes = {chunk: needs(planned(40, f"model.mlp_chunk={chunk}", "--params", "nvme")) for chunk in (8192, 1024, 256)}
     assert sizes[256] < sizes[1024] < sizes[8192] < needs(planned(40, "--params", "nvme"))
-    assert sizes[8192] - sizes[1024] > 7168 * 16384 * 2 * 3  # three of an MLP's insides at least
+    assert sizes[8192] - sizes[1024] > 7168 * 16384 * 2 * 3  # at least three intermediate tensors of an MLP
     for chunk, size in sizes.items():
         plan = planned(size / GB + 1e-3, "--params", "nvme", "placement.gpu_fraction=0", rows=ROWS[:-2])
         assert (plan.mlp_chunk, plan.fits) == (chunk, True)
@@ -84,7 +86,7 @@ def test_what_cannot_be_in_pieces_is_refused() -> None:
 @pytest.mark.parametrize("gpu", [2.5, 4, 24])
 @pytest.mark.parametrize("pieces", ["auto", "off"])
 def test_the_longest_row_fits_and_the_next_does_not(gpu: float, pieces: str) -> None:
-    """By the plans of both."""
+    """The plans of both lengths confirm it."""
     shape = wide() if pieces == "auto" else resolve_model(ModelSection(overrides=WIDE), seed=0).shape
     here, words = machine(gpu=int(gpu * GB)), ["--micro-batch", "1", f"model.mlp_chunk={pieces}"]
     found = longest_row(wish(*words), shape, here, world=1, nodes=1)
@@ -103,7 +105,7 @@ def test_pieces_make_longer_rows() -> None:
 
 
 def seconds_of_backward(shape: ModelShape, *words: str, timed: bool = False) -> float:
-    """Computed; `timed`: with a rate for what is no product."""
+    """Return the backward's computing seconds; `timed` adds a rate for what is not a matrix product."""
     here, rows = read_machine("h200"), ["--seq-len", "8192", "--micro-batch", "1", "model.loss_chunk=8192"]
     if timed:
         parts = [(part, phase) for part in ("attention", "values", "loss") for phase in ("forward", "backward")]
@@ -114,8 +116,8 @@ def seconds_of_backward(shape: ModelShape, *words: str, timed: bool = False) -> 
 
 
 def test_pieces_of_blocks_that_are_not_checkpointed_are_computed_twice() -> None:
-    """Their products, and the values that go into those and come out."""
-    inside = 2 * 2 * 2 * 256 * 16384  # of a token: a product and a sum in two matrices of two blocks
+    """Their products are repeated, and so are the operations on values around them."""
+    inside = 2 * 2 * 2 * 256 * 16384  # per token: multiply and add in two matrices of two blocks
     more = wide().tiled_flops(checkpointing=False)
     assert more - inside < 0.001 * inside
     widths = wide().tiled_widths(checkpointing=False)
@@ -131,7 +133,7 @@ def test_pieces_of_blocks_that_are_not_checkpointed_are_computed_twice() -> None
 
 
 def test_pieces_with_a_norm_behind_them_are_computed_three_times(tmp_path: Path) -> None:
-    """Gemma 2's, checkpointed: its recomputation runs them too, for the norm's input."""
+    """Gemma 2's recomputation runs checkpointed pieces again, since the norm needs their output."""
     config = {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
@@ -155,7 +157,7 @@ def test_the_search_finds_each_length() -> None:
 
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
-    """On a described machine, without torch for a preset; a command's JSON has it too."""
+    """The plan states it for a described machine, without torch for a preset, and in the command's JSON."""
     plan = plan_elsewhere(wish("--model", "gpt2"), machine(gpu=24 * GB))
     assert plan.longest_row == 1024
     assert "longest row: 1024 tokens" in plan.describe()

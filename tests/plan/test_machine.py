@@ -1,4 +1,4 @@
-"""What a machine has and how fast it is: probed, timed, stored, and described in files."""
+"""Tests of machine profiles: hardware is probed, timed, stored, and described in files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _a_few(work: Callable[[], object], *, seconds: float, least: int = 3) -> lis
 
 @pytest.fixture
 def timed(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineProfile:
-    """This machine, timed with a tiny budget."""
+    """Return this machine's profile, timed with a tiny budget."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_PIECE", 1 << 20)
     monkeypatch.setattr(bench, "_repeat", _a_few)
@@ -98,7 +98,7 @@ def test_each_form_of_moments_is_timed_in_pages() -> None:
         pages = make_buffers(70_000, page=32_768, format=form(states))
         before = [page.fields["master"].clone() for page in pages]
         kernel_update(choose_kernel("native")[0], pages, format=form(states))(1)
-        for page, old in zip(pages, before, strict=True):  # not a number is left as it was, nor is one no number
+        for page, old in zip(pages, before, strict=True):  # Every number changes, and none becomes NaN.
             assert (page.fields["master"] != old).float().mean() > 0.99
             assert (page.fields["master"] - old).abs().max() < 1e-3
         made[update_key("native", states)](70_000, 32_768)(1)
@@ -126,7 +126,7 @@ def test_rates_are_found_again_on_the_same_machine_only(
 def test_threads_that_were_not_timed_are_named(
     timed: MachineProfile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A program of one's own says nothing of them, and has all cores; torchrun's ranks have one each."""
+    """A user's program sets no thread count and has all cores; torchrun's ranks have one thread each."""
     machine = replace(probe_machine(output=str(tmp_path)), cores=6)
     monkeypatch.setattr(rate_cache.os, "cpu_count", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
@@ -150,11 +150,13 @@ def test_ratios_of_earlier_runs_add_up_to_one_correction(timed: MachineProfile) 
     rate_cache.keep_rates(timed)
     key = "tiered.update.drive"
     rate_cache.keep_ratios(timed, {key: 1.2})
-    assert rate_cache.with_cached_rates(timed).rates.corrections == {key: 1.0}  # one run alone may have had company
+    # a single run may have shared the machine
+    assert rate_cache.with_cached_rates(timed).rates.corrections == {key: 1.0}
     rate_cache.keep_ratios(timed, {key: 1.2})
     twice = rate_cache.with_cached_rates(timed)
     assert twice.rates.corrections == {key: 1.2}
-    # Planned with 1.2 and measured right on: the true ratio is still 1.2. One run beside other work ruins nothing.
+    # The second run was planned with 1.2 and measured as planned, so the true ratio is still 1.2. One run that shares
+    # the machine changes nothing.
     rate_cache.keep_ratios(twice, {key: 1.0})
     rate_cache.keep_ratios(twice, {key: 3.0})
     assert rate_cache.with_cached_rates(timed).rates.corrections == {key: pytest.approx(1.2)}
@@ -221,7 +223,8 @@ def test_what_the_gpu_has_left_takes_state_off_the_drive(capsys: pytest.CaptureF
     free = 0.05 * 64e9 + 0.02 * (ram["have"] - 64e9)
     assert free <= ram["have"] - ram["need"] < free + 0.2e9  # a thousandth of the state is 0.12 GB
     gpu = filled["tiers"]["gpu"]
-    assert gpu["have"] - gpu["need"] < 1.3e9  # at most the gradients of a unit whose last state they would come with
+    # at most one unit's gradients, which move to the GPU with the last of its state
+    assert gpu["have"] - gpu["need"] < 1.3e9
     assert filled["chosen"]["sizes"]["gpu_fraction"] > 0
     assert sum(filled["seconds"].values()) < 0.8 * sum(without["seconds"].values())
     (written,) = [moved["written"] for moved in filled["traffic"] if moved["place"] == "/mnt/nvme"]
@@ -259,7 +262,7 @@ def test_planning_for_another_machine_imports_no_torch() -> None:
 
 
 def test_drives_of_a_machine_that_is_named_lie_where_nvme_says() -> None:
-    """Its numbers with the user's directory; of a machine that was probed only the drives that it has."""
+    """A named machine's drive figures apply to the user's directory; a probed machine has only its own drives."""
     named = read_machine("v100-32gb")
     machine, words = described(named, ["--nvme", "/my/path"])
     assert words == ["--nvme", "/my/path"]
@@ -292,7 +295,7 @@ def test_a_plan_elsewhere_says_whose_drive_it_is(capsys: pytest.CaptureFixture[s
 def test_ranks_plan_with_what_was_timed_for_as_many(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank has its share of the cores, and the rates of a machine are those of all its ranks' threads."""
+    """A rank has its share of the cores, and rates are stored for all ranks' threads together."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path))
     monkeypatch.setattr(process_setup, "begin_watch", lambda say, hung: None)
     monkeypatch.setattr(process_setup.os, "sched_getaffinity", lambda process: set(range(64)))
@@ -310,7 +313,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
             "MASTER_PORT",
         )
         for name in (*of_rank, "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
-            monkeypatch.setenv(name, "")  # put back as it was in the end
+            monkeypatch.setenv(name, "")  # monkeypatch then restores it at the end
             monkeypatch.delenv(name)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -323,6 +326,7 @@ def test_ranks_plan_with_what_was_timed_for_as_many(
     assert prepared("--gpus", "6", **rank) == each
     assert "bf16" in rate_cache.with_cached_rates(machine).rates.matmul
     assert prepared("--gpus", "5") == (15 if words else 60)
-    assert ("bf16" in rate_cache.with_cached_rates(machine).rates.matmul) == (not words)  # 5 x 12 threads, as 6 x 10
+    # 5 ranks have 12 threads each, 60 as 6 ranks with 10
+    assert ("bf16" in rate_cache.with_cached_rates(machine).rates.matmul) == (not words)
     assert prepared() == (3 if words else 64)
     assert "bf16" not in rate_cache.with_cached_rates(machine).rates.matmul

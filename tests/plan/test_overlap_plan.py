@@ -1,4 +1,4 @@
-"""What a plan says of an update behind the next forward."""
+"""Tests of plans in which the update overlaps the next forward or the backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def forecast(update: float, forward: float, *bounds: Bound) -> Forecast:
 
 
 def simulated(update: float, forward: float, parts: list[Part]) -> float:
-    """Seconds until both are done, unit by unit."""
+    """Return the seconds until update and forward are done, simulated unit by unit."""
     home = done = 0.0
     for part in parts:
         home += update * part.update
@@ -99,9 +99,9 @@ def test_auto_takes_it_where_it_hides_enough() -> None:
     assert hidden > 0.05 * step
     assert chosen(*half, "tiered.overlap=off", on=timed())[:2] == (False, 0.0)
     for words in (("--ram-fraction", "1"), ("--ram-fraction", "0", "--seq-len", "16", "--micro-batch", "1")):
-        assert chosen(*words, on=timed())[:2] == (False, 0.0)  # one CPU does both; there is little to hide it behind
+        assert chosen(*words, on=timed())[:2] == (False, 0.0)  # one CPU does both, or there is little to overlap with
         assert chosen(*words, "tiered.overlap=forward", on=timed())[0]
-    assert chosen(*half, on=machine())[:2] == (True, 0.0)  # whose seconds nobody knows: it costs nothing
+    assert chosen(*half, on=machine())[:2] == (True, 0.0)  # overlap costs nothing while the seconds are unknown
 
 
 def test_ratios_of_phases_that_run_at_once_are_not_kept() -> None:
@@ -124,13 +124,13 @@ def test_more_of_the_update_is_hidden_with_more_tokens() -> None:
     assert all(one.forecast.hidden < more.forecast.hidden for one, more in pairwise(found))
 
 
-# -- behind the backward --------------------------------------------------------------------------------------------
+# -- overlap with the backward -----------------------------------------------------------------------------------------
 
 
 def behind_the_backward(
     update: float, *bounds: Bound, micro_batches: int = 1, on_drives: float = 1.0, last: float = 0.0
 ) -> BackwardOverlap:
-    """Of a backward of 1 s over very many blocks."""
+    """Return the overlap of an update with a backward of 1 s over 1000 blocks."""
     shape = replace(SHAPES["gpt2"], weights=tuple(Weight("w", (4096,), unit=f"h.{n}", block=True) for n in range(1000)))
     found, units = forecast(update, 1.0, *bounds), units_of(shape)
     return ahead_of(found, units, on_drives=on_drives, last=last, micro_batches=micro_batches, gpu=False)
@@ -147,7 +147,7 @@ def test_the_last_backward_hides_as_much_of_the_drives_as_it_takes() -> None:
 
 
 def test_what_the_backward_asks_of_the_same_thing_makes_it_longer() -> None:
-    """A drive that brings weights half of the time has the other half; a CPU that computes has none."""
+    """A drive that is busy with weights half of the time has the other half free; a computing CPU has no free time."""
     drive, weights = Bound("update", 4.0, "", "drive", "sda"), Bound("backward", 0.5, "", "drive", "sda")
     assert behind_the_backward(4.0, drive, weights).hidden == pytest.approx(0.5, rel=0.01)
     adamw, cpu = Bound("update", 1.0, "", "adamw"), Bound("backward", 1.0, "", "compute")
@@ -167,7 +167,7 @@ def test_pages_in_memory_are_left_to_the_time_after_the_decision() -> None:
 
 
 def test_a_forward_waits_for_all_that_is_complete_last() -> None:
-    """Of 0.8 s that are left of 2.0 s embeddings on drives are 0.6 s; in RAM what their arithmetic takes."""
+    """Embeddings on drives take 0.6 s of the remaining 0.8 s of 2.0 s; in RAM they take their arithmetic only."""
     units = units_of(SHAPES["gpt2-medium"])
     found = forecast(2.0, 1.0, Bound("update", 2.0, "", "drive", "sda"), Bound("update", 0.4, "", "adamw"))
     left = replace(found, seconds=found.seconds | {"update": 0.8})

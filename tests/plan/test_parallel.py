@@ -1,4 +1,4 @@
-"""Ways to divide a step over ranks: bytes against simulated collectives and by hand, memory, seconds, refusals."""
+"""Tests of ways to divide a step among ranks: bytes against simulation and by hand, memory, seconds, refusals."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def moved(mode: Mode, step: Workload) -> dict[tuple[str, str], Collective]:
 
 
 def simulated(group: int, apart: int, *, here: int, world: int, kind: str) -> tuple[float, float]:
-    """Of one byte of data on each rank: what a rank sends, what the ranks of a node send to other nodes.
+    """Return the bytes a rank sends, and those a node's ranks send to other nodes, for one byte of data on each rank.
 
-    Message by message, over all groups: a ring's n - 1 turns of a part each to the next; each pair of an all-to-all;
-    all of it to the next stage.
+    The simulation goes message by message: n - 1 ring steps with one part each to the next rank, each pair of an
+    all-to-all, or everything to the next stage.
     """
     sent: Counter[int] = Counter()
     out: Counter[int] = Counter()
@@ -97,7 +97,7 @@ def test_what_goes_through_a_nodes_network_is_what_messages_carry(kind: str, her
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_zero_by_itself_moves_what_the_plan_of_stock_deepspeed_says(stage: int, nodes: int) -> None:
-    """Which counted runs are held against: tests/engine/test_deepspeed_engine.py."""
+    """tests/engine/test_deepspeed_engine.py compares that plan with counted runs."""
     words = ("--accumulate", "3", "--engine", "deepspeed", f"deepspeed.zero_stage={stage}", "--save-every", "0")
     step, fast = work(*words, nodes=nodes), here(between_gpus=rate(1e11), network=rate(1e10))
     one = next(mode for mode in modes(8) if mode == Mode(data=8, stage=stage))
@@ -129,14 +129,16 @@ def test_a_stage_that_cannot_be_is_refused() -> None:
 
 
 def test_zero_3_gathers_once_what_stays_for_the_backward() -> None:
-    """Everything stays; nothing does, so all comes twice; of checkpointed blocks a recomputation brings nothing new."""
+    """If all weights stay, they come once; if none stay, twice. A checkpointed block's recomputation gathers nothing
+    more.
+    """
     sizes = zero_sizes(SHAPE, DeepSpeedSection(), Placement("cpu", "cpu"), world=8, item_bytes=2)
     small = sum(weight.numel for weight in SHAPE.weights if weight.numel <= 100_000)
     moving = SHAPE.parameters - small
     everything = gathers(SHAPE, replace(sizes, max_live=2 * SHAPE.parameters), checkpointing=False)
     assert (everything.forward, everything.backward, everything.update) == (moving, 0, small)
     nothing = gathers(SHAPE, replace(sizes, max_live=1, prefetch_bucket=0), checkpointing=False)
-    assert nothing.forward == moving + SHAPE.largest  # the tied head again, which its backward then finds there
+    assert nothing.forward == moving + SHAPE.largest  # the tied head is gathered again, and its backward then finds it
     assert nothing.backward == moving
     usual = gathers(SHAPE, sizes, checkpointing=True)
     assert 0.9 * 2 * moving < usual.forward + usual.backward < 2 * moving + SHAPE.largest
@@ -150,7 +152,7 @@ def test_zero_1_scatters_once_a_step() -> None:
 
 
 def test_tensor_parallel_by_hand() -> None:
-    """gpt2-medium: 4 matrices a block, 2 of them by columns; 24 blocks, states of 1024 in bf16."""
+    """gpt2-medium has 4 matrices a block, 2 of them split by columns, in 24 blocks with bf16 states of 1024."""
     step = work("--micro-batch", "2", "--accumulate", "5", "--seq-len", "512", "model.activation_checkpointing=off")
     found = moved(Mode(tensor=8), step)
     each = 2 * 7 / 8 * 2 * (2 * 512) * 1024
@@ -167,7 +169,7 @@ def test_tensor_parallel_by_hand() -> None:
 def test_sequence_and_pipeline_by_hand() -> None:
     step = work("--micro-batch", "2", "--accumulate", "4", "--seq-len", "512", "model.activation_checkpointing=off")
     found = moved(Mode(sequence=4, data=2), step)
-    each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # of queries, as of keys, values and results: 16 heads of 64
+    each = 3 / 4 * 2 * (2 * 512 / 4) * 1024  # bytes of queries, and equally of keys, values and results: 16 heads of 64
     assert found["all-to-alls", "forward"].bytes == pytest.approx(4 * 24 * 4 * each)
     fewer = replace(step, shape=replace(SHAPE, heads=16, key_heads=4))
     held = weights_held(Mode(sequence=4), SHAPE)
@@ -225,7 +227,7 @@ def test_what_bench_timed_between_ranks_counts_where_nothing_is_said_of_links() 
 
 
 def test_seconds_of_products_links_and_bubbles() -> None:
-    """Without links that take time, all modes compute as long; a pipeline waits; a slow network is waited for."""
+    """All modes compute equally long with free links; a pipeline has bubbles, and a slow network adds time."""
     words = ("--accumulate", "8", "--micro-batch", "1", "model.activation_checkpointing=off")
     step = work(*words, nodes=2)
     free = here(between_gpus=rate(1e20), network=rate(1e20))
@@ -250,7 +252,7 @@ def test_seconds_of_products_links_and_bubbles() -> None:
     assert priced(Mode(tensor=4, data=2), work(*words), unknown, stock).step is not None
 
 
-# -- which there are --------------------------------------------------------------------------------------------------
+# -- available modes ---------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_divided_is_named() -> None:
@@ -276,7 +278,7 @@ def test_every_mode_uses_every_rank_once() -> None:
         assert len({one.name for one in found}) == len(found)
 
 
-# -- how many tensor ranks --------------------------------------------------------------------------------------------
+# -- the number of tensor ranks ----------------------------------------------------------------------------------------
 
 RULED = replace(
     SHAPE,
@@ -302,7 +304,9 @@ def chosen(*words: str, shape: ModelShape = RULED, world: int = 4, nodes: int = 
 
 
 def test_tensor_ranks_are_chosen_by_the_links() -> None:
-    """Few tokens: gradients are more than activations. Many, or a slow link: they are not. Never over a network."""
+    """Tensor ranks pay off for few tokens on a fast link, where gradients outweigh activations, but not across a
+    network.
+    """
     few, fast = ("--micro-batch", "1", "--seq-len", "128"), {"between_gpus": rate(1e11)}
     count, plan = chosen(*few, **fast)
     assert count > 1
@@ -334,7 +338,7 @@ WORDS = ["plan", "--parallel", "--model", "gpt2-medium", "--micro-batch", "1", "
 
 
 def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the order of seconds, each with its bytes; JSON; ours among them."""
+    """Modes are sorted by seconds and list their bytes; the JSON has them too, and the tiered engine is included."""
     assert main([*WORDS, "--machine", "4xrtx4090-10gbe", "--nodes", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["nodes"], found["tokens_per_step"]) == (8, 2, 8 * 16 * 1024)
@@ -346,8 +350,8 @@ def test_the_command_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     whole, shared = by_name["tiered, 8 ranks"], by_name["tiered, 8 ranks, sequence 2"]
     assert (whole["words"], shared["words"]) == ("--engine tiered", "--engine tiered parallel.sequence=2")
     assert (whole["accumulate"] * whole["micro_batch"], shared["accumulate"] * shared["micro_batch"]) == (16, 32)
-    assert shared["collectives"] == 24 * 4 * 3 * shared["accumulate"]  # of each block, checkpointed
-    assert shared["network_bytes"] == whole["network_bytes"]  # neighbours share rows
+    assert shared["collectives"] == 24 * 4 * 3 * shared["accumulate"]  # each checkpointed block has as many
+    assert shared["network_bytes"] == whole["network_bytes"]  # neighbouring ranks share rows
     assert shared["pcie_bytes"] > whole["pcie_bytes"]
     assert ["sequence" in row["name"] for row in found["modes"]].count(True) == 3
     assert by_name["ZeRO-3 over 8"]["network_bytes"] > by_name["pipeline 2 x ZeRO-1 over 4"]["network_bytes"] > 0
@@ -373,7 +377,7 @@ def test_a_mistake_is_told(words: list[str], told: str, capsys: pytest.CaptureFi
 
 
 def test_a_mode_that_runs_says_what_with() -> None:
-    """Tensor parallel only of weights that have a rule."""
+    """Tensor parallelism is offered only for weights that have a split rule."""
     step, fast = work("--micro-batch", "1"), here(between_gpus=rate(1e11))
     ruled = replace(SHAPE, weights=tuple(replace(one, split="column" if one.block else "") for one in SHAPE.weights))
     for shape, expected in ((SHAPE, ""), (ruled, "--engine deepspeed parallel.tensor=2")):

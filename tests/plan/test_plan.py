@@ -1,6 +1,6 @@
-"""Plans: pure arithmetic with properties that must hold, and DeepSpeed's configuration held by golden files.
+"""Tests of plans: properties that the arithmetic must have, and golden files of DeepSpeed's configuration.
 
-After a deliberate change: `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py`, and read the difference.
+After an intended change, run `UPDATE_GOLDEN=1 pytest tests/plan/test_plan.py` and review the difference.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_items_sum_to_the_tiers(name: str, homes: tuple[str, str]) -> None:
 
 
 def test_what_is_made_of_a_plan_is_not_the_plan() -> None:
-    """A report adds rows of its own to the JSON; the plan still says that it fits."""
+    """A report adds rows to the JSON, and the plan still says that it fits."""
     plan = make_plan(wish(), SHAPES["gpt2"], machine())
     held = plan.to_json()
     held["tiers"]["read on drives, a step"] = {"need": 1}
@@ -79,7 +79,7 @@ def test_bytes_never_fall_when_layers_are_added() -> None:
 
 def test_directories_of_one_filesystem_share_its_free_bytes() -> None:
     words = ["--nvme", "/ssd", "--optimizer", "nvme", "tiered.master_format=fp32"]
-    config = load_config(words)  # with checkpoints, which go to the output
+    config = load_config(words)  # checkpoints go to the output
     shape, apart = SHAPES["gpt2"], machine()
     plan = make_plan(config, shape, apart)
     needs = [plan.tiers[directory]["need"] for directory in ("/ssd", "/out")]
@@ -132,7 +132,7 @@ def test_auto_fills_the_gpu_then_ram_then_drives(gpu: int, ram: int) -> None:
     assert plan.fits
     assert isinstance(plan.sizes, TierSizes)
     assert 0 < plan.sizes.gpu_fraction < 1
-    # A unit's gradients come to the GPU with the last of its state: those of one may not have fitted.
+    # A unit's gradients move to the GPU with the last of its state, so one unit's may not have fitted.
     assert gpu * GB - 0.4 * GB < plan.tiers["gpu"]["need"] <= gpu * GB
     left = 1 - plan.sizes.gpu_fraction - plan.sizes.ram_fraction
     assert round(left, 9) == 0 or plan.tiers["ram"]["need"] > 0.9 * ram * GB
@@ -152,7 +152,7 @@ def test_wishes_for_shares_are_kept() -> None:
 
     on_gpu, in_ram = shares()
     assert on_gpu + in_ram == 1
-    assert shares("--ram-fraction", "0.25") == (pytest.approx(on_gpu, abs=0.003), 0.25)  # to a page's cut
+    assert shares("--ram-fraction", "0.25") == (pytest.approx(on_gpu, abs=0.003), 0.25)  # up to a page's size
     assert shares("--ram-fraction", "0.9") == (0.1, 0.9)
     assert shares("--gpu-fraction", "0.125") == (0.125, 0.875)
     assert shares("--gpu-fraction", "0.25", "--ram-fraction", "0.5") == (0.25, 0.5)
@@ -173,7 +173,9 @@ def test_where_the_gpu_has_no_kernel_no_state_is_there() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_divide_every_unit(ranks: int) -> None:
-    """Every element is one rank's; each rank has about the same of each home, and pages within its own stretches."""
+    """Each element belongs to one rank; ranks have about equal parts of each tier, and pages stay inside one rank's
+    part.
+    """
     units = units_of(SHAPES["gpt2"])
     pages = pages_of(units, page=100_000, ram_fraction=0.5, speeds=[1.0], ranks=ranks)
     homes = homes_of(units, pages, params="cpu", gradients="cpu", speeds=[1.0], ranks=ranks)
@@ -194,7 +196,7 @@ def test_ranks_divide_every_unit(ranks: int) -> None:
 
 
 def test_what_ranks_share_is_in_ram_once() -> None:
-    """Of four ranks: the state, sums and weights of one, four processes, and buffers to exchange gradients in."""
+    """Four ranks have one rank's state, sums and weights in RAM, four processes, and buffers to exchange gradients."""
 
     def items(world: int) -> dict[str, int]:
         words = ("--engine", "tiered", "--params", "cpu", "placement.gradients=cpu", "--accumulate", str(4 // world))
@@ -212,13 +214,13 @@ def test_what_ranks_share_is_in_ram_once() -> None:
         assert four[name] == 4 * one[name], name
     unit = max(unit.trained for unit in units_of(SHAPES["gpt2-medium"]))
     assert four["ram gradient exchange"] == 4 * 2 * 2 * unit
-    assert four["gpu broadcasts"] == 4 * NCCL_BYTES  # a communicator of all, for new weights on the devices
+    assert four["gpu broadcasts"] == 4 * NCCL_BYTES  # a communicator of all ranks, for new weights on the devices
     assert "gpu broadcasts" not in one
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
-    """With as many micro-batches each; of inputs of blocks each rank has its own. Weights pass through RAM together."""
+    """Each rank has as many micro-batches, with its own block inputs, and weights pass through shared RAM."""
     away = ("--params", "nvme", "placement.gradients=nvme", "--optimizer", "nvme", "--accumulate", "2")
     inputs = ("model.activation_checkpointing=on", "model.offload_activations=nvme", "--gpu-fraction", "0")
 
@@ -243,7 +245,7 @@ def test_ranks_move_the_drive_bytes_of_one(world: int) -> None:
 
 
 def test_a_node_holds_the_weights_whole_and_its_ranks_share_of_all_else() -> None:
-    """Of 4 nodes with 2 ranks each, against one node of 2: per node and to a page's cut."""
+    """Four nodes of 2 ranks, compared with one node of 2, hold a quarter of the state each, up to a page's size."""
 
     def plan(nodes: int) -> Plan:
         words = ("--engine", "tiered", "--params", "cpu", "--ram-fraction", "0.5", "--accumulate", str(8 // nodes))
@@ -262,7 +264,7 @@ def test_a_node_holds_the_weights_whole_and_its_ranks_share_of_all_else() -> Non
 
 
 def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
-    """Every byte of the state is somewhere, once, for each share and number of drives; what is complete last in RAM."""
+    """Each byte of state has one place for every share and number of drives; units completed last are in RAM."""
     units = units_of(SHAPES["gpt2"])
     total = sum(unit.trained for unit in units)
     shares = [(gpu, ram) for gpu, ram in product((0.0, 0.1, 0.5, 0.999, 1.0), repeat=2) if gpu + ram <= 1]
@@ -279,7 +281,7 @@ def test_what_lies_on_tiers_adds_up_to_the_state() -> None:
         on_gpu, in_ram = (sum(page.elements for page in pages if page.home == home) for home in (DEVICE, RAM))
         assert 0 <= on_gpu - gpu * total < ALIGN
         assert abs(in_ram - ram * total) < ALIGN
-        assert pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=1 - gpu, speeds=[])  # nothing is left over
+        assert pages_of(units, page=100_000, gpu_fraction=gpu, ram_fraction=1 - gpu, speeds=[])  # no rest remains
         for drive, speed in enumerate(speeds):
             held = sum(page.elements for page in pages if page.home == drive)
             assert held == pytest.approx((total - on_gpu - in_ram) * speed / sum(speeds), abs=250_000)
@@ -310,7 +312,7 @@ def test_rows_longer_than_the_context_are_refused() -> None:
 
 
 def test_sizes_follow_the_largest_weight() -> None:
-    """An embedding larger than all else: buffers hold it, sub-groups end with it, and count it once."""
+    """Buffers hold an embedding larger than all else; sub-groups end with it, and it is counted once."""
     weights = [Weight("wte", (100_000, 4096))] + [Weight(f"w{i}", (4096, 512)) for i in range(64)]
     shape = ModelShape(tuple(weights), layers=16, hidden=4096, vocabulary=100_000, context=1024)
     sizes = zero_sizes(shape, TrainConfig().deepspeed, Placement("nvme", "nvme"), world=1, item_bytes=2)
@@ -323,7 +325,7 @@ def test_sizes_follow_the_largest_weight() -> None:
 
 
 def test_largest_sub_group_is_deepspeeds() -> None:
-    """Against a plain re-enactment: weights are added until the size is reached."""
+    """A plain simulation adds weights until the sub-group size is reached."""
     shape = SHAPES["gpt2-medium"]
     sizes = zero_sizes(shape, TrainConfig().deepspeed, Placement("cpu", "nvme"), world=1, item_bytes=2)
     groups, held = [], 0
@@ -367,7 +369,9 @@ def test_deepspeed_configuration_is_the_golden_one(name: str) -> None:
 
 
 def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
-    """Their item, in 4 bytes or 2; nothing comes out in the backward, and all of it, once, in the update."""
+    """The plan lists the sums in 4 or 2 bytes; the backward copies nothing out, and the update copies all
+    of it once.
+    """
     shape, words = SHAPES["gpt2-xl"], ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
     trained = sum(unit.trained for unit in units_of(shape))
     for extra, size in (([], 4), (["optim.accumulate_dtype=model"], 2)):
@@ -387,7 +391,7 @@ def test_sums_are_on_the_gpu_where_there_are_several_and_room() -> None:
 
 
 def test_gradients_on_their_way_are_counted() -> None:
-    """Those handed over: on a GPU the largest and 256 MB; on a CPU, whose copies are made at once, none."""
+    """The largest gradient and 256 MB are in flight on a GPU; a CPU copies synchronously, with nothing in flight."""
     shape, e = SHAPES["gpt2-xl"], 2
     words = ("--gpu-fraction", "0", "--micro-batch", "1", "--params", "gpu")
 
@@ -406,7 +410,7 @@ def test_gradients_on_their_way_are_counted() -> None:
 
 
 def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
-    """Each micro-batch but the first: 4 bytes of a sum read and written, 2 of a gradient, at the memory's speed."""
+    """Each micro-batch after the first reads and writes 4 bytes of sum and reads 2 of gradient, at memory speed."""
     shape, rates = SHAPES["gpt2-xl"], Rates(memory=Rate(100e9, "measured", "here"))
     timed = dataclasses.replace(machine(gpu=24 * GB), rates=rates)
     words = ("--gpu-fraction", "0", "--accumulate", "4", "--micro-batch", "1")
@@ -416,14 +420,14 @@ def test_adding_gradients_in_ram_is_a_bound_of_the_backward() -> None:
 
 
 def on_one_disk(free: int) -> MachineProfile:
-    """The output and the drive on one filesystem."""
+    """Return a machine whose output and drive are on one filesystem."""
     one = machine(drive=free)
     output = replace(one.output, free_bytes=free, device=7)
     return replace(one, output=output, drives=(replace(one.drives[0], device=7),))
 
 
 def test_directories_on_one_filesystem_are_told_of_as_one() -> None:
-    """Not each with what the other leaves, which is nothing of either."""
+    """They share one free-space figure, instead of each being listed with what the other leaves."""
     words = ("--optimizer", "nvme", "--save-every", "5", "save.keep=2")
     ample = make_plan(wish(*words), SHAPES["gpt2"], on_one_disk(500 * GB))
     need = {place: ample.tiers[place]["need"] for place in ("/ssd", "/out")}
@@ -450,7 +454,7 @@ def test_a_drive_that_is_not_used_and_a_row_that_does_not_fit_are_told_as_such()
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])
 def test_the_words_of_a_plan_are_english(gpu: int) -> None:
-    """Phrases that stopped readers are gone."""
+    """Phrases that confused readers do not occur."""
     plans = [make_plan(wish("--ram-fraction", share), SHAPES["gpt2"], machine(gpu=gpu)) for share in ("0", "1")]
     for said in (plan.describe() for plan in plans):
         for phrase in ("gradient ring", " beside ", "their pages in", "never was here", "their code", "gains less"):

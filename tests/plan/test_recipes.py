@@ -1,4 +1,4 @@
-"""Recipes: what the first lines of each say it needs is what the plan says, and each trains, scaled down."""
+"""Tests of the recipes: the needs stated in their headers match the plan, and each trains when scaled down."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LLAMA = LlamaConfig(
     max_position_embeddings=131072,
     tie_word_embeddings=False,
 )
-# What the hub says of them, as of their release.
+# The hub's configurations of these models at their release.
 NAMED: dict[str, PretrainedConfig] = {
     "meta-llama/Llama-3.1-8B": LLAMA,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA,
@@ -99,11 +99,11 @@ TINY = {
 
 
 def folder_of(config: PretrainedConfig, folder: Path, **changes: object) -> Path:
-    """A model directory without weights."""
+    """Write a model directory without weights."""
     kind = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
     keys = config.to_dict()
     keys |= {key: value for key, value in changes.items() if key in keys} | {"architectures": [kind[config.model_type]]}
-    keys.pop("layer_types", None)  # one for each layer, worked out again
+    keys.pop("layer_types", None)  # It has one entry for each layer, and is derived again.
     type(config)(**keys).save_pretrained(folder)
     return folder
 

@@ -1,4 +1,4 @@
-"""The learning rate, against numbers worked out by hand and against torch's own schedulers."""
+"""Tests of the learning rate against hand-computed numbers and torch's schedulers."""
 
 import math
 from itertools import pairwise
@@ -20,7 +20,7 @@ def rates(steps: int, **settings) -> list[float]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # Warm-up 4: a quarter each. Then six steps down to 0.1.
+        # Four warm-up steps add a quarter each, then six steps fall to 0.1.
         (
             {"schedule": "linear", "warmup_steps": 4},
             [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
@@ -35,7 +35,7 @@ def rates(steps: int, **settings) -> list[float]:
             {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 3},
             [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.7, 0.4, 0.1],
         ),
-        # Decay longer than what the warm-up leaves: all that is left, still from the peak.
+        # The decay is longer than the steps after the warm-up, so it takes all of them, still from the peak.
         (
             {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 9},
             [0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
@@ -54,11 +54,11 @@ def test_auto_warmup_is_two_percent_and_auto_decay_twenty():
     assert warm[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
     assert warm[159] == 1 > warm[160] == pytest.approx(1 - 0.9 / 40)
     assert rates(24, schedule="linear")[0] == 1  # 0.48 rounds to no warm-up
-    assert rates(26, schedule="linear")[:2] == pytest.approx([1, 1 - 0.9 / 25])  # 0.52: one step, at the peak
+    assert rates(26, schedule="linear")[:2] == pytest.approx([1, 1 - 0.9 / 25])  # 0.52 rounds to one step, at the peak
     assert rates(2, schedule="wsd") == [
         1,
         pytest.approx(0.1),
-    ]  # a fifth of 2 is less than a step: one all the same
+    ]  # a fifth of 2 is less than a step, but one step decays all the same
 
 
 @pytest.mark.parametrize("schedule", SHAPES)

@@ -1,4 +1,4 @@
-"""How weights in RAM come to several GPUs: by hand, as the plan forecasts it, and as it was asked for."""
+"""Tests of how several GPUs receive weights from RAM: bytes by hand, the plan's choice, and explicit settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY = {"memory": 4e11, "to_device": 5e10, "from_device": 4e10, "both_ways": 3
 
 
 def node(gpu: int = 80 * GB, **links: float) -> MachineProfile:
-    """GPUs of 50 GB/s each in a machine of 400 GB/s, products and updates that take no time."""
+    """Return a machine with 50 GB/s for each GPU and 400 GB/s of memory; products and updates take no time."""
     rates = Rates(matmul={"bf16": rate(1e24)}, update={"native": rate(1e18)}, **{k: rate(v) for k, v in MEMORY.items()})
     found = {name: rate(value) for name, value in links.items()}
     return replace(machine(gpu=gpu, ram=900 * GB), rates=rates, links=Links(**found))
@@ -39,17 +39,17 @@ def by_parts(plan: Plan) -> bool:
 
 
 def test_bytes_of_a_unit() -> None:
-    """Each of 3 copies 2 of 8 pieces, and the 2 that are left; 4 come from the others."""
+    """Each of 3 ranks copies 2 of 8 pieces and the 2 left over; 4 pieces come from the other ranks."""
     piece = 2 * ALIGN
     assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(4 * piece, 4 * piece)
     assert taken(8 * ALIGN, item_bytes=2, ranks=3, by_parts=False) == TransferBytes(8 * piece, 0)
     assert taken(2 * ALIGN, item_bytes=2, ranks=3, by_parts=True) == TransferBytes(
         2 * piece, 0
-    )  # smaller than the ranks
+    )  # fewer pieces than ranks
 
 
 def test_rates_of_all_at_once() -> None:
-    """As they were timed; else one's, or its part of the memory that all read."""
+    """Timed rates are used; otherwise one GPU's rate, limited by its share of the common memory."""
     alone = at_once(node(), ranks=1).rates
     assert alone == node().rates
     few, many = at_once(node(), ranks=8).rates, at_once(node(), ranks=16).rates
@@ -67,12 +67,13 @@ def test_rates_of_all_at_once() -> None:
 @pytest.mark.parametrize(
     ("links", "parts"),
     [
-        ({}, False),  # nobody knows what a gather takes
+        ({}, False),  # the speed of an all-gather is unknown
         ({"between_gpus": 3e11}, True),  # NVLink
-        ({"between_gpus": 3e11, "all_gather": 2e10}, False),  # what was timed counts, and not the data sheet
+        # the timed all-gather takes precedence over the data sheet
+        ({"between_gpus": 3e11, "all_gather": 2e10}, False),
         ({"all_gather": 4.9e10}, False),  # 7/8 at 49 GB/s take longer than 7/8 at 50
         ({"all_gather": 5.1e10}, True),
-        ({"all_gather": 2e10, "to_device_at_once": 1e10}, True),  # PCIe switches: the way to memory is shared
+        ({"all_gather": 2e10, "to_device_at_once": 1e10}, True),  # PCIe switches: GPUs share the path to memory
     ],
 )
 def test_the_faster_way_is_taken(links: dict[str, float], parts: bool) -> None:
@@ -101,7 +102,7 @@ def test_both_numbers_are_the_arithmetics() -> None:
 
 
 def test_seconds_and_bytes_of_a_plan() -> None:
-    """Forward and backward wait for the weights: what comes from RAM, and the other GPUs' parts behind it."""
+    """Forward and backward wait for the bytes from RAM, and then for the other GPUs' parts."""
     direct = planned(node(between_gpus=3e11), "tiered.weight_transfer=direct")
     parts = planned(node(between_gpus=3e11))
     for phase in ("forward", "backward"):
@@ -109,8 +110,8 @@ def test_seconds_and_bytes_of_a_plan() -> None:
         (mine,) = [one.read for one in parts.traffic if (one.place, one.phase) == ("device", phase)]
         (others,) = [one.read for one in parts.links if (one.place, one.phase) == (GPUS, phase)]
         assert mine + others == whole
-        assert mine == pytest.approx(whole / 8, rel=1e-2)  # and what does not divide
-        if phase == "forward":  # the backward waits for gradients' way out too
+        assert mine == pytest.approx(whole / 8, rel=1e-2)  # plus what does not divide
+        if phase == "forward":  # the backward also waits for gradients to leave
             assert direct.forecast.seconds[phase] == pytest.approx(whole / 5e10, rel=1e-3)
             assert parts.forecast.seconds[phase] == pytest.approx(mine / 5e10 + others / 3e11, rel=1e-3)
     assert parts.tiers["gpu"]["need"] - direct.tiers["gpu"]["need"] == 8 * (512 << 20)
@@ -134,7 +135,7 @@ def test_a_wish_that_says_nothing_is_told() -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_every_piece_of_a_norm_is_one_ranks(ordered: bool) -> None:
-    """Element by element: a piece is taken by the rank in whose stretch it begins, which gets the rest of it."""
+    """Checked element by element: the rank in whose part a piece begins computes it, and receives the rest of it."""
     units, ranks = units_of(SHAPES["gpt2-mini"]), 3
     sent = 0
     for unit in units:

@@ -1,4 +1,6 @@
-"""Seconds and traffic of a plan: worked out by hand for simple machines, and against the ring that is really walked."""
+"""Tests of a plan's seconds and traffic, against hand computation for simple machines and a real walk through the
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def rate(value: float) -> Rate:
 
 
 def timed(*, drive: float = 1e9, mixed: float = 0.5e9, matmul: float = 1e12, update: float = 1e9) -> MachineProfile:
-    """A machine without a GPU whose every rate is known."""
+    """Return a machine without a GPU whose every rate is known."""
     here = machine()
     rates = DriveRates(read=rate(drive), write=rate(drive), mixed_read=rate(mixed), mixed_write=rate(mixed))
     return replace(
@@ -51,7 +53,7 @@ def test_the_update_waits_for_the_slower_of_drive_and_cpu() -> None:
 
 
 def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
-    """Weights and gradients on the drive too: more is read than written."""
+    """More is read than written if weights and gradients are on the drive too."""
     words = ("--params", "nvme", "--ram-fraction", "0", "placement.gradients=nvme", "tiered.master_format=fp32")
     shape = SHAPES["gpt2-medium"]
     plan = make_plan(wish(*words), shape, timed(matmul=1e18))
@@ -60,7 +62,7 @@ def test_what_is_left_of_one_way_runs_at_its_own_speed() -> None:
 
 
 def test_compute_counts_the_recomputation() -> None:
-    """Of the blocks with checkpointing, and of the head where the loss comes in more than one chunk."""
+    """Checkpointing repeats the blocks, and a loss in more than one chunk repeats the head."""
     shape = SHAPES["gpt2"]
     forward = {"blocks": shape.block_flops(seq_len=1024), "head": shape.head_flops()}
     assert forward["head"] == 2 * 50304 * 768
@@ -75,7 +77,9 @@ def test_compute_counts_the_recomputation() -> None:
 
 
 def test_what_is_no_product_takes_its_own_time() -> None:
-    """Attention, what goes over each value, the loss; in a backward with checkpoints the blocks' forward again."""
+    """Attention, elementwise operations and the loss have their own rates; a checkpointed backward repeats the blocks'
+    forward.
+    """
     rates = {"attention": (1e9, 2e9), "values": (3e6, 4e6), "loss": (5e6, 6e6)}
     here = timed()
     layers = {
@@ -91,7 +95,7 @@ def test_what_is_no_product_takes_its_own_time() -> None:
         for known in (True, False)
     }
     blocks, head, attention = 2 * 12 * 12 * 768**2, 2 * 50304 * 768, 2 * 1024 * 2 * 768 * 12
-    values = 12 * (4 + 2 + 5 + 5) * 768  # in and out of the products of a block of GPT-2
+    values = 12 * (4 + 2 + 5 + 5) * 768  # inputs and outputs of the matrix products of a GPT-2 block
     of_blocks = blocks / 1e12 + attention / 1e9 + values / 3e6
     seconds = made[True].forecast.seconds
     assert seconds["forward"] == pytest.approx(1024 * (of_blocks + head / 1e12 + 50304 / 5e6), rel=1e-3)
@@ -113,7 +117,9 @@ def test_two_directories_on_one_disk_share_its_speed() -> None:
 
 
 def test_earlier_runs_correct_the_next_plan() -> None:
-    """By what bounds the phase: what a drive-bound forward took says nothing of one that computes."""
+    """A correction applies to the resource that bounds the phase: a drive-bound forward does not correct a computing
+    one.
+    """
     here = timed()
     kept = {"tiered.forward.compute": 1.5, "tiered.forward.drive": 7.0, "deepspeed.forward.compute": 9.0}
     corrected = replace(here, rates=replace(here.rates, corrections=kept))
@@ -128,7 +134,7 @@ def test_earlier_runs_correct_the_next_plan() -> None:
 
 
 def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
-    """All state in RAM with the weights on a fast drive beats half of the state on it."""
+    """All state in RAM with weights on a fast drive is faster than half of the state on the drive."""
     shape = SHAPES["gpt2-xl"]
     here = replace(timed(drive=20e9, mixed=10e9, matmul=1e10), gpu="V100", gpu_bytes=16 * GB, ram_bytes=19 * GB)
     known = replace(here.rates, to_device=rate(12e9), from_device=rate(12e9), both_ways=rate(10e9))
@@ -141,7 +147,7 @@ def test_the_fastest_that_fits_is_taken_and_the_others_say_why() -> None:
 
 
 def test_the_gpu_updates_its_share_while_the_cpu_updates_the_rest() -> None:
-    """By the bytes a parameter: 28 of fp32 moments were timed, 16 are moved with 8-bit ones and 30 with fp32 sums."""
+    """Rates scale by bytes per parameter: 28 with timed fp32 moments, 16 with 8-bit ones, 30 with fp32 sums."""
     shape, gpu, rates = SHAPES["gpt2-xl"], 1e9, timed().rates
     here = replace(timed(), gpu="V100", gpu_bytes=80 * GB, ram_bytes=80 * GB)
     copies = {way: rate(1e12) for way in ("to_device", "from_device", "both_ways")}
@@ -185,7 +191,7 @@ def test_tokens_that_hide_the_update() -> None:
 
 
 def test_tokens_a_step_choose_micro_batch_and_accumulation() -> None:
-    """The largest micro-batch that fits the device; one that is asked for is not touched."""
+    """The largest micro-batch that fits the device is chosen; an explicit one is kept."""
     shape = SHAPES["gpt2-xl"]
     here = replace(machine(gpu=8 * GB), rates=timed().rates, drives=timed().drives)
     config, plan = settle_and_plan(wish("train.tokens_per_step=65536"), shape, here)
@@ -224,7 +230,7 @@ def test_what_was_timed_fastest_is_used_unless_something_else_was_asked() -> Non
 
 
 def test_only_what_is_steady_corrects_later_plans() -> None:
-    """Short runs, steps that differ, phases of milliseconds and ratios that only a wrong rate explains are left out."""
+    """Short runs, uneven steps, phases of milliseconds and ratios that only a wrong rate explains are ignored."""
     words = ("--ram-fraction", "0", "tiered.overlap=off")
     found = make_plan(wish(*words), SHAPES["gpt2"], timed()).forecast
     update = found.seconds["update"]
@@ -245,7 +251,7 @@ def test_only_what_is_steady_corrects_later_plans() -> None:
 
 
 def test_the_update_takes_the_rate_of_its_form_of_moments() -> None:
-    """Where an earlier version timed fp32 alone, a share of that."""
+    """If an earlier version timed only fp32, a fraction of that rate is used."""
     shape = SHAPES["gpt2"]
     rates = {"native": rate(1e9), "native.bf16": rate(5e8), "torch": rate(1e8), "torch.8bit": rate(1e6)}
     machine = replace(timed(), rates=replace(timed().rates, update=rates))

@@ -1,4 +1,4 @@
-"""A unit that is larger than what computes: refused, and named with its bytes."""
+"""Tests that a unit too large for the device is refused, and named with its size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_trainer.plan.planner import make_plan
 from offload_trainer.plan.shape import ModelShape
 from offload_trainer.units import format_bytes
 
-# Blocks of 12 x 8192^2 weights, 1.6 GB in bf16; or an embedding of 2 GB over small blocks.
+# WIDE has blocks of 12 x 8192^2 weights, 1.6 GB in bf16; WORDS has an embedding of 2 GB over small blocks.
 WIDE = gpt2_shape(PRESETS["gpt2"] | {"n_embd": 8192, "n_head": 64, "n_layer": 3})
 WORDS = gpt2_shape(PRESETS["gpt2"] | {"vocab_size": 10**6, "n_embd": 1024, "n_layer": 3})
 
@@ -24,7 +24,7 @@ def planned(shape: ModelShape, gpu: float, *words: str) -> Plan:
 @pytest.mark.parametrize(("shape", "name"), [(WIDE, "the block transformer.h.0"), (WORDS, "transformer.wte")])
 def test_what_no_home_helps_is_named_with_its_bytes(shape: ModelShape, name: str) -> None:
     size = sum(2 * weight.numel for weight in shape.weights if weight.unit == name.split()[-1])
-    plan = planned(shape, 2)  # half of it CUDA's own, and the reserve
+    plan = planned(shape, 2)  # half of it is CUDA's own memory and the reserve
     assert not plan.fits
     told = f"{name} alone has {format_bytes(size)} of weights, a GPU has room for 1 GB, and it comes as a whole"
     assert told in plan.describe()
@@ -34,7 +34,7 @@ def test_what_no_home_helps_is_named_with_its_bytes(shape: ModelShape, name: str
 
 
 def test_what_is_small_enough_by_itself_is_not() -> None:
-    """It lacks something else."""
+    """The plan then lacks memory for something else."""
     plan = planned(WIDE, 2.7)
     assert not plan.fits
     assert plan.too_large == ""

@@ -1,4 +1,4 @@
-"""What `auto` takes of the update's ways, by seconds, bytes and what a run allows."""
+"""Tests of which update schedule `auto` chooses, by seconds, bytes and what a run allows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from offload_trainer.plan.tiered.update_schedules import FORWARD, FULL, OFF, REM
 from offload_trainer.units import format_seconds
 
 SHAPE = SHAPES["gpt2-medium"]
-BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take as long
-DRIVES = ("--ram-fraction", "0", "--micro-batch", "1", "--seq-len", "128", "--params", "gpu")  # these take nearly all
+BOTH = ("--ram-fraction", "0.5", "--micro-batch", "2", "--params", "gpu")  # computing and drives take equally long
+# drives take nearly all of the time
+DRIVES = ("--ram-fraction", "0", "--micro-batch", "1", "--seq-len", "128", "--params", "gpu")
 
 
 def planned(*words: str, on: MachineProfile | None = None, **more: object) -> Plan:
@@ -32,7 +33,7 @@ def sizes(plan: Plan) -> TierSizes:
 
 @pytest.mark.parametrize(("words", "way"), [(BOTH, FULL), (DRIVES, REMAINDER)])
 def test_the_fastest_is_taken_and_the_others_stand_beside_it(words: tuple[str, ...], way: str) -> None:
-    """Each with the seconds that a plan has where it is asked for."""
+    """Each alternative has the seconds of a plan that asks for it."""
     plan = planned(*words)
     masters = {REMAINDER: "tiered.overlap=auto"}
     steps = {one: planned(*words, one, masters.get(one, "tiered.master_format=fp32")).forecast.step for one in _ALL}
@@ -138,7 +139,7 @@ def test_without_drives_there_is_nothing_to_choose() -> None:
 
 @pytest.mark.parametrize("gpu", [0, 16 * GB])
 def test_a_machine_that_was_never_timed_takes_what_costs_nothing_and_says_what_timing_brings(gpu: int) -> None:
-    """The update behind the next forward: to the byte the plan of one in line, and not without a core for it."""
+    """It overlaps the update with the next forward, which needs no more bytes, unless there is no core for it."""
     on = machine(gpu=gpu)
     words = (*BOTH, "--gpu-fraction", "0")
     plan = planned(*words, on=on)
@@ -170,7 +171,7 @@ def test_fewer_bytes_are_taken_where_nothing_fits_without() -> None:
 
 @pytest.mark.parametrize("way", _ALL)
 def test_from_that_many_tokens_on_the_update_is_a_tenth(way: str) -> None:
-    """By a plan with as many, which come by accumulation."""
+    """A plan with that many tokens, by accumulation, confirms it."""
     found = next(one for one in planned(*DRIVES).ways if one.words == way)
     assert found.tokens
     words = [*DRIVES, way, *(["tiered.master_format=fp32"] if way != REMAINDER else [])]

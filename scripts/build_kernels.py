@@ -18,8 +18,9 @@ from offload_trainer.storage.owned_dirs import scratch
 
 
 def compile_without_debugger(folder: Path) -> None:
-    """Put a c++ wrapper with -g0 first on PATH: the debug symbols that DeepSpeed requests cost a third of the build
-    time.
+    """Put a c++ wrapper with -g0 first on PATH.
+
+    The debug symbols that DeepSpeed requests take a third of the build time.
     """
     if compiler := shutil.which("c++"):
         (folder / "c++").write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" -g0\n')

@@ -259,8 +259,7 @@ def drawn(config: Any) -> str:
 
 
 def differences(found: Trained, expected: Trained) -> tuple[float, float, float]:
-    """Return the difference of the first loss (or a tenth of a later one's), the relative one of norms, and of weights.
-    """
+    """Return the largest differences of losses (later ones count a tenth), of norms (relative) and of weights."""
     losses = [abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)]
     norms = [abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True)]
     if found.weights.keys() != expected.weights.keys():
@@ -335,9 +334,7 @@ def counts(results: Sequence[Result]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the Markdown page: the description of its columns, a row for each architecture, and the reasons of
-    failures.
-    """
+    """Return the Markdown page: a description of the columns, a row for each architecture, and reasons of failures."""
     lines = [
         "# Every causal language model of transformers",
         "",

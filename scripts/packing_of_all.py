@@ -1,6 +1,6 @@
 """Find the architectures that keep packed documents of a row separate: test data.packing=on with a tiny model of each.
 
-    packing_of_all.py [--page FILE]
+packing_of_all.py [--page FILE]
 """
 
 from __future__ import annotations

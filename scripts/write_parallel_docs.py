@@ -1,7 +1,7 @@
 """Fill in the tables of docs/parallel.md with the output of each of its commands.
 
-    python scripts/write_parallel_docs.py            write the page
-    python scripts/write_parallel_docs.py --print    print it instead
+python scripts/write_parallel_docs.py            write the page
+python scripts/write_parallel_docs.py --print    print it instead
 """
 
 from __future__ import annotations

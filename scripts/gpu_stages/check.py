@@ -58,8 +58,7 @@ def doctor(stage: Stage) -> dict[str, Any]:
 
 
 def kernels(stage: Stage) -> dict[str, Any]:
-    """Report which kernel updates the state on the CPU, and whether the GPU's kernel compiles and gives the same bits.
-    """
+    """Report the CPU's update kernel, and whether the GPU's kernel compiles and gives the same bits."""
     found = _json(stage.command([sys.executable, str(Path(__file__).with_name("kernels.py"))]))
     if found["same"] is False:
         raise Failure(f"failed: {found['GPU']}")
@@ -67,8 +66,7 @@ def kernels(stage: Stage) -> dict[str, Any]:
 
 
 def bench(stage: Stage) -> dict[str, Any]:
-    """Measure the machine's rates, and write bench.json next to the table for `plan --machine FILE` on other machines.
-    """
+    """Measure the machine's rates, and write bench.json next to the table, for `plan --machine FILE` elsewhere."""
     drive = [] if stage.rehearsal else ["--nvme", str(stage.drive)]  # each write method of a drive takes seconds
     machine = _json(_ours(stage, ["bench", "--json", *drive]))
     (stage.record.folder / "bench.json").write_text(json.dumps(machine, indent=1))

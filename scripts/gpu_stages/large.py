@@ -1,6 +1,4 @@
-"""Measure one way to train and place a model: build it, time consecutive steps, and record them next to the plan's
-figures.
-"""
+"""Measure one way to train and place a model: build it, time consecutive steps, and compare with the plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Train Llama-3-8B's shape in bf16 with the optimizer state on the GPU, half in RAM and all in RAM, under each overlap.
-"""
+"""Train Llama-3-8B's shape in bf16, with the optimizer state on the GPU, half in RAM or all in RAM, by overlap."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Measure the lower bound for the rows of `8b`: forward and backward of the same shape without offload, and torchao's
-offload.
-"""
+"""Measure lower bounds for the rows of `8b`: forward and backward without offload, and torchao's offload."""
 
 from __future__ import annotations
 

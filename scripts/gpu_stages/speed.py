@@ -134,8 +134,7 @@ def _missing(stage: Stage, case: Case) -> str | None:
 
 
 def _model(stage: Stage) -> str:
-    """Return a model of 1.6e9 parameters if the GPU has memory to train it with plain torch, else one of half the size.
-    """
+    """Return a model of 1.6e9 parameters if plain torch can train it on this GPU, else one of half the size."""
     gpu = stage.record.about["gpu"]
     return "gpt2-xl" if float(gpu.split(", ")[-2].removesuffix(" GiB")) > 70 else "gpt2-large"
 

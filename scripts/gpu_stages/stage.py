@@ -1,8 +1,8 @@
 """The environment of a stage: its time limit, a directory on the drive, its record, and worker processes for the GPU.
 
-    with stage.worker("name") as worker:
-        facts = worker.build([...])                   every answer within the stage's time, or Failure
-        steps = worker.ask("steps", count=5)["steps"]
+with stage.worker("name") as worker:
+    facts = worker.build([...])                   every answer within the stage's time, or Failure
+    steps = worker.ask("steps", count=5)["steps"]
 """
 
 from __future__ import annotations

@@ -198,7 +198,9 @@ class Served:
 
 @contextmanager
 def _nothing_kept() -> Iterator[None]:
-    """Within the context, plans count no export and no checkpoints, since `instead` replaces the loop that writes them.
+    """Within the context, plans count no export and no checkpoints.
+
+    `instead` replaces the loop that would write them, which takes tens of gigabytes.
     """
     from offload_trainer.plan import planner
 

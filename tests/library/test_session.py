@@ -343,9 +343,7 @@ def test_resumed_it_goes_on_as_it_would_have(home: str, kind: str, tmp_path: Pat
             assert torch.equal(master, weights[name]), name
 
 
-MOMENTS: dict[
-    str, tuple[Any, str, int, int]
-] = {  # object whose function is replaced by a kill, its name, the call that kills, and the remaining save
+MOMENTS: dict[str, tuple[Any, str, int, int]] = {  # patched object, function, fatal call, remaining save
     "between two files' tensors": (PlacedWriter, "put", 7, 2),
     "before the manifest": (saving, "finish_checkpoint", 1, 2),
     "before the new name": (saving, "put_in_place", 1, 2),
@@ -419,9 +417,7 @@ def test_whoever_reads_a_weight_gets_its_values(home: str, tmp_path: Path, drive
             assert torch.equal(weight, before[name]), name
         optimizer = session.adamw()
         loss_of(model, batches(1)[0]).backward()
-        assert torch.equal(
-            model.head.weight, before["head.weight"]
-        )  # borrowed device memory, until the step changes the weight
+        assert torch.equal(model.head.weight, before["head.weight"])  # borrowed until the step changes it
         optimizer.step()
         after = dict(session.named_masters())
         assert torch.equal(model.head.weight, after["head.weight"])
@@ -443,9 +439,7 @@ def test_gradients_through_weights_read_by_hand(inside: bool, home: str, drive: 
                 x[..., :32] @ wide.weight.t()[:, :32], (32,), norm.weight, norm.bias
             )
         by_hand = (x @ model.table.weight.t()).square().mean()
-        return (
-            by_hand + model(torch.arange(6).view(1, 6)).square().mean()
-        )  # other weights are fetched before the backward
+        return by_hand + model(torch.arange(6).view(1, 6)).square().mean()  # fetched before the backward
 
     torch.manual_seed(1)
     model = Tower()

@@ -68,8 +68,9 @@ def test_a_run_goes_on_with_its_pieces_of_mlps(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_its_micro_batches(tmp_path: Path) -> None:
-    """A resumed run keeps its micro-batch size if only tokens_per_step is set; at first there was room for half the
-    rows.
+    """A resumed run keeps its micro-batch size if only tokens_per_step is set.
+
+    The first start had room for half of a step's 16 rows.
     """
     half, all_rows = (
         needs(*PIECES, "model.mlp_chunk=off", *more, output=tmp_path)

@@ -71,7 +71,7 @@ def test_drives(facts: dict, state: str) -> None:
 
 
 def test_little_room_for_the_output_is_no_failure() -> None:
-    """Little room for the output is a warning: a small model needs megabytes, and the plan refuses what does not fit."""
+    """Little room for the output is a warning: small models need megabytes, and the plan checks what fits."""
     assert doctor._output(DriveFacts("/out", 10**12, filesystem="ext4")).state == "ok"
     check = doctor._output(DriveFacts("/out", 64 * 10**6, filesystem="ext4"))
     assert (check.state, bool(check.fix)) == ("warning", True)

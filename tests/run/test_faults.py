@@ -115,7 +115,7 @@ def mount(image: Path, folder: Path) -> bool:
 
 
 def test_a_full_disk_in_mid_step(disk: Path, words: list, alone: Run) -> None:
-    """A full disk is noticed by a line of metrics that needs a new block: every second or so, with six steps to a save."""
+    """A full disk is noticed when a line of metrics needs a new block, which is every second line or so."""
     output, words = disk / "out", [*words, "--save-every", 7]
     run = faulty("full-step", disk, *words, output=output)
     assert_told(run, "metrics.jsonl", "is the drive full" if "is the drive full" in run.text else "No space left")
@@ -295,7 +295,7 @@ def test_random_kills_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut short"])
 def test_a_token_file_that_goes_bad_under_a_run(damage: str, words: list, alone: Run, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"  # of its own: other tests' runs write into theirs meanwhile
+    cache = tmp_path / "cache"  # a separate cache, since other tests' runs write into theirs meanwhile
     words, output = [*words, f"data.cache={cache}"], tmp_path / "out"
 
     def harm() -> None:
@@ -322,7 +322,7 @@ def test_a_clock_that_jumps(words: list, alone: Run, tmp_path: Path) -> None:
     assert_same_run(run, alone)
     assert all(0 < step["seconds"] < 60 for step in run.steps)
     stamps = [line[:10] for line in (run.output / "log.txt").read_text().splitlines()]
-    assert len(set(stamps)) > 5  # it did jump
+    assert len(set(stamps)) > 5  # the clock did jump
     assert [json.loads(line)["step"] for line in (run.output / "metrics.jsonl").read_text().splitlines()] == list(
         range(1, 21)
     )

@@ -187,7 +187,7 @@ class Worker:
             if not waiting.select(self._stage.left()):
                 self.end()
                 raise Failure(OUT_OF_TIME)
-        return self._process.stdout.readline()  # the worker writes an answer at once, so the line is complete
+        return self._process.stdout.readline()  # an answer is one write, so the line is complete
 
     def _last_words(self) -> str:
         code = self._process.poll()

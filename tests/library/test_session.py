@@ -683,7 +683,7 @@ def test_refusals_are_in_the_callers_words(keys: dict[str, Any], words: str) -> 
 
 
 def test_fewer_buffers_are_taken_where_there_is_room_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With little memory fewer buffers are used, as in a run of the command, and the numbers stay the same."""
+    """Fewer buffers are used if memory is short, as in a run of the command, and the numbers stay the same."""
     here = api.machine_here(())
     monkeypatch.setattr(ThisProcess, "now", lambda machine, *, moves: ThisProcess(counted=0, beside=0, moves=0))
 

@@ -185,7 +185,7 @@ def test_a_page_file_that_is_cut_short(words: list, alone: Run, tmp_path: Path) 
 
 
 def test_the_output_s_mount_vanishes(disk: Path, words: list, alone: Run) -> None:
-    """Nothing is written below a vanished mount point, and the run continues after a remount."""
+    """A run whose output's mount point vanishes writes nothing below it, and continues after a remount."""
 
     def vanish() -> None:
         subprocess.run(["umount", "-l", disk], check=True)

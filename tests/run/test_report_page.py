@@ -1,6 +1,4 @@
-"""Tests of report.html: a browser cuts, hides and overlaps nothing at desktop and phone widths, and its advice matches
-plans.
-"""
+"""Tests of report.html: no browser cuts or overlaps a text, on desktop or phone, and its advice matches plans."""
 
 from __future__ import annotations
 

@@ -81,14 +81,14 @@ def finished(shared: Path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU plain torch's AdamW is CUDA's, with other last bits")
 @pytest.mark.parametrize("name", ["tiered", "tiered nvme"])
 def test_the_tiered_engine_is_plain_torch_to_the_last_bit(name: str, finished) -> None:
-    """The tiered engine has plain torch's losses, norms, master weights and moments, with the kernel chosen by `auto`."""
+    """The tiered engine has plain torch's losses, norms, masters and moments, with the kernel chosen by `auto`."""
     assert_same_run(finished(name), finished("plain"))
 
 
 @pytest.mark.ops
 @pytest.mark.parametrize("name", STOCK)
 def test_every_placement_follows_plain_torch(name: str, finished) -> None:
-    """In bf16, every placement is within 2e-2 of plain torch's loss at each of 20 steps, and within 2 % of its norm."""
+    """Every placement in bf16 is within 2e-2 of plain torch's loss at each of 20 steps, and within 2 % of its norm."""
     ours, plain = finished(name), finished("plain")
     assert len(ours.losses) == len(plain.losses) == 20
     for one, other in zip(ours.steps, plain.steps, strict=True):
@@ -198,7 +198,7 @@ def test_on_demand_where_none_can_be_made(drive: Path, tmp_path: Path) -> None:
 
 
 def test_resume_with_another_micro_batch_and_other_settings(finished, drive: Path, tmp_path: Path) -> None:
-    """With the same rows a step the losses agree; each different setting that affects results gives one note."""
+    """Losses agree with the same rows a step; each different setting that affects results gives one note."""
     start = finished("tiered").output / "checkpoints/step-00000012"
     words_now = [*words("tiered", drive), "--micro-batch", 1, "--accumulate", 2, "--resume", start]
     run = call(*words_now, output=tmp_path / "out")
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_another_run_is_refused(finished, drive: Path, tmp_path:
 
 
 def test_back_to_an_older_checkpoint(finished, drive: Path, tmp_path: Path) -> None:
-    """Resuming an older checkpoint in its directory is refused while newer ones exist, which later resumes would take."""
+    """Resuming an older checkpoint in its directory is refused while newer ones exist, which a rerun would take."""
     output = tmp_path / "out"
     shutil.copytree(finished("plain").output, output)
     older = output / "checkpoints/step-00000012"
@@ -309,9 +309,7 @@ def test_two_ranks_train_as_one_with_the_same_rows(name: str, drive: Path, tmp_p
         assert single["tokens"] == double["tokens"]
         assert single["loss"] == pytest.approx(double["loss"], abs=4e-3)
         assert single["grad_norm"] == pytest.approx(double["grad_norm"], rel=3e-2)
-    ours = call(
-        *both, "--engine", "tiered", "--accumulate", 2, output=tmp_path / "ours"
-    )  # its ranks have one rank's bits
+    ours = call(*both, "--engine", "tiered", "--accumulate", 2, output=tmp_path / "ours")  # ranks have its bits
     assert ours.losses == pytest.approx(two.losses, abs=2e-2)
     start = tmp_path / "two/checkpoints/step-00000010"
     resumed = call(*both, "--accumulate", 2, "--resume", start, output=tmp_path / "three")

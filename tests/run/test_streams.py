@@ -83,7 +83,7 @@ def test_output_that_was_asked_for_must_arrive() -> None:
 
 
 def test_closed_streams_are_no_file_s(tmp_path: Path) -> None:
-    """With `2>&-`, the next opened file does not become descriptor 2 and receive messages."""
+    """The next file opened after `2>&-` does not become descriptor 2 and receive messages."""
 
     def work() -> None:
         with lasting_streams(), open(tmp_path / "weights", "wb"):

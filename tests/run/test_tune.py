@@ -1,4 +1,4 @@
-"""Tests of the tuner: the trials that it makes and the settings that it keeps, with given outcomes and one real trial."""
+"""Tests of the tuner: its trials and the settings that it keeps, with given outcomes and one real trial."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def filesystem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_drives(filesystem: str, tmp_path: Path) -> None:
-    """With locks, dead leases are removed and live ones stay; without, all stay, which is reported."""
+    """Dead leases are removed and live ones stay where locks work; elsewhere all stay, which is reported."""
     works = filesystem in ("local", "nfs")
     root_of(tmp_path).mkdir()
     left = dead_lease(root_of(tmp_path))
@@ -406,7 +406,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
-    """Return a function that builds a small kernel in a separate cache, with a counter of compilations, `build.count`."""
+    """Return a function that builds a small kernel in a separate cache and counts compilations in `build.count`."""
     monkeypatch.setenv("OFFLOAD_TRAINER_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"
     source.write_text(SOURCE)

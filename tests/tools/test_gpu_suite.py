@@ -125,7 +125,7 @@ def test_every_way_of_the_update_has_its_row_and_bits(rehearsed: Callable[[str],
 
 
 def test_no_case_of_ours_leaves_its_overlap_to_auto() -> None:
-    """Every case names its overlap: `auto` turns it off on a machine without rates, so its table would cover no other."""
+    """Every case names its overlap: `auto` turns it off on a machine without rates and would leave gaps in tables."""
     homes = [parity._home("gpu", shares, tiny=False) for shares in parity.SHARES]
     ours = [*llama_8b.CASES.values(), *gpt2_10b.CASES.values(), *saves.CASES.values(), *ways.CASES.values(), *homes]
     ours += [case.words for case in speed.cases() if case.name.startswith("ours")]
@@ -321,7 +321,7 @@ def test_forks_of_the_libraries_may_still_begin_cuda() -> None:
 
 
 def test_deterministic_is_more_than_a_warning() -> None:
-    """Deterministic mode is an error instead of a warning, with which torch leaves fused attention's backward as it is."""
+    """Deterministic mode is an error, not a warning, with which torch leaves fused attention's backward as it is."""
     try:
         use_deterministic_algorithms()
         assert torch.are_deterministic_algorithms_enabled()

@@ -106,9 +106,7 @@ def test_the_bundle_is_small_and_installs_without_an_index(tmp_path: Path) -> No
     """The bundle is small, and the one for this Python installs without an index."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     bundle = SCRIPTS / "offline_bundle.sh"
-    no_kernels = environment(
-        PYTHON=sys.executable, CXX="no-such-compiler"
-    )  # kernels take minutes; a test above has them
+    no_kernels = environment(PYTHON=sys.executable, CXX="no-such-compiler")  # kernels take minutes; see the test above
     for python in ("3.12", here):
         folder = tmp_path / python
         done = subprocess.run([bundle, folder, "--python", python], capture_output=True, text=True, env=no_kernels)

@@ -1,16 +1,16 @@
-"""Train a tiny model of every causal language architecture in transformers, and compare the tiered engine with plain
-torch.
+"""Compare the tiered engine with plain torch on a tiny model of every causal language architecture in transformers.
 
     every_architecture.py [--only NAME ...] [--table FILE] [--json FILE]
 
 transformers initialises and saves each model. Three fp32 steps then train it in three ways: transformers' module with
 torch's AdamW, the tiered engine with everything in RAM, and the tiered engine with weights and state on a drive. The
 tiered engine uses gradient checkpointing where the model supports it. The reference loss is the one that transformers
-computes from `labels`, where that is the next-token cross-entropy, else the cross-entropy of the logits. An
-architecture is right if the first loss agrees within 1e-5, and later losses and a final evaluation within 1e-4; if
-gradient norms agree within a relative 1e-4, or as closely as the reference's own norms after its initial weights are
-moved by one rounding; if weights agree within 1e-5 after steps that move them by up to 3e-3; and if both placements
-give the same bits. The first three must also hold with the router loss, where transformers has one.
+computes from `labels`, where that is the next-token cross-entropy, else the cross-entropy of the logits.
+
+An architecture is right if four conditions hold. The first loss agrees within 1e-5, and later losses and a final
+evaluation within 1e-4. Gradient norms agree within a relative 1e-4, or as closely as the reference's own norms do after
+its initial weights are moved by one rounding. Weights agree within 1e-5, after steps that move them by up to 3e-3. Both
+placements give the same bits. The first three must also hold with the router loss, where transformers has one.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def carry_out(stage: Stage) -> None:
 
 
 def save(stage: Stage, case: str, words: list[str]) -> None:
-    """Time rounds of steps without a save, with one after them, and with one before them."""
+    """Time rounds of steps without a save, with one in the background, and with a completed one before them."""
     rounds, steps = (1, 1) if stage.rehearsal else (3, 6)
     row = {"case": case, "words": " ".join(words), "steps": steps}
     try:
